@@ -16,8 +16,8 @@ from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.monitor import serving
 from kfcomm.monitor.dumps import install_signal
-from kfcomm.rendezvous import farewell
-from kfcomm.rendezvous.kept import describe_kept
+from kfcomm.rendezvous import exit_report
+from kfcomm.rendezvous.costs import describe_saved
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
 from kfcomm.strategies.plugins import check
@@ -132,7 +132,7 @@ class Init:
             if session.rank == 0 and network.layout.costs != UNMEASURED:
                 logger.info(
                     "rank 0: 'auto' counts with costs that kfcomm probe --keep measured (%s)",
-                    describe_kept() or "on other hosts",
+                    describe_saved() or "on other hosts",
                 )
             if settings.join is not None:
                 settle(session, comm.barrier(ARRIVED))
@@ -207,5 +207,5 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
         check_folder(settings.timeline)
     serving.check(settings)
     install_signal(settings.dump_dir, is_launched=settings.launcher is not None)
-    farewell.join(settings.launcher, settings.rank)
+    exit_report.connect(settings.launcher, settings.rank)
     return settings

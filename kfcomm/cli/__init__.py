@@ -150,13 +150,13 @@ def show(
     """  # noqa: D301  click wants the character, not its name
     from dataclasses import replace
 
-    from kfcomm.rendezvous.kept import kept_costs
+    from kfcomm.rendezvous.costs import saved_costs
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
     from kfcomm.types import Layout
 
     with reported_errors():
-        layout = replace(Layout.even(*_ranks_and_hosts(num_ranks, hosts)), costs=kept_costs())
+        layout = replace(Layout.even(*_ranks_and_hosts(num_ranks, hosts)), costs=saved_costs())
         built = build(strategy, layout)
         if output is not None:
             # a picture shows one strategy: of auto's, unless asked, that for long messages

@@ -93,7 +93,7 @@ def probe(**given: Any) -> None:
 
 
 def _forget(given: dict[str, Any]) -> None:
-    from kfcomm.rendezvous.kept import forget_costs, path_of_costs
+    from kfcomm.rendezvous.costs import forget_costs, path_of_costs
 
     if given["keep"] or given["num_ranks"] is not None:
         raise ConfigError("--forget measures nothing: leave --keep and -n out")

@@ -20,7 +20,7 @@ def status(job: str | None, named: str | None, as_json: bool) -> None:
     in this directory.
     """
     from kfcomm.launch.requests import ask, find, titled
-    from kfcomm.rendezvous.board import describe_exit
+    from kfcomm.rendezvous.keyvalue import describe_exit
 
     with reported_errors():
         told = ask(find(named or job), "status")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
+from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
 from kfcomm.world.communicator import Communicator
 from kfcomm.world.epochs import NO_PLAN, NUM_TELLERS, Plan, tell_store

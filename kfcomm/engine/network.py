@@ -21,11 +21,11 @@ from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.core.hello import Purpose
 from kfcomm.engine.control import ControlThread, World, addresses_of
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous import farewell
-from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
+from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_versions, close_store, join, leave_store, open_store
+from kfcomm.rendezvous.keyvalue import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.connection import Connection
 from kfcomm.transports.sealed import Seals
@@ -136,7 +136,7 @@ class SocketNetwork:
         self._world = World(
             self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
             launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
-            show_life=farewell.show_life if settings.elastic else None,
+            show_life=exit_report.report_alive if settings.elastic else None,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         raise_limit(RESERVE + DESCRIPTORS_PER_PEER * len(self.peers))
@@ -229,7 +229,7 @@ class SocketNetwork:
             ConfigError: its number is another's, or its settings are not theirs.
             RendezvousError: they do not within the timeout; or the store is gone.
         """
-        from kfcomm.rendezvous.folders import NotSet  # as the client does, which a world of one does without
+        from kfcomm.rendezvous.keyvalue import NotSet  # as the client does, which a world of one does without
 
         settings, me, client = meeting.settings, meeting.me, meeting.client
         if await client.claim(f"{JOINING}/{me.rank}", me.to_wire()) != me.to_wire():
@@ -397,14 +397,14 @@ class SocketNetwork:
     async def let_go(self, births: Collection[int]) -> None:
         """See ``session.Network``; this process tells its launcher itself, which hears it before it sees it end."""
         if self._settings.rank in births:
-            farewell.let_go()
+            exit_report.report_release()
             return
         for birth in births:
             await self._meeting.client.claim(f"{RELEASED}/{birth}", b"")
 
     async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""
-        from kfcomm.rendezvous.folders import StoreClosed
+        from kfcomm.rendezvous.keyvalue import StoreClosed
 
         async for wanted in self._meeting.client.watch_wanted():
             if wanted != known:

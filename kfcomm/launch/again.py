@@ -19,7 +19,8 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch.coming import expect_those_admitted
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
-from kfcomm.rendezvous.board import (
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.keyvalue import (
     DISMISSED,
     JOB_RECORD,
     LAUNCHED,
@@ -28,10 +29,9 @@ from kfcomm.rendezvous.board import (
     RELEASED,
     SIZES,
     START,
-    Board,
     Exit,
+    read_wanted,
 )  # fmt: skip
-from kfcomm.rendezvous.folders import read_wanted
 from kfcomm.rendezvous.store import StoreServer
 
 LOOK_EVERY_S = 0.05
@@ -65,9 +65,9 @@ class Record(NamedTuple):
         return told
 
     @classmethod
-    def found(cls, board: Board) -> Record | None:
+    def found(cls, store: LocalStore) -> Record | None:
         """That of a board; None if there is none."""
-        told = board.held(JOB_RECORD)
+        told = store.contents.held(JOB_RECORD)
         return None if told is None else cls(*msgpack.unpackb(told, use_list=False))
 
     def check(self, other: Record, store: str) -> None:
@@ -88,12 +88,12 @@ class Record(NamedTuple):
         return f"hosts {hosts}, {self.bounds[0]} to {self.bounds[1]} ranks"
 
 
-async def begin(server: StoreServer, store: str, plan: Plan, elastic: Elasticity, heard_within_s: float) -> bool:
+async def begin(server: StoreServer, address: str, plan: Plan, elastic: Elasticity, heard_within_s: float) -> bool:
     """Take up the job that a store holds, or begin one.
 
     Args:
         server: of that store; it serves already.
-        store: what it was called.
+        address: of the store, as it was given.
         plan: who begins where.
         elastic: made for a job that begins; if one goes on, it is brought to what is known of that.
         heard_within_s: for which the launchers of other hosts are waited for, if they have ranks of the job.
@@ -105,54 +105,55 @@ async def begin(server: StoreServer, store: str, plan: Plan, elastic: Elasticity
         ConfigError: it holds another job.
         RendezvousError: the store has ended.
     """
-    board, backing = server.board, server.backing
-    expect_those_admitted(board, plan, elastic)
-    mine = Record.of(backing.identity, plan, elastic)
-    there = Record.found(board)
+    store = server.store
+    expect_those_admitted(store, plan, elastic)
+    mine = Record.of(store.identity, plan, elastic)
+    there = Record.found(store)
     if there is not None:
-        there.check(mine, store)
-        survivors = _survivors(board, elastic)
-        if survivors and await _is_any_heard(board, survivors, heard_within_s):
+        there.check(mine, address)
+        survivors = _survivors(store, elastic)
+        if survivors and await _is_any_heard(store, survivors, heard_within_s):
             await _go_on(server, elastic, survivors)
             return True
-        asked = _asked_last(board)
+        asked = _asked_last(store)
         await server.begin_anew(*([] if asked is None else [SIZES]))
         if asked is not None:
-            await server.ask_size(asked)  # what was held since was of the ranks that are gone
+            await store.ask_size(asked)  # what was held since was of the ranks that are gone
         del elastic.places[plan.num_first :]
-        logger.warning("--store %s holds a job of which no rank is left: it begins again", store)
-    await server.claim(JOB_RECORD, mine._replace(identity=backing.identity).to_wire())
+        logger.warning("--store %s holds a job of which no rank is left: it begins again", address)
+    await store.claim(JOB_RECORD, mine._replace(identity=store.identity).to_wire())
     return False
 
 
-def _asked_last(board: Board) -> int | None:
+def _asked_last(store: LocalStore) -> int | None:
     """How many ranks somebody has asked for, other than the launcher by what there is room for."""
-    told = [read_wanted(one) for _, one in sorted(board.folder(SIZES).items(), key=lambda item: int(item[0]))]
+    told = [read_wanted(one) for _, one in sorted(store.contents.folder(SIZES).items(), key=lambda item: int(item[0]))]
     return next((wanted.size for wanted, is_held in told[::-1] if not is_held), None)
 
 
-def _starts(board: Board, elastic: Elasticity) -> Mapping[int, int]:
+def _starts(store: LocalStore, elastic: Elasticity) -> Mapping[int, int]:
     """The host of each process that was ever started, by birth."""
     found = dict(elastic.where)
     for host in range(len(elastic.places)):
-        found |= dict.fromkeys(map(int, board.folder(f"{START}/{host}")), host)
+        found |= dict.fromkeys(map(int, store.contents.folder(f"{START}/{host}")), host)
     return found
 
 
-def _survivors(board: Board, elastic: Elasticity) -> Mapping[int, list[int]]:
+def _survivors(store: LocalStore, elastic: Elasticity) -> Mapping[int, list[int]]:
     """Births of those on other hosts that may still run, by host."""
-    come = board.folder(LAUNCHED).keys() - board.folder(LAUNCHERS).keys() - board.folder(LEAVING).keys()
+    arrived, ended, leaving = (store.contents.folder(one).keys() for one in (LAUNCHED, LAUNCHERS, LEAVING))
+    come = arrived - ended - leaving
     found: dict[int, list[int]] = {}
-    for birth, host in _starts(board, elastic).items():
-        if host and str(host) in come and birth not in board.exits:
+    for birth, host in _starts(store, elastic).items():
+        if host and str(host) in come and birth not in store.contents.exits:
             found.setdefault(host, []).append(birth)
     return found
 
 
-async def _is_any_heard(board: Board, hosts: Mapping[int, list[int]], within_s: float) -> bool:
+async def _is_any_heard(store: LocalStore, hosts: Mapping[int, list[int]], within_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + within_s
-    while hosts.keys().isdisjoint(board.heard_s):
+    while hosts.keys().isdisjoint(store.contents.heard_s):
         if loop.time() >= deadline_s:
             return False
         await asyncio.sleep(LOOK_EVERY_S)
@@ -160,13 +161,13 @@ async def _is_any_heard(board: Board, hosts: Mapping[int, list[int]], within_s: 
 
 
 async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[int, list[int]]) -> None:
-    board = server.board
-    starts = _starts(board, elastic)
+    store = server.store
+    starts = _starts(store, elastic)
     living = {birth for births in survivors.values() for birth in births}
-    for birth in sorted(starts.keys() - living - board.exits.keys()):
-        await server.report_exit(Exit(birth, KILLED))
+    for birth in sorted(starts.keys() - living - store.contents.exits.keys()):
+        await store.report_exit(Exit(birth, KILLED))
     for host in range(1, len(elastic.places)):
         elastic.places[host].is_gone = host not in survivors
-    elastic.goes_on(starts, board.exits, _asked_last(board) or elastic.asked)
-    for birth in map(int, board.folder(RELEASED).keys() | board.folder(DISMISSED).keys()):
+    elastic.goes_on(starts, store.contents.exits, _asked_last(store) or elastic.asked)
+    for birth in map(int, store.contents.folder(RELEASED).keys() | store.contents.folder(DISMISSED).keys()):
         elastic.released(birth)

@@ -34,8 +34,10 @@ from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.blame import Failure
 from kfcomm.launch.process import Child, CommandError
-from kfcomm.launch.supervisor import Exits, Supervisor, now_s
-from kfcomm.rendezvous.board import (
+from kfcomm.launch.supervisor import Supervisor, now_s
+from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.keyvalue import (
+    AGAIN_S,
     DISMISSED,
     GIVEN_UP,
     LEAVING,
@@ -44,10 +46,10 @@ from kfcomm.rendezvous.board import (
     SILENT,
     START,
     Exit,
+    KeyValue,
+    StoreClosed,
     Why,
 )  # fmt: skip
-from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 
 _SAID_WITHIN_S = 5.0
 _LOOKS = 4
@@ -82,7 +84,7 @@ class Mortal(Supervisor):
     released: set[int] = field(default_factory=set)
     _patience: asyncio.TimerHandle | None = None
 
-    async def _launch(self, birth: int, exits: Exits) -> None:
+    async def _launch(self, birth: int, exits: KeyValue) -> None:
         if not self.has_stopped and birth not in self.dismissed:  # while the store was told that it is to be started
             try:
                 self._follow_too(birth, self.start(birth))
@@ -93,7 +95,7 @@ class Mortal(Supervisor):
         self._note(end)
         await self._report(end, exits)
 
-    async def _watch_given_up(self, exits: Exits) -> None:
+    async def _watch_given_up(self, exits: KeyValue) -> None:
         """A rank that the others have given up is killed, since it is of no use to anybody if it is stopped or stuck.
 
         Not before the grace is over: if it lives it hears what has become of it, and tells its user why it fails.
@@ -106,7 +108,7 @@ class Mortal(Supervisor):
         if self._patience is not None:
             self._patience.cancel()
 
-    async def _watch_released(self, exits: Exits) -> None:
+    async def _watch_released(self, exits: KeyValue) -> None:
         """A rank that was let go says so itself; it may have been stopped before it could."""
         async for birth, _ in exits.watch(RELEASED):
             self.hear_released(birth)
@@ -141,7 +143,7 @@ class Mortal(Supervisor):
     def _kill_later(self, birth: int) -> None:
         asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
-    async def _watch_signs_of_life(self, exits: Exits) -> None:
+    async def _watch_signs_of_life(self, exits: KeyValue) -> None:
         """Which ranks of this host show none: their processes are stopped, or say nothing though they have joined."""
         heard_s = looked_s = now_s()
         while True:
@@ -165,7 +167,7 @@ class Mortal(Supervisor):
         has_left = said is not None and said.at_s is not None
         return ran_s if has_left else min(ran_s, self.lived_s.get(birth, ran_s))
 
-    async def _tell_silent(self, exits: Exits) -> None:
+    async def _tell_silent(self, exits: KeyValue) -> None:
         """Time has passed, and it is known who is silent."""
 
     def _is_given_up(self, birth: int) -> None:
@@ -192,7 +194,7 @@ class Agent(Mortal):
     _is_alone: bool = False
     _has_left: bool = False
 
-    def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
+    def _begin(self, exits: KeyValue) -> list[Coroutine[Any, Any, None]]:
         return [
             self._watch_orders(exits), self._watch_dismissed(exits), self._watch_outcome(exits),
             self._watch_given_up(exits), self._watch_first(exits), self._watch_signs_of_life(exits),
@@ -204,7 +206,7 @@ class Agent(Mortal):
         is_free = self._is_concluded or self._is_alone or not self.verdict.is_open
         return is_free and self.ended.keys() >= self.children.keys()
 
-    async def _look(self, exits: Exits) -> None:
+    async def _look(self, exits: KeyValue) -> None:
         if self.verdict.signal is not None and not self._has_left:
             self._has_left = True
             await claimed(exits, f"{LEAVING}/{self.host}")
@@ -215,7 +217,7 @@ class Agent(Mortal):
                     if birth >= self.blame.size and not await exits.was_let_in(birth):
                         self._signal(birth, signal.SIGTERM)
 
-    async def _tell_silent(self, exits: Exits) -> None:
+    async def _tell_silent(self, exits: KeyValue) -> None:
         if self.silent == self._told_silent:
             return
         with contextlib.suppress(KfcommError, TimeoutError):
@@ -223,7 +225,7 @@ class Agent(Mortal):
                 await exits.set(f"{SILENT}/{self.host}", msgpack.packb(sorted(self.silent)))
                 self._told_silent = self.silent
 
-    async def _watch_first(self, exits: Exits) -> None:
+    async def _watch_first(self, exits: KeyValue) -> None:
         """Be heard by the first launcher, and know whether it is there."""
         while True:
             async for _ in self.first.watch_exits(self.host):
@@ -237,7 +239,7 @@ class Agent(Mortal):
             for birth in self.children.keys() & self.ended.keys():  # it may not know of it
                 await self._report(Exit(birth, self.ended[birth], self._why(birth)), exits)
 
-    async def _report(self, end: Exit, exits: Exits) -> None:
+    async def _report(self, end: Exit, exits: KeyValue) -> None:
         """To the first launcher itself as well, which hears of it also while the store is kept by none."""
         told = [self.first.report_exit(end)] if exits is not self.first else []
         await asyncio.gather(exits.report_exit(end), *told, return_exceptions=True)
@@ -265,7 +267,7 @@ class Agent(Mortal):
     def _has_ended(self, end: Exit) -> None:
         """The first launcher judges it."""
 
-    def _exits_of(self, exits: Exits) -> AsyncIterator[Exit]:
+    def _exits_of(self, exits: KeyValue) -> AsyncIterator[Exit]:
         return exits.watch_exits(lasting=True)
 
     def _store_is_gone(self) -> None:
@@ -277,16 +279,16 @@ class Agent(Mortal):
             birth, code = ends[-1]
             self.verdict.failed = Failure(birth, code, now_s())
 
-    async def _watch_orders(self, exits: Exits) -> None:
+    async def _watch_orders(self, exits: KeyValue) -> None:
         async for birth, _ in exits.watch(f"{START}/{self.host}"):
             if self.verdict.is_open and not self._is_concluded:
                 await self._launch(birth, exits)
 
-    async def _watch_dismissed(self, exits: Exits) -> None:
+    async def _watch_dismissed(self, exits: KeyValue) -> None:
         async for birth, _ in exits.watch(DISMISSED):
             self._is_dismissed(birth)
 
-    async def _watch_outcome(self, exits: Exits) -> None:
+    async def _watch_outcome(self, exits: KeyValue) -> None:
         async for _, said in exits.watch(OUTCOME):
             self._is_concluded = True
             self._wait_for_released()
@@ -306,7 +308,7 @@ def these(births: Iterable[int]) -> str:
     return f"{ranks_in_words(found)} {'is' if len(found) == 1 else 'are'}"
 
 
-async def claimed(exits: Exits, key: str, value: bytes = b"") -> None:
+async def claimed(exits: KeyValue, key: str, value: bytes = b"") -> None:
     """Say it; if the store is gone, nobody is left to hear it, and no end waits for that."""
     with contextlib.suppress(KfcommError, TimeoutError):
         async with asyncio.timeout(_SAID_WITHIN_S):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kfcomm.rendezvous.board import Exit, Why
-from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.rendezvous.exit_report import ExitReport
+from kfcomm.rendezvous.keyvalue import Exit, Why
 
 CAUSE_WITHIN_S = 2.0
 """How long the cause is waited for when only victims have ended."""
@@ -45,16 +45,16 @@ class Blame:
     """What is known of a job's ranks. ``size`` is their number."""
 
     size: int
-    _said: dict[int, Farewell] = field(default_factory=dict)
+    _said: dict[int, ExitReport] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
     _failed: list[Failure] = field(default_factory=list)
     _since_s: float = 0.0
 
-    def heard(self, farewell: Farewell) -> None:
+    def heard(self, farewell: ExitReport) -> None:
         """A rank said something: the last counts."""
         self._said[farewell.rank] = farewell
 
-    def said(self, rank: int) -> Farewell | None:
+    def said(self, rank: int) -> ExitReport | None:
         """What a rank said last."""
         return self._said.get(rank)
 

@@ -26,10 +26,10 @@ import msgpack
 from kfcomm.errors import RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
-from kfcomm.rendezvous.board import ADMITTED, BOUNDS, COMERS, LAUNCHED, LAUNCHERS, LEAVING, Board
+from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.folders import Folders, StoreClosed
 from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.keyvalue import ADMITTED, BOUNDS, COMERS, LAUNCHED, LAUNCHERS, LEAVING, KeyValue, StoreClosed
 
 LOOK_EVERY_S = 0.5
 _POLL_S = 2.0
@@ -50,7 +50,7 @@ def who_launches() -> bytes:
 
 
 async def arrive(
-    client: StoreClient, store: Folders, plan: Plan, me: bytes, within_s: float, *, is_elastic: bool
+    client: StoreClient, store: KeyValue, plan: Plan, me: bytes, within_s: float, *, is_elastic: bool
 ) -> int:
     """Tell the first host's store that the launcher of a host has come, be it at the beginning or later.
 
@@ -94,7 +94,7 @@ async def arrive(
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _new_position(store: Folders, plan: Plan, me: bytes, patience_s: float) -> int | None:
+async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: float) -> int | None:
     """Ask for a position, and wait until it is given; None if that is forgotten, as by a job that begins anew.
 
     Raises:
@@ -125,19 +125,18 @@ async def _new_position(store: Folders, plan: Plan, me: bytes, patience_s: float
     return plan.num_first - 1 + number
 
 
-def expect_those_admitted(board: Board, plan: Plan, elastic: Elasticity) -> None:
+def expect_those_admitted(store: LocalStore, plan: Plan, elastic: Elasticity) -> None:
     """Whoever was given a position by a first launcher that has ended since has it still."""
-    for name, told in board.folder(ADMITTED).items():
-        if not told and (asked := board.held(f"{COMERS}/{name}")) is not None:
+    for name, told in store.contents.folder(ADMITTED).items():
+        if not told and (asked := store.contents.held(f"{COMERS}/{name}")) is not None:
             elastic.expect(plan.num_first - 1 + int(name), msgpack.unpackb(asked)[0])
 
 
-async def admit(board: Board, store: Folders, plan: Plan, elastic: Elasticity, arrived: Callable[[str], None]) -> None:
+async def admit(store: LocalStore, plan: Plan, elastic: Elasticity, arrived: Callable[[str], None]) -> None:
     """Give positions to the launchers that ask for one, on the first host; never returns.
 
     Args:
-        board: of the store.
-        store: that one.
+        store: of the job.
         plan: who begins where.
         elastic: which hosts there are, and have slots; is told of those that have come.
         arrived: told of the address of each of them.
@@ -146,14 +145,14 @@ async def admit(board: Board, store: Folders, plan: Plan, elastic: Elasticity, a
     since_s: dict[str, float] = {}
     begun_s = loop.time()
     while True:
-        gone = _gone(board)
+        gone = _gone(store)
         for position, place in enumerate(elastic.places):
-            if place.is_gone and str(position) not in gone and board.heard_s.get(position, 0.0) > begun_s:
+            if place.is_gone and str(position) not in gone and store.contents.heard_s.get(position, 0.0) > begun_s:
                 place.is_gone = False
                 arrived(place.address)
-        for name in sorted(board.folder(COMERS).keys() - board.folder(ADMITTED).keys(), key=int):
-            address, _ = msgpack.unpackb(board.held(f"{COMERS}/{name}") or b"")
-            refusal = _refusal(board, elastic, address, since_s.setdefault(name, loop.time()), loop.time())
+        for name in sorted(store.contents.folder(COMERS).keys() - store.contents.folder(ADMITTED).keys(), key=int):
+            address, _ = msgpack.unpackb(store.contents.held(f"{COMERS}/{name}") or b"")
+            refusal = _refusal(store, elastic, address, since_s.setdefault(name, loop.time()), loop.time())
             if refusal == "":
                 elastic.expect(plan.num_first - 1 + int(name), address)
             if refusal is not None:
@@ -161,17 +160,17 @@ async def admit(board: Board, store: Folders, plan: Plan, elastic: Elasticity, a
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _refusal(board: Board, elastic: Elasticity, address: str, since_s: float, now_s: float) -> str | None:
+def _refusal(store: LocalStore, elastic: Elasticity, address: str, since_s: float, now_s: float) -> str | None:
     """Why a launcher of this host, which asks since then, has no place; empty if it has; None if that is open yet."""
     if address == elastic.places[0].address:
         return _taken(b"that of the first host")
     if elastic.slots is not None and address not in elastic.slots:
         return None
-    gone = _gone(board)
+    gone = _gone(store)
     for position, place in enumerate(elastic.places):
         if place.address != address or str(position) in gone:
             continue
-        heard_s, who = board.heard_s.get(position), board.held(f"{LAUNCHED}/{position}")
+        heard_s, who = store.contents.heard_s.get(position), store.contents.held(f"{LAUNCHED}/{position}")
         if heard_s is not None and heard_s > since_s:
             return _taken(who or b"")
         if who is not None or now_s - since_s < _COMES_WITHIN_S:
@@ -179,9 +178,9 @@ def _refusal(board: Board, elastic: Elasticity, address: str, since_s: float, no
     return ""
 
 
-def _gone(board: Board) -> set[str]:
+def _gone(store: LocalStore) -> set[str]:
     """Positions whose launchers are gone."""
-    return board.folder(LEAVING).keys() | board.folder(LAUNCHERS).keys()
+    return store.contents.folder(LEAVING).keys() | store.contents.folder(LAUNCHERS).keys()
 
 
 def _taken(who: bytes) -> str:

@@ -18,7 +18,7 @@ from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
 from kfcomm.launch.hosts import parse_host
 from kfcomm.launch.process import Child, CommandError, find_program
-from kfcomm.rendezvous.etcd.address import PASSWORD
+from kfcomm.rendezvous.backends import secret_variables
 
 EVERY_S = 1.0
 """From the end of one run to the next."""
@@ -61,7 +61,7 @@ class Discovery:
             raise ConfigError(f"--discover {command!r} is no command") from error
         except CommandError as error:
             raise ConfigError(f"--discover {error}") from error
-        secrets = ("KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE", PASSWORD)
+        secrets = {"KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE", *secret_variables()}
         return cls(command, program, {name: value for name, value in environ.items() if name not in secrets})
 
     async def first(self) -> Slots:

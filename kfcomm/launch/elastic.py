@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.board import Exit
+from kfcomm.rendezvous.keyvalue import Exit
 
 FLEDGED_S = 5.0
 """A process that has lived so long did not fail because of where it was started."""

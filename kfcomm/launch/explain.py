@@ -12,9 +12,9 @@ from importlib import metadata
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.rendezvous.costs import describe_saved
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, hostname, interfaces
-from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
 from kfcomm.transports.shm.segment import why_unsupported
 from kfcomm.world.accelerator import look
@@ -93,7 +93,7 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
 
 def _costs() -> str:
     """What ``auto`` counts with."""
-    kept = describe_kept()
+    kept = describe_saved()
     if not kept:
         return "the usual ones (kfcomm probe --keep measures those of this host)"
     return f"measured on this host ({kept}; kfcomm probe --forget removes them)"

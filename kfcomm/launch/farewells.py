@@ -1,4 +1,4 @@
-"""The launcher's end of what ranks tell of their ends (see `kfcomm.rendezvous.farewell`).
+"""The launcher's end of what ranks tell of their ends (see `kfcomm.rendezvous.exit_report`).
 
 It listens at an abstract Unix address, which needs no file and reaches a rank through any shell around it. Only
 processes of this user are heard. A rank's connection is never closed before the job is over: its end would end the
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from kfcomm.common.unix import credentials_of
-from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell
+from kfcomm.rendezvous.exit_report import MAX_NBYTES, RELEASED, SIGN_OF_LIFE, ExitReport
 from kfcomm.rendezvous.listening import BACKLOG
 
 _UNKNOWN = -1
@@ -37,7 +37,7 @@ class Farewells:
     """
 
     def __init__(
-        self, ranks: range, heard: Callable[[Farewell], None], *, let_go: Callable[[int], None] | None = None,
+        self, ranks: range, heard: Callable[[ExitReport], None], *, let_go: Callable[[int], None] | None = None,
         is_elastic: bool = False,
     ) -> None:  # fmt: skip
         self._is_elastic = is_elastic
@@ -82,10 +82,10 @@ class Farewells:
     def _read(self, line: socket.socket) -> None:
         try:
             while data := line.recv(MAX_NBYTES):
-                if data in (SIGN_OF_LIFE, LET_GO):
+                if data in (SIGN_OF_LIFE, RELEASED):
                     self._hear_sign(self._lines[line], data)
                     continue
-                farewell = Farewell.from_wire(data)
+                farewell = ExitReport.from_wire(data)
                 if farewell is not None and self._may_speak(farewell.rank):
                     self._lines[line] = farewell.rank
                     self.pids[farewell.rank] = credentials_of(line).pid
@@ -99,7 +99,7 @@ class Farewells:
     def _hear_sign(self, rank: int, sign: bytes) -> None:
         if rank != _UNKNOWN:
             self.lived_s[rank] = time.monotonic()
-            if sign == LET_GO and self._let_go is not None:
+            if sign == RELEASED and self._let_go is not None:
                 self._let_go(rank)
 
     def _may_speak(self, rank: int) -> bool:

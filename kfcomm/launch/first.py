@@ -20,8 +20,8 @@ from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed, these
 from kfcomm.launch.blame import Failure
 from kfcomm.launch.discovery import Discovery, difference
 from kfcomm.launch.elastic import Elasticity, Stage
-from kfcomm.launch.supervisor import Exits, Verdict, now_s
-from kfcomm.rendezvous.board import (
+from kfcomm.launch.supervisor import Verdict, now_s
+from kfcomm.rendezvous.keyvalue import (
     DISMISSED,
     LAUNCHERS,
     LEAVING,
@@ -31,10 +31,11 @@ from kfcomm.rendezvous.board import (
     SIZES,
     START,
     Exit,
+    KeyValue,
+    StoreClosed,
     Why,
     describe_exit,
 )  # fmt: skip
-from kfcomm.rendezvous.folders import StoreClosed
 from kfcomm.types import Wanted
 
 RETRY_S = 5.0
@@ -54,7 +55,7 @@ class First(Mortal):
     elastic: Elasticity = field(kw_only=True)
     discovery: Discovery | None = None
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    _exits: Exits = field(init=False)
+    _exits: KeyValue = field(init=False)
     _given_up: set[int] = field(default_factory=set)
     _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _later: asyncio.TimerHandle | None = None
@@ -68,7 +69,7 @@ class First(Mortal):
     _defect: BaseException | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
+    def _begin(self, exits: KeyValue) -> list[Coroutine[Any, Any, None]]:
         self._exits = exits
         self._failures = {birth: Failure(birth, code, now_s()) for birth, code in self.ended.items() if code}
         self._start_owed()
@@ -90,7 +91,7 @@ class First(Mortal):
                 task.cancel()
         return is_over and self._is_told
 
-    async def _look(self, exits: Exits) -> None:
+    async def _look(self, exits: KeyValue) -> None:
         if self._defect is not None:
             raise self._defect  # a launcher that has lost one of its tasks ends, and does not wait for what never comes
         if self.elastic.is_ending or not self.verdict.is_open:
@@ -105,7 +106,7 @@ class First(Mortal):
             self._wait_for_released()
             await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
 
-    async def _fail_if_nobody_goes_on(self, exits: Exits) -> None:
+    async def _fail_if_nobody_goes_on(self, exits: KeyValue) -> None:
         """All ranks are gone, or show no sign of life; those that wait to be let in would wait for ever.
 
         Where all of them are silent and none has failed they are only told of: somebody has stopped them, and may have
@@ -131,14 +132,14 @@ class First(Mortal):
             self._dismiss(running - members)
             self._end(signal.SIGTERM)
 
-    async def _silent_ones(self, exits: Exits) -> set[int]:
+    async def _silent_ones(self, exits: KeyValue) -> set[int]:
         """Births of the ranks, of all hosts, that show no sign of life."""
         told: dict[str, bytes] = {}
         with contextlib.suppress(StoreClosed):
             told = await exits.collect(SILENT, 0, timeout_s=0.0)
         return self.silent.union(*map(msgpack.unpackb, told.values()))
 
-    async def _is_one_missed(self, exits: Exits) -> bool:
+    async def _is_one_missed(self, exits: KeyValue) -> bool:
         """Whether a rank has failed that those who live would have given up by now."""
         for birth in self._failures.keys() - self._given_up:
             if await self._was_let_in(birth, exits):
@@ -152,7 +153,7 @@ class First(Mortal):
         nobody = Failure(max(self.ended, default=0), 1, now_s(), summary="no rank has come to the end of the program")
         return (causes or unanswered or [nobody, *self._failures.values()])[-1]
 
-    async def _tell_silent(self, exits: Exits) -> None:
+    async def _tell_silent(self, exits: KeyValue) -> None:
         del exits
         self._changed.set()
 
@@ -229,7 +230,7 @@ class First(Mortal):
         if host == (self.host or 0):
             await self._launch(birth, self._exits)
 
-    async def _ask_for_spares(self, exits: Exits) -> None:
+    async def _ask_for_spares(self, exits: KeyValue) -> None:
         """Who waits beside the others is let in only where a number is asked for."""
         if self.discovery is None and self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
             await exits.ask_size(self.elastic.size)
@@ -268,7 +269,7 @@ class First(Mortal):
         self._defect = self._defect or (None if task.cancelled() else task.exception())
         self._changed.set()
 
-    async def _watch_sizes(self, exits: Exits) -> None:
+    async def _watch_sizes(self, exits: KeyValue) -> None:
         """Another number of ranks is asked for."""
         elastic = self.elastic
         async for size in exits.watch_sizes():
@@ -280,7 +281,7 @@ class First(Mortal):
     def _say_size(self, count: int) -> None:
         self.say(f"{self.elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
 
-    async def _watch_slots(self, exits: Exits) -> None:
+    async def _watch_slots(self, exits: KeyValue) -> None:
         """Other hosts are there, or fewer slots: the job grows with them, and who has no slot any more is to go."""
         if self.discovery is None or (known := self.elastic.slots) is None:
             return
@@ -305,7 +306,7 @@ class First(Mortal):
         if count or elastic.size != before:
             self._say_size(count)
 
-    async def _hold(self, exits: Exits) -> None:
+    async def _hold(self, exits: KeyValue) -> None:
         """Tell the ranks, as soon as the store can keep it, for how many there is room, and which of them are to go."""
         going = sorted(self.elastic.in_stage(Stage.LEAVING))
         wanted = Wanted(self.elastic.size, tuple(going))
@@ -325,18 +326,18 @@ class First(Mortal):
                 self.say(f"a launcher has come on {address}")
                 self._start_owed()
 
-    async def _watch_replaced(self, exits: Exits) -> None:
+    async def _watch_replaced(self, exits: KeyValue) -> None:
         """The ranks want another in the place of one of them, which goes."""
         elastic = self.elastic
         async for birth, _ in exits.watch(REPLACED):
             if self.verdict.is_open and not elastic.is_ending and elastic.replace(birth):
                 self.say(f"rank {birth} is to be replaced; {self._start_owed()} started in its place")
 
-    async def _watch_leaving(self, exits: Exits) -> None:
+    async def _watch_leaving(self, exits: KeyValue) -> None:
         async for host, _ in exits.watch(LEAVING):
             self.elastic.places[host].is_gone = True
 
-    async def _watch_launchers(self, exits: Exits) -> None:
+    async def _watch_launchers(self, exits: KeyValue) -> None:
         """A launcher that has ended has reported what it had: what it was to start besides, it has not."""
         async for host, _ in exits.watch(LAUNCHERS):
             self.elastic.places[host].is_gone = True
@@ -344,11 +345,11 @@ class First(Mortal):
                 if birth not in self.ended:
                     self._note(Exit(birth, NOT_STARTED, Why.ITSELF))
 
-    async def _waiting(self, exits: Exits) -> list[int]:
+    async def _waiting(self, exits: KeyValue) -> list[int]:
         """Births of those that were started to join, and have not been let in."""
         return [birth for birth in sorted(self.elastic.running) if not await self._was_let_in(birth, exits)]
 
-    async def _was_let_in(self, birth: int, exits: Exits) -> bool:
+    async def _was_let_in(self, birth: int, exits: KeyValue) -> bool:
         """Whether it takes part, or did. Those that are not let in when the store is gone end by themselves."""
         try:
             return birth < self.blame.size or await exits.was_let_in(birth)
@@ -371,7 +372,7 @@ class First(Mortal):
                 self._do(claimed(self._exits, f"{DISMISSED}/{birth}"))
 
 
-async def _asked(exits: Exits, size: int) -> None:
+async def _asked(exits: KeyValue, size: int) -> None:
     with contextlib.suppress(KfcommError):
         await exits.ask_size(size)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
 from kfcomm.errors import RendezvousError
 from kfcomm.launch.hosts import Plan
-from kfcomm.rendezvous.board import LAUNCHED, LAUNCHERS, LEAVING, Board, Exit, Why
-
-if TYPE_CHECKING:
-    pass
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.keyvalue import LAUNCHED, LAUNCHERS, LEAVING, Exit, Why
 
 RanksOf: TypeAlias = Callable[[int], Iterable[int]]
 
@@ -24,27 +22,15 @@ LOOK_EVERY_S = 0.5
 _LATE_S = 5.0
 
 
-class Reported(Protocol):
-    """The store where ends are reported."""
-
-    async def claim(self, key: str, value: bytes) -> bytes:
-        """See ``Folders``."""
-        ...
-
-    async def report_exit(self, end: Exit) -> None:
-        """Report the end of a rank."""
-
-
 async def watch_hosts(
-    plan: Plan, board: Board, store: Reported, ranks_of: RanksOf, *, come_within_s: float, lost_after_s: float,
+    plan: Plan, store: LocalStore, ranks_of: RanksOf, *, come_within_s: float, lost_after_s: float,
     is_elastic: bool = False,
 ) -> None:  # fmt: skip
     """Report the ranks of hosts whose launchers are not there; returns when none is left to watch.
 
     Args:
         plan: who begins where.
-        board: of the store on the first host, which is this one.
-        store: that one.
+        store: of the first host, which is this one.
         ranks_of: those that a host has, or had, by position.
         come_within_s: how long a launcher may take to come.
         lost_after_s: how long one that has come may be silent.
@@ -61,11 +47,11 @@ async def watch_hosts(
             # this launcher itself was stopped: the others had no chance
             since_s = dict.fromkeys(since_s, now_s)
         looked_s = now_s
-        for host in set(map(int, board.folder(LAUNCHED))) - over - {0}:
+        for host in set(map(int, store.contents.folder(LAUNCHED))) - over - {0}:
             since_s.setdefault(host, now_s)
-        left = board.folder(LAUNCHERS)
+        left = store.contents.folder(LAUNCHERS)
         for host in list(since_s):
-            heard_s = board.heard_s.get(host)
+            heard_s = store.contents.heard_s.get(host)
             since_s[host] = max(since_s[host], heard_s or 0.0)
             if str(host) not in left:
                 if now_s - since_s[host] <= (come_within_s if heard_s is None else lost_after_s):
@@ -79,15 +65,15 @@ async def watch_hosts(
             del since_s[host]
 
 
-def company(plan: Plan, board: Board) -> set[str]:
+def company(plan: Plan, store: LocalStore) -> set[str]:
     """The other hosts, by position, that have not left the job before it ended, and have not been given up."""
-    late = {name for name in board.folder(LAUNCHED) if int(name) >= plan.num_first}
-    return {*map(str, range(1, plan.num_first)), *late} - board.folder(LEAVING).keys()
+    late = {name for name in store.contents.folder(LAUNCHED) if int(name) >= plan.num_first}
+    return {*map(str, range(1, plan.num_first)), *late} - store.contents.folder(LEAVING).keys()
 
 
-async def all_know(plan: Plan, board: Board, wait_s: float) -> None:
+async def all_know(plan: Plan, store: LocalStore, wait_s: float) -> None:
     """The launchers of the other hosts have learnt how the job has ended, and have ended; or time is up."""
     loop = asyncio.get_running_loop()
-    deadline_s, left = loop.time() + wait_s, board.folder(LAUNCHERS)
-    while not company(plan, board) <= left.keys() and loop.time() < deadline_s:
-        left = await board.collect(LAUNCHERS, len(left) + 1, None, min(LOOK_EVERY_S, deadline_s - loop.time()))
+    deadline_s, left = loop.time() + wait_s, store.contents.folder(LAUNCHERS)
+    while not company(plan, store) <= left.keys() and loop.time() < deadline_s:
+        left = await store.contents.collect(LAUNCHERS, len(left) + 1, None, min(LOOK_EVERY_S, deadline_s - loop.time()))

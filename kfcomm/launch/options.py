@@ -10,9 +10,9 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Host, Plan, parse_hosts, plan_for, resolved
-from kfcomm.rendezvous.etcd.address import PASSWORD, is_etcd
+from kfcomm.rendezvous.backends import backend_of, secret_variables
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
-from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, kept_token, new_token, read_token
+from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
 _MAX_DIGITS = 6
@@ -39,8 +39,8 @@ class RunOptions:
         restart_limit: how many ranks of such a job are replaced.
         spares: how many processes of such a job wait to take the place of others.
         discover: a command that says which hosts such a job may use; None if these do not change.
-        store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.etcd.address``); None for
-            the memory of the first launcher.
+        store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.backends.etcd.address``);
+            None for the memory of the first launcher.
         log_dir: where the unprefixed output of each rank is kept as well.
         stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
         color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
@@ -144,8 +144,8 @@ class RunOptions:
         found = given_token(environ, None)
         if found is not None:
             return found[0]
-        if self.hosts is None and self.store is not None and not is_etcd(self.store):
-            return kept_token(Path(self.store))
+        if self.hosts is None and self.store is not None and (saved := backend_of(self.store).token) is not None:
+            return saved(self.store)
         if self.hosts is not None:
             raise ConfigError(f"with -H every host needs the job's token: {HOW_TO_SET}, or use --token-file")
         return new_token().encode()
@@ -165,8 +165,8 @@ def rank_environ(
 ) -> dict[str, str]:
     """The environment of one rank, which has this place on its host: the launcher's, with its place in the world."""
     # both ways to give a token at once would contradict each other; the password of an etcd is the launcher's alone
-    known = torch_environ.inherited(environ)
-    inherited = {name: value for name, value in known.items() if name not in ("KFCOMM_TOKEN_FILE", PASSWORD)}
+    known, secrets = torch_environ.inherited(environ), {"KFCOMM_TOKEN_FILE", *secret_variables()}
+    inherited = {name: value for name, value in known.items() if name not in secrets}
     interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
     elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
     local_size = len(plan.ranks)

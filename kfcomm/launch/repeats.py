@@ -2,8 +2,8 @@
 
 They are tracebacks, and what argparse and the interpreter print before they end. The first rank whose error begins is
 shown as it writes. While its error is young, that of another rank is held back until it is whole: the rank has told it
-before (see ``rendezvous.farewell``), or its stream has ended. If it leads through the same lines of the program, it is
-not shown again; if its last lines say something else, these are. Whatever else is held back is shown, after
+before (see ``rendezvous.exit_report``), or its stream has ended. If it leads through the same lines of the program, it
+is not shown again; if its last lines say something else, these are. Whatever else is held back is shown, after
 `HELD_FOR_S` at the latest unless the rank is about to end. Sans-IO: bytes and times in, bytes out.
 
 Memory: for each rank at most `MAX_NBYTES`.

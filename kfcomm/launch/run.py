@@ -37,7 +37,7 @@ from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.stores import Store, joined, kept_store, served
 from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Supervisor, Verdict
-from kfcomm.rendezvous.board import Why, describe_exit
+from kfcomm.rendezvous.keyvalue import Why, describe_exit
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings
 

@@ -25,12 +25,11 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import msgpack
 
 from kfcomm.errors import KfcommError
-from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
+from kfcomm.rendezvous.keyvalue import AGAIN_S, KeyValue, StoreClosed
 
 _WAIT_S = 20.0
 FOLDER = "signals"
@@ -42,18 +41,6 @@ MAX_TOLD = 10_000
 """Signals that one job passes on from host to host; the store keeps each."""
 
 logger = logging.getLogger("kfcomm")
-
-
-class Board(Protocol):
-    """Key-value store shared by the launchers."""
-
-    async def claim(self, key: str, value: bytes) -> bytes:
-        """See ``rendezvous.folders.Folders``."""
-        ...
-
-    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
-        """See there."""
-        ...
 
 
 class Passing:
@@ -77,27 +64,27 @@ class Passing:
         elif number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    async def tell(self, board: Board) -> None:
+    async def tell(self, store: KeyValue) -> None:
         """Tell the other launchers what this one hears; never returns."""
         while True:
             number = await self._told.get()
             with contextlib.suppress(KfcommError):
-                await self._tell(board, number)
+                await self._tell(store, number)
 
-    async def _tell(self, board: Board, number: int) -> None:
+    async def _tell(self, store: KeyValue, number: int) -> None:
         mine: bytes = msgpack.packb([number, self._host, secrets.token_bytes(8)])
-        while (count := len(await board.collect(FOLDER, 0, timeout_s=0.0))) < MAX_TOLD:
-            if await board.claim(f"{FOLDER}/{count + 1}", mine) == mine:
+        while (count := len(await store.collect(FOLDER, 0, timeout_s=0.0))) < MAX_TOLD:
+            if await store.claim(f"{FOLDER}/{count + 1}", mine) == mine:
                 return
         logger.warning("%s is passed on to the ranks of this host alone", signal.Signals(number).name)
 
-    async def listen(self, board: Board) -> None:
+    async def listen(self, store: KeyValue) -> None:
         """Give the ranks of this host what other launchers hear from now on; ends with the store."""
         known: set[str] | None = None
         while True:
             count = 0 if known is None else len(known) + 1
             try:
-                found = await board.collect(FOLDER, count, timeout_s=0.0 if known is None else _WAIT_S)
+                found = await store.collect(FOLDER, count, timeout_s=0.0 if known is None else _WAIT_S)
             except StoreClosed:
                 return
             except KfcommError:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,15 +21,12 @@ from kfcomm.launch.coming import admit, arrive
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts_heard import all_know, watch_hosts
 from kfcomm.launch.job import Job, tls_of
-from kfcomm.launch.supervisor import Exits
-from kfcomm.rendezvous.board import BOUNDS, LAUNCHERS
+from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.etcd.address import is_etcd, parse
-from kfcomm.rendezvous.folders import AGAIN_S, Folders
+from kfcomm.rendezvous.keyvalue import AGAIN_S, BOUNDS, LAUNCHERS, KeyValue
 from kfcomm.rendezvous.settings import Settings, store_url
 
 if TYPE_CHECKING:
-    from kfcomm.rendezvous.backing import Lasting
     from kfcomm.rendezvous.store import StoreServer
 
 _FAREWELL_S = 5.0
@@ -55,7 +51,7 @@ class Store(NamedTuple):
     """
 
     url: str
-    entered: Callable[[asyncio.Event], AbstractAsyncContextManager[Exits]]
+    entered: Callable[[asyncio.Event], AbstractAsyncContextManager[KeyValue]]
     first: StoreClient | None = None
     let_go: Callable[[], None] = lambda: None
     ended: Mapping[int, int] | None = None
@@ -63,22 +59,22 @@ class Store(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def served(job: Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[Exits]:
+async def served(job: Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[KeyValue]:
     """The store, on the first host, in the memory of this process."""
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
     server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings))
     if job.elastic is not None:
-        await _set_bounds(server, job.elastic)
+        await _set_bounds(server.store, job.elastic)
     if job.torch_port is not None:
-        await server.set(torch_environ.KEY, b"%d" % job.torch_port)
+        await server.store.set(torch_environ.KEY, b"%d" % job.torch_port)
     async with _watched(job, server, settings, interrupted):
-        yield server
+        yield server.store
 
 
 @contextlib.asynccontextmanager
 async def kept_store(
-    job: Job, elastic: Elasticity, store: str, listener: socket, settings: Settings
+    job: Job, elastic: Elasticity, address: str, listener: socket, settings: Settings
 ) -> AsyncIterator[Store]:
     """The store, on the first host, kept where it outlives this process; ranks are started when it has been read.
 
@@ -89,55 +85,49 @@ async def kept_store(
     from kfcomm.launch import again
     from kfcomm.rendezvous.store import StoreServer
 
-    backing = await _backing(job, store, settings, is_first=True)
+    store = await _opened(job, address, settings, is_first=True)
     server, has_begun = None, False
     try:
-        if (there := again.Record.found(backing.board)) is not None:
-            backing.identity = there.identity
-        server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings), backing=backing)
-        goes_on = await again.begin(server, store, job.plan, elastic, _lost_after_s(settings))
+        if (there := again.Record.found(store)) is not None:
+            store.identity = there.identity
+        server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings), store=store)
+        goes_on = await again.begin(server, address, job.plan, elastic, _lost_after_s(settings))
         has_begun = True
-        await _set_bounds(server, elastic)
-        ended = {end.rank: end.code for end in server.board.exits.values()} if goes_on else None
+        await _set_bounds(store, elastic)
+        ended = {end.rank: end.code for end in store.contents.exits.values()} if goes_on else None
         yield Store(server.url, functools.partial(_watched, job, server, settings, goes_on=goes_on), ended=ended)
     finally:
         if server is not None:
             await server.close()
-        await backing.close(is_over=has_begun)
+        await store.close(is_over=has_begun)
 
 
-async def _set_bounds(server: StoreServer, elastic: Elasticity) -> None:
-    await server.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
+async def _set_bounds(store: KeyValue, elastic: Elasticity) -> None:
+    await store.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
 
 
-async def _backing(job: Job, store: str, settings: Settings, *, is_first: bool) -> Lasting:
-    if is_etcd(store):
-        from kfcomm.rendezvous.etcd.mirror import Mirror  # and the library of HTTP
-
-        within_s = min(settings.timeout_s, _REACH_WITHIN_S)
-        return await Mirror.begin(parse(store, job.environ), is_first=is_first, within_s=within_s)
-    from kfcomm.rendezvous.journal import Journal
-
-    return Journal(Path(store))
+async def _opened(job: Job, address: str, settings: Settings, *, is_first: bool) -> LocalStore:
+    within_s = min(settings.timeout_s, _REACH_WITHIN_S)
+    return await backend_of(address).open(address, Opening(job.environ, is_first, within_s))
 
 
 @contextlib.asynccontextmanager
 async def _watched(
     job: Job, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
-) -> AsyncIterator[Exits]:
+) -> AsyncIterator[KeyValue]:
     """The store of the first host, and by it the launchers of the others; closed in the end."""
     lost_after_s = _lost_after_s(settings)
     watching = asyncio.create_task(
         watch_hosts(
-            job.plan, server.board, server, job.ranks_of, lost_after_s=lost_after_s,
+            job.plan, server.store, job.ranks_of, lost_after_s=lost_after_s,
             come_within_s=lost_after_s if goes_on else settings.timeout_s, is_elastic=job.elastic is not None,
         )
     )  # fmt: skip
     admitting = asyncio.create_task(_admitting(job, server))
     try:
-        yield server
+        yield server.store
         # the launchers of the other hosts still have to learn how it ended
-        learnt = asyncio.ensure_future(all_know(job.plan, server.board, job.options.grace_s + _FAREWELL_S))
+        learnt = asyncio.ensure_future(all_know(job.plan, server.store, job.options.grace_s + _FAREWELL_S))
         hurried = asyncio.ensure_future(interrupted.wait())
         await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
         for waiting in (learnt, hurried):
@@ -153,7 +143,7 @@ async def _watched(
 async def _admitting(job: Job, server: StoreServer) -> None:
     if job.elastic is not None:
         with contextlib.suppress(RendezvousError):
-            await admit(server.board, server, job.plan, job.elastic, job.arrivals.put_nowait)
+            await admit(server.store, job.plan, job.elastic, job.arrivals.put_nowait)
 
 
 def _lost_after_s(settings: Settings) -> float:
@@ -176,7 +166,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
     # who was ended with all others is started again with them, and waits until the first knows it
     within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
     try:
-        if kept is None or not is_etcd(kept):
+        if kept is None or not backend_of(kept).is_shared:
             position = await _arrive(job, client, client, within_s)
             store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
             if job.elastic is None:
@@ -186,7 +176,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
         else:
             async with _mirrored(job, kept, client, settings, within_s) as (store, server):
                 yield job.at(store.position), store
-                await _say_farewell(store.position, server)
+                await _say_farewell(store.position, server.store)
     finally:
         await client.close()
 
@@ -199,27 +189,27 @@ async def _mirrored(
     from kfcomm.launch.again import Record
     from kfcomm.rendezvous.store import StoreServer
 
-    backing = await _backing(job, kept, settings, is_first=False)
-    server = await StoreServer.start(job.plan.address, token=job.token, tls=tls_of(settings), backing=backing)
+    local = await _opened(job, kept, settings, is_first=False)
+    server = await StoreServer.start(job.plan.address, token=job.token, tls=tls_of(settings), store=local)
     try:
         while True:
-            position = await _arrive(job, client, server, within_s)
-            there = Record.found(backing.board)
+            position = await _arrive(job, client, local, within_s)
+            there = Record.found(local)
             if there is not None and there.identity == client.identity:
                 break
             await asyncio.sleep(AGAIN_S)
-        entered, let_go = lambda _: contextlib.nullcontext(server), backing.board.close
+        entered, let_go = lambda _: contextlib.nullcontext(local), local.contents.close
         yield Store(server.url, entered, client, let_go, position=position), server
     finally:
         await server.close()
-        await backing.close(is_over=False)
+        await local.close(is_over=False)
 
 
-async def _arrive(job: Job, client: StoreClient, store: Folders, within_s: float) -> int:
+async def _arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float) -> int:
     return await arrive(client, store, job.plan, job.launcher, within_s, is_elastic=job.elastic is not None)
 
 
-async def _say_farewell(position: int, store: Folders) -> None:
+async def _say_farewell(position: int, store: KeyValue) -> None:
     with contextlib.suppress(RendezvousError, TimeoutError):
         async with asyncio.timeout(_FAREWELL_S):
             await store.claim(f"{LAUNCHERS}/{position}", b"")

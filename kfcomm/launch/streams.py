@@ -19,7 +19,7 @@ from kfcomm.launch.repeats import HELD_FOR_S, Error, Repeats
 from kfcomm.launch.screen import Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.launch.victims import Victims
-from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.rendezvous.exit_report import ExitReport
 
 _TRACEBACK = b"Traceback"
 _HELD_FOR_S = LEAVING_WITHIN_S + 2.0
@@ -59,7 +59,7 @@ class Streams:
         self._timers: list[asyncio.TimerHandle] = []
         self._shows: set[asyncio.Task[None]] = set()
 
-    def heard(self, farewell: Farewell) -> None:
+    def heard(self, farewell: ExitReport) -> None:
         """A rank said something of its end."""
         self._supervisor.blame.heard(farewell)
         if farewell.at_s is not None and farewell.code:

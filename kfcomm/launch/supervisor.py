@@ -16,61 +16,16 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kfcomm.errors import RendezvousError
 from kfcomm.launch.blame import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
 from kfcomm.launch.signals import PASSED_ON, Passing
-from kfcomm.rendezvous.board import Exit, Why
-from kfcomm.types import Wanted
+from kfcomm.rendezvous.keyvalue import Exit, KeyValue, Why
 
 _REPORT_WITHIN_S = 5.0
 _HURRIED_REPORT_WITHIN_S = 1.0
-
-
-class Exits(Protocol):
-    """Where ends are reported and learnt of: the store, or a client of it."""
-
-    async def report_exit(self, end: Exit) -> None:
-        """Report the end of a rank."""
-
-    def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
-        """The end of each rank that has ended or ends; ends when the store does."""
-        ...
-
-    async def claim(self, key: str, value: bytes) -> bytes:
-        """See ``Folders``, as of the following."""
-        ...
-
-    async def find(self, key: str) -> bytes | None:
-        """The value of ``key`` now."""
-        ...
-
-    async def set(self, key: str, value: bytes) -> None:
-        """Give ``key`` a value, or another one."""
-
-    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
-        """The values below ``folder``, by name, once there are so many; after that time, what there is."""
-        ...
-
-    def watch(self, folder: str) -> AsyncIterator[tuple[int, bytes]]:
-        """Each value of a folder whose names are numbers."""
-        ...
-
-    async def was_let_in(self, birth: int) -> bool:
-        """Whether a process that was started later is a rank of the job, or was."""
-        ...
-
-    async def ask_size(self, size: int) -> None:
-        """Ask for so many ranks."""
-
-    async def hold(self, wanted: Wanted) -> None:
-        """Have the ranks keep to this."""
-
-    def watch_sizes(self) -> AsyncIterator[int]:
-        """Each number of ranks that is asked for."""
-        ...
 
 
 @dataclass(slots=True)
@@ -137,7 +92,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.passing = Passing(self.host, self.pass_on)
 
-    async def watch(self, exits: Exits) -> Verdict:
+    async def watch(self, exits: KeyValue) -> Verdict:
         """Watch until all ranks of this host have ended, and all others have too, or the job has failed.
 
         Args:
@@ -187,7 +142,7 @@ class Supervisor:
             elif rank not in self.ended:
                 child.send(signal.SIGSTOP if number == signal.SIGTSTP else number)
 
-    def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
+    def _begin(self, exits: KeyValue) -> list[Coroutine[Any, Any, None]]:
         """What else is listened to while the job runs."""
         del exits
         return []
@@ -195,7 +150,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Stop: this supervisor does nothing more."""
 
-    async def _look(self, exits: Exits) -> None:
+    async def _look(self, exits: KeyValue) -> None:
         """Something has changed."""
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -209,7 +164,7 @@ class Supervisor:
         if self.verdict.is_open and isinstance(failure := self.blame.verdict(math.inf), Failure):
             self.verdict.failed = failure
 
-    async def _follow(self, rank: int, child: Child, exits: Exits) -> None:
+    async def _follow(self, rank: int, child: Child, exits: KeyValue) -> None:
         code = await child.ended()
         self.listen()
         end = Exit(rank, code, self._why(rank))
@@ -221,11 +176,11 @@ class Supervisor:
         said = self.blame.said(rank)
         return Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
 
-    async def _report(self, end: Exit, exits: Exits) -> None:
+    async def _report(self, end: Exit, exits: KeyValue) -> None:
         with contextlib.suppress(RendezvousError):
             await exits.report_exit(end)
 
-    async def _watch_others(self, exits: Exits) -> None:
+    async def _watch_others(self, exits: KeyValue) -> None:
         async for end in self._exits_of(exits):
             if end.rank not in self.children:
                 self._note(end)
@@ -237,7 +192,7 @@ class Supervisor:
         self._store_is_gone()
         self._changed.set()
 
-    def _exits_of(self, exits: Exits) -> AsyncIterator[Exit]:
+    def _exits_of(self, exits: KeyValue) -> AsyncIterator[Exit]:
         return exits.watch_exits(self.host)
 
     def _store_is_gone(self) -> None:

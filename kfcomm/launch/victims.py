@@ -3,25 +3,25 @@
 A rank tells its traceback to the letter before it prints it; what comes from it is looked through for just that, so
 that what is printed otherwise, or elsewhere, is shown as it is. Sans-IO: bytes in, bytes out.
 
-Memory: for each rank that failed so, twice what it tells (at most `kfcomm.rendezvous.farewell.MAX_TEXT_NBYTES`).
+Memory: for each rank that failed so, twice what it tells (at most `kfcomm.rendezvous.exit_report.MAX_TEXT_NBYTES`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.rendezvous.exit_report import ExitReport
 
 
 @dataclass(slots=True)
 class Victims:
     """What is held back of the error stream of each rank."""
 
-    _expected: dict[int, Farewell] = field(default_factory=dict)
+    _expected: dict[int, ExitReport] = field(default_factory=dict)
     _partly: dict[int, bytes] = field(default_factory=dict)
-    _held: dict[int, Farewell] = field(default_factory=dict)
+    _held: dict[int, ExitReport] = field(default_factory=dict)
 
-    def expect(self, farewell: Farewell) -> None:
+    def expect(self, farewell: ExitReport) -> None:
         """A rank will print this traceback next."""
         if farewell.rank not in self._held:
             self._expected[farewell.rank] = farewell

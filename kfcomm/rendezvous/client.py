@@ -21,9 +21,8 @@ import msgpack
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
-from kfcomm.rendezvous.folders import AGAIN_S, Folders, NotSet, StoreClosed
 from kfcomm.rendezvous.http1 import HttpClient, Response
+from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, NotSet, StoreClosed
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
     ANSWER_HEADER,
@@ -35,6 +34,7 @@ from kfcomm.rendezvous.signing import (
     is_answer_valid,
     request_header,
 )
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.common.tls import Tls
@@ -49,7 +49,7 @@ _LAST_PAUSE_S = 1.0
 _LOST_AFTER_S = 2.0
 
 
-class StoreClient(Folders):
+class StoreClient(KeyValue):
     """Speaks with the store at ``url``.
 
     Args:
@@ -93,26 +93,24 @@ class StoreClient(Folders):
             if loop_now_s() >= deadline_s:
                 raise NotSet(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
 
+    @override
     async def set(self, key: str, value: bytes) -> None:
-        """Give ``key`` a value (at most 512 KiB), or another one."""
         await self._call("set", {"key": key, "value": value})
 
+    @override
     async def claim(self, key: str, value: bytes, *, timeout_s: float | None = None) -> bytes:
-        """Give ``key`` a value unless it has one. Returns the value it has: ``value`` if the claim won."""
         return _expect(bytes, await self._call("claim", {"key": key, "value": value}, timeout_s=timeout_s))
 
+    @override
     async def find(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
-        """The value of ``key`` now, or None."""
         value = await self._call("get", {"key": key, "wait_s": 0.0}, timeout_s=timeout_s)
         return None if value is None else _expect(bytes, value)
 
+    @override
     async def collect(
         self, folder: str, count: int, *, unless: str | None = None, timeout_s: float
     ) -> dict[str, bytes]:
-        """The values below ``folder``, by name, once there are ``count`` of them, or one named ``unless``.
-
-        After ``timeout_s`` seconds: what there is by then.
-        """
+        """As `KeyValue.collect`; also returns once there is a value named ``unless``."""
         deadline_s = loop_now_s() + timeout_s
         while True:
             fields = {"folder": folder, "count": count, "unless": unless, "wait_s": _poll_s(deadline_s)}
@@ -142,18 +140,12 @@ class StoreClient(Folders):
         """Wait until the store is there, and tell it that the launcher of a host, by its position, is."""
         await self._call("exits", {"since": 0, "wait_s": 0.0, "host": host}, timeout_s=timeout_s)
 
+    @override
     async def report_exit(self, end: Exit) -> None:
-        """Tell everybody who watches that the process of a rank has ended."""
         await self._call("exit", {"rank": end.rank, "code": end.code, "why": end.why}, timeout_s=_LOST_AFTER_S)
 
+    @override
     async def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
-        """The end of every process that has ended or ends, as it is reported.
-
-        The launcher of a host (``host``, its position) asks often, which tells that it is there.
-
-        Ends when the store is gone, since nobody is left who could report; a ``lasting`` watch not before the job is
-        over: it waits until the store has been started again, and then tells of all ends again.
-        """
         seen = 0
         while True:
             try:

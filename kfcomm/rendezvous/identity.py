@@ -20,8 +20,8 @@ from kfcomm.arrays.devices.base import DeviceReport
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.rendezvous.costs import is_plausible, saved_costs
 from kfcomm.rendezvous.interfaces import hostname
-from kfcomm.rendezvous.kept import is_plausible, kept_costs
 from kfcomm.rendezvous.settings import TRANSPORTS
 from kfcomm.types import Costs
 
@@ -87,7 +87,7 @@ class PeerInfo:
             hostname=hostname(),
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
-            costs=kept_costs(),
+            costs=saved_costs(),
             versions=versions(),
             transport=transport,
             checksum=checksum,

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.interfaces import choose_address, is_loopback
+from kfcomm.rendezvous.keyvalue import Exit, Why
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.rendezvous.worlds import Source
 
@@ -217,14 +217,14 @@ async def leave_store(
     folder = _left_folder(generation)
     soon_s = min(SAID_AFTER_S, timeout_s)
     ranks = range(settings.size) if ranks is None else ranks
-    left = await server.board.collect(folder, len(ranks), None, soon_s)
+    left = await server.store.contents.collect(folder, len(ranks), None, soon_s)
     if len(left) < len(ranks):
         others = ranks_in_words(rank for rank in ranks if str(rank) not in left)
         logger.warning(
             "rank %d: close() waits for %s to close too, since it serves the store, for %.0f s more at the most",
             settings.rank, others, timeout_s - soon_s,
         )  # fmt: skip
-        await server.board.collect(folder, len(ranks), None, timeout_s - soon_s)
+        await server.store.contents.collect(folder, len(ranks), None, timeout_s - soon_s)
 
 
 async def close_store(client: StoreClient, server: StoreServer | None) -> None:

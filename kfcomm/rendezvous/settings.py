@@ -92,7 +92,7 @@ class Settings(NamedTuple):
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
         job: what the launcher calls this job on this host; None without one.
-        launcher: where a rank tells its launcher of its end (see `farewell`); None without one.
+        launcher: socket for exit reports to the launcher (see `exit_report`); None without one.
     """
 
     rank: int = 0

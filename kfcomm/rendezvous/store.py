@@ -16,7 +16,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgpack
@@ -26,23 +26,23 @@ from kfcomm.common.rate_limit import RateLimitFilter
 from kfcomm.common.sockets import accept_all, host_of
 from kfcomm.common.tls import Tls
 from kfcomm.core.strangers import Strangers
-from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
-from kfcomm.rendezvous.backing import Backing, Lasting, Memory
-from kfcomm.rendezvous.board import BOUNDS, MAX_BODY_NBYTES, Closed, Exit, Why
-from kfcomm.rendezvous.folders import Folders, StoreClosed
-from kfcomm.rendezvous.gate import Gate
+from kfcomm.errors import ConfigError, LocalProtocolError
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, StoreClosed, Why
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.signing import (
     ANSWER_HEADER,
     GREETING,
     IDENTITY_NBYTES,
     REQUEST_HEADER,
+    Authenticator,
     Ticket,
     answer_header,
     digest_of,
     nonce_of,
 )
 from kfcomm.rendezvous.worlds import MAX_RANKS
+from kfcomm.types import override
 
 SIZE_PATH = "/v1/size"
 MAX_CONNECTIONS = 1 << 14
@@ -58,22 +58,21 @@ _CLOSE_WITHIN_S = 2.0
 _MAX_SHOWN = 32
 
 
-class StoreServer(Folders):
-    """A running store. Made by `start` or `serve`; `close` it when the job is over.
+class StoreServer:
+    """A store that is served over HTTP. Made by `start` or `serve`; `close` it when the job is over.
 
     Attributes:
         url: ``http://address:port``.
-        backing: where that is kept; in memory alone, if it is not given.
-        board: what it remembers; the process that runs the store may read it directly.
+        store: the served one; the process that runs the server may use it directly.
     """
 
-    def __init__(self, token: bytes, tls: Tls | None = None, backing: Backing | None = None) -> None:
+    def __init__(self, token: bytes, tls: Tls | None = None, store: LocalStore | None = None) -> None:
         self.url = ""
-        self.backing = backing or Memory()
-        self.board = self.backing.board
-        self.board.later = lambda key, value: self._keep(_quietly(self.backing.claim(key, value)))
+        self.store = store or LocalStore()
+        self.store.contents.later = lambda key, value: self._keep(_quietly(self.store.claim(key, value)))
+        self._calls = _Calls(self.store)
         self._token = token
-        self._gate = Gate(token, nonce_of(self.backing.identity))
+        self._authenticator = Authenticator(token, nonce_of(self.store.identity))
         self._http = web.Server(self._handle, handler_cancellation=True)
         self._strangers: Strangers[_Connection] = Strangers()
         self._tls = None if tls is None else tls.server
@@ -83,81 +82,40 @@ class StoreServer(Folders):
 
     @classmethod
     async def start(
-        cls, host: str, port: int = 0, *, token: bytes, tls: Tls | None = None, backing: Backing | None = None
+        cls, host: str, port: int = 0, *, token: bytes, tls: Tls | None = None, store: LocalStore | None = None
     ) -> StoreServer:
         """Listen at ``host`` (an IP address) and ``port`` (0: any that is free), and serve.
 
         Raises:
             RendezvousError: see ``listening.listen``.
         """
-        return await cls.serve(listen(host, port), token=token, tls=tls, backing=backing)
+        return await cls.serve(listen(host, port), token=token, tls=tls, store=store)
 
     @classmethod
     async def serve(
-        cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None, backing: Backing | None = None
+        cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None, store: LocalStore | None = None
     ) -> StoreServer:
         """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
-        store = cls(token, tls, backing)
-        store.url = url_of(listener)
+        server = cls(token, tls, store)
+        server.url = url_of(listener)
         listener.setblocking(False)
-        store._listener = listener
-        accepting = accept_all(listener, store._begin, turn_away=_say_used_up, failed=store._not_accepted)
-        store._keep(accepting)
-        return store
-
-    async def report_exit(self, end: Exit) -> None:
-        """As `StoreClient.report_exit`, without a way over HTTP."""
-        with _closed_is_told():
-            await self.backing.report_exit(end)
-
-    async def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
-        """As `StoreClient.watch_exits`, without a way over HTTP."""
-        del lasting
-        seen = 0
-        with contextlib.suppress(Closed):
-            while True:
-                for end in await self.board.exits_since(seen, MAX_WAIT_S, host):
-                    seen += 1
-                    yield end
-
-    async def find(self, key: str) -> bytes | None:
-        """See `Folders`."""
-        with _closed_is_told():
-            return await self.board.get(key, 0.0)
-
-    async def set(self, key: str, value: bytes) -> None:
-        """As `StoreClient.set`, without a way over HTTP."""
-        with _closed_is_told():
-            await self.backing.set(key, value)
-
-    async def claim(self, key: str, value: bytes) -> bytes:
-        """See `Folders`."""
-        with _closed_is_told():
-            return await self.backing.claim(key, value)
-
-    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
-        """See `Folders`."""
-        with _closed_is_told():
-            return await self.board.collect(folder, count, None, timeout_s)
+        server._listener = listener
+        accepting = accept_all(listener, server._begin, turn_away=_say_used_up, failed=server._not_accepted)
+        server._keep(accepting)
+        return server
 
     async def begin_anew(self, *folders: str) -> None:
-        """Be the store of another job, which has nothing of the one before but these folders.
+        """Become the store of another job, with nothing left of the previous one but these folders.
 
-        Those who have heard of that one hear `StoreClosed`.
-
-        Raises:
-            RendezvousError: this store cannot.
+        Clients of the previous job get `StoreClosed`.
         """
-        if not isinstance(self.backing, Lasting):
-            raise RendezvousError("a store that is in memory alone has nothing of another job")
-        with _closed_is_told():
-            await self.backing.clear(*folders)
-        self.backing.identity = secrets.token_bytes(IDENTITY_NBYTES)
-        self._gate = Gate(self._token, nonce_of(self.backing.identity))
+        await self.store.clear(*folders)
+        self.store.identity = secrets.token_bytes(IDENTITY_NBYTES)
+        self._authenticator = Authenticator(self._token, nonce_of(self.store.identity))
 
     async def close(self) -> None:
         """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""
-        self.board.close()
+        self.store.contents.close()
         if self._listener is not None:
             for task in self._tasks:
                 task.cancel()
@@ -206,8 +164,8 @@ class StoreServer(Folders):
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/v1/hello":
-            return web.Response(body=GREETING + self._gate.nonce.hex().encode())
-        ticket = self._gate.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
+            return web.Response(body=GREETING + self._authenticator.nonce.hex().encode())
+        ticket = self._authenticator.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
         if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):
             # the body has not been read: the connection cannot be used again
             return web.Response(status=401, text="not signed with this job's token\n", headers={"Connection": "close"})
@@ -215,15 +173,15 @@ class StoreServer(Folders):
             request.protocol.is_known()
         answered = self._resize if request.method == "PUT" else self._answer
         status, body = await answered(request, ticket)
-        signature = answer_header(self._gate.nonce, ticket, status, body)
+        signature = answer_header(self._authenticator.nonce, ticket, status, body)
         return web.Response(status=status, body=body, headers={ANSWER_HEADER: signature})
 
     async def _answer(self, request: web.BaseRequest, ticket: Ticket) -> tuple[int, bytes]:
         answer: Any
         try:
             fields = await _read(request, ticket)
-            status, answer = 200, await self._call(ticket.path.removeprefix("/v1/"), fields)
-        except Closed:
+            status, answer = 200, await self._calls(ticket.path.removeprefix("/v1/"), fields)
+        except StoreClosed:
             status, answer = 503, "the store is closing"
         except (LocalProtocolError, LookupError, TimeoutError, TypeError, ValueError) as error:
             status, answer = 400, f"{type(error).__name__}: {error}"
@@ -235,7 +193,7 @@ class StoreServer(Folders):
         try:
             text = (await _body(request, ticket)).decode(errors="replace").strip()
             size = await self.want_size(text)
-        except (StoreClosed, Closed):
+        except StoreClosed:
             return 503, b"the job is over\n"
         except (ConfigError, LocalProtocolError) as error:
             return 400, f"{error}\n".encode()
@@ -249,17 +207,22 @@ class StoreServer(Folders):
             RendezvousError: the store is closed.
         """
         size = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_RANKS)) else 0
-        bounds = self.board.held(BOUNDS)
+        bounds = self.store.contents.held(BOUNDS)
         if bounds is None:
             raise ConfigError("the ranks of this job do not change: it was not started with --elastic")
         least, most = map(int, bounds.split(b":"))
         if not least <= size <= most:
             raise ConfigError(f"this job has {least} to {most} ranks: {text[:_MAX_SHOWN]!r} is not between")
-        await self.ask_size(size)
+        await self.store.ask_size(size)
         return size
 
-    async def _call(self, name: str, fields: Mapping[str, Any]) -> Any:
-        verbs: dict[str, Callable[..., Awaitable[Any]]] = {
+
+class _Calls:
+    """Requests of `StoreClient`, by name, with their fields checked."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "get": self._get,
             "set": self._set,
             "claim": self._claim,
@@ -268,32 +231,34 @@ class StoreServer(Folders):
             "exit": self._exit,
             "exits": self._exits,
         }
-        return await verbs[name](**fields)
+
+    async def __call__(self, name: str, fields: Mapping[str, Any]) -> Any:
+        return await self._calls[name](**fields)
 
     async def _get(self, *, key: str, wait_s: float) -> bytes | None:
-        return await self.board.get(_text(key), _wait_s(wait_s))
+        return await self._store.contents.get(_text(key), _wait_s(wait_s))
 
     async def _set(self, *, key: str, value: bytes) -> None:
-        await self.backing.set(_text(key), _bytes(value))
+        await self._store.set(_text(key), _bytes(value))
 
     async def _claim(self, *, key: str, value: bytes) -> bytes:
-        return await self.backing.claim(_text(key), _bytes(value))
+        return await self._store.claim(_text(key), _bytes(value))
 
     async def _collect(self, *, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
-        return await self.board.collect(_text(folder), int(count), unless, _wait_s(wait_s))
+        return await self._store.contents.collect(_text(folder), int(count), unless, _wait_s(wait_s))
 
     async def _meet(
         self, *, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
     ) -> tuple[dict[str, bytes], list[Exit]]:
         asker = _text(folder), _rank(rank)
-        return await self.board.meet(*asker, int(count), _text(unless), bool(heeds_ends), _wait_s(wait_s))
+        return await self._store.contents.meet(*asker, int(count), _text(unless), bool(heeds_ends), _wait_s(wait_s))
 
     async def _exit(self, *, rank: int, code: int, why: str) -> None:
-        await self.backing.report_exit(Exit(int(rank), int(code), Why(why)))
+        await self._store.report_exit(Exit(int(rank), int(code), Why(why)))
 
     async def _exits(self, *, since: int, wait_s: float, host: int | None) -> list[Exit]:
         asking = None if host is None else int(host)
-        return await self.board.exits_since(max(0, int(since)), _wait_s(wait_s), asking)
+        return await self._store.contents.exits_since(max(0, int(since)), _wait_s(wait_s), asking)
 
 
 class _Connection(web.RequestHandler):
@@ -307,8 +272,8 @@ class _Connection(web.RequestHandler):
         self._strangers = strangers
         self._deadline: asyncio.TimerHandle | None = None
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See ``asyncio.Protocol``."""
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
         too_many = self._strangers.came(self, peer[0] if peer else "")
@@ -316,8 +281,8 @@ class _Connection(web.RequestHandler):
             too_many.cut()
         self._deadline = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.cut)
 
+    @override
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See ``asyncio.Protocol``."""
         self.is_known()
         super().connection_lost(exc)
 
@@ -334,17 +299,9 @@ class _Connection(web.RequestHandler):
             self.transport.abort()
 
 
-@contextlib.contextmanager
-def _closed_is_told() -> Iterator[None]:
-    try:
-        yield
-    except Closed as error:
-        raise StoreClosed("the store is closed") from error
-
-
 async def _quietly(work: Awaitable[object]) -> None:
     """Nobody waits for it."""
-    with contextlib.suppress(Closed, LocalProtocolError):
+    with contextlib.suppress(StoreClosed, LocalProtocolError):
         await work
 
 

@@ -23,7 +23,7 @@ from kfcomm.common.tracebacks import bare, terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.joining import Init, is_full, prepare
 from kfcomm.monitor.whereabouts import program_line
-from kfcomm.rendezvous import farewell
+from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.again import again
@@ -372,7 +372,7 @@ class Communicator(Skin[Async]):
             self._io.signals.holding(self._close, ())
             return
         if self._owns_io:
-            farewell.leave()
+            exit_report.report_leaving()
         self._driver.heal(self._session)
         try:
             self._finish()

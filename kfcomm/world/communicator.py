@@ -39,7 +39,7 @@ from kfcomm.engine.closing import Drain
 from kfcomm.engine.session import LEAVE_WITHIN_S, Session
 from kfcomm.errors import CollectiveMismatch, ConfigError, SessionClosed
 from kfcomm.monitor.dumps import snapshot
-from kfcomm.rendezvous import farewell
+from kfcomm.rendezvous import exit_report
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.plugins import build
 from kfcomm.transports.shm.heap import Array
@@ -516,7 +516,7 @@ class Communicator(Persistent):
         is missed there until the timeout. When all members have closed a sub-group, nothing is left of it.
         """
         if self._group.view is self._session.world:
-            farewell.leave()
+            exit_report.report_leaving()
             await self._session.close()
         elif not self._left:
             for drain in self._drains():

@@ -4,16 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.launch.blame import CAUSE_WITHIN_S, LEAVING_WITHIN_S, Blame, Failure
-from kfcomm.rendezvous.board import Exit, Why
-from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.rendezvous.exit_report import ExitReport
+from kfcomm.rendezvous.keyvalue import Exit, Why
 
 
-def victim(rank: int, at_s: float = 1.0) -> Farewell:
-    return Farewell(rank, at_s, 1, is_elsewhere=True, summary="PeerLost")
+def victim(rank: int, at_s: float = 1.0) -> ExitReport:
+    return ExitReport(rank, at_s, 1, is_elsewhere=True, summary="PeerLost")
 
 
-def culprit(rank: int, at_s: float = 0.5, code: int = 3) -> Farewell:
-    return Farewell(rank, at_s, code, summary="ValueError: why")
+def culprit(rank: int, at_s: float = 0.5, code: int = 3) -> ExitReport:
+    return ExitReport(rank, at_s, code, summary="ValueError: why")
 
 
 def test_nobody_has_failed() -> None:
@@ -77,7 +77,7 @@ def test_who_left_before_and_ends_well_is_not_to_blame() -> None:
 def test_who_joined_again_has_said_nothing() -> None:
     blame = Blame(3)
     blame.heard(culprit(1))
-    blame.heard(Farewell(1))
+    blame.heard(ExitReport(1))
     blame.ended(Exit(0, 5), 1.0)
     assert blame.verdict(1.0) == Failure(0, 5, 1.0)
 

@@ -22,7 +22,7 @@ from kfcomm.launch import requests
 from kfcomm.launch.blame import Blame
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.first import First
-from kfcomm.rendezvous.board import START, Exit
+from kfcomm.rendezvous.keyvalue import START, Exit
 from tests.launch.launched import environ
 
 if TYPE_CHECKING:

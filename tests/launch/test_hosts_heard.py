@@ -6,8 +6,8 @@ import pytest
 
 from kfcomm.launch.hosts import Host, Plan
 from kfcomm.launch.hosts_heard import company, watch_hosts
-from kfcomm.rendezvous.board import Exit, Why
-from kfcomm.rendezvous.store import StoreServer
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.keyvalue import Exit, Why
 
 PLAN = Plan((Host("10.0.0.1", 1), Host("10.0.0.2", 2), Host("10.0.0.3", 1)))
 FOREVER_S = 1e6
@@ -15,27 +15,25 @@ FOREVER_S = 1e6
 
 @pytest.mark.asyncio
 async def test_who_never_comes_is_given_up_and_who_has_left_is_not() -> None:
-    store = StoreServer(b"the token of the job")
-    board = store.board
-    board.set("launchers/2", b"")
-    await watch_hosts(PLAN, board, store, PLAN.ranks_of, come_within_s=0.01, lost_after_s=0.02)
-    assert list(board.exits.values()) == [Exit(1, 1, Why.ABSENT), Exit(2, 1, Why.ABSENT)]
-    assert company(PLAN, board) == {"2"}
+    store = LocalStore()
+    contents = store.contents
+    contents.set("launchers/2", b"")
+    await watch_hosts(PLAN, store, PLAN.ranks_of, come_within_s=0.01, lost_after_s=0.02)
+    assert list(contents.exits.values()) == [Exit(1, 1, Why.ABSENT), Exit(2, 1, Why.ABSENT)]
+    assert company(PLAN, store) == {"2"}
 
 
 @pytest.mark.asyncio
 async def test_who_is_silent_is_given_up_and_who_is_heard_is_not() -> None:
-    store = StoreServer(b"the token of the job")
-    board = store.board
-    await board.exits_since(0, 0, host=1)
-    await board.exits_since(0, 0, host=2)
-    watching = asyncio.create_task(
-        watch_hosts(PLAN, board, store, PLAN.ranks_of, come_within_s=FOREVER_S, lost_after_s=0.4)
-    )
-    while not board.exits:
-        board.heard_s[2] = asyncio.get_running_loop().time()
+    store = LocalStore()
+    contents = store.contents
+    await contents.exits_since(0, 0, host=1)
+    await contents.exits_since(0, 0, host=2)
+    watching = asyncio.create_task(watch_hosts(PLAN, store, PLAN.ranks_of, come_within_s=FOREVER_S, lost_after_s=0.4))
+    while not contents.exits:
+        contents.heard_s[2] = asyncio.get_running_loop().time()
         await asyncio.sleep(0)
-    assert {end.rank for end in board.exits.values()} == {1, 2}
+    assert {end.rank for end in contents.exits.values()} == {1, 2}
     assert not watching.done()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

@@ -116,7 +116,7 @@ def test_without_a_quorum_a_job_trains_and_a_change_waits(job: Callable[..., Job
 
 LATE = """
 import asyncio, os
-from kfcomm.rendezvous.board import ENTRY
+from kfcomm.rendezvous.keyvalue import ENTRY
 from kfcomm.rendezvous.client import StoreClient
 
 async def late(self, key, timeout_s, get=StoreClient.get):

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.launch.victims import Victims
-from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.rendezvous.exit_report import ExitReport
 
 TEXT = b"Traceback (most recent call last):\n  Tra\nPeerLost: rank 1\n"
-FAREWELL = Farewell(0, 1.0, 1, is_elsewhere=True, summary="PeerLost: rank 1", text=TEXT, is_printed=True)
+FAREWELL = ExitReport(0, 1.0, 1, is_elsewhere=True, summary="PeerLost: rank 1", text=TEXT, is_printed=True)
 
 
 def shown(victims: Victims, data: bytes, cuts: list[int]) -> bytes:

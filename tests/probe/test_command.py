@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from kfcomm.cli import main
 from kfcomm.probe import Probe
-from kfcomm.rendezvous.kept import kept_costs, path_of_costs
+from kfcomm.rendezvous.costs import path_of_costs, saved_costs
 from kfcomm.testing import world
 from kfcomm.types import UNMEASURED
 from tests.launch.launched import finished
@@ -59,7 +59,7 @@ def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = finished("probe", "-n", "2", *QUICK, "--keep", "--force")
     assert done.returncode == 0, done.stderr
-    costs = kept_costs()
+    costs = saved_costs()
     assert None not in (costs.local_alpha_s, costs.local_beta_s_per_byte, costs.overhead_s, costs.gamma_s_per_byte)
     assert f"kept in {path_of_costs()}" in done.stdout
     assert "'auto' of all your later jobs on this host uses it" in done.stdout
@@ -74,7 +74,7 @@ def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest
     assert done.stderr.count(said) == 1
     assert f"costs        measured on this host ({path_of_costs()}, measured " in finished("env").stdout
     forgot = finished("probe", "--forget")
-    assert (forgot.returncode, kept_costs()) == (0, UNMEASURED)
+    assert (forgot.returncode, saved_costs()) == (0, UNMEASURED)
     assert f"removed {path_of_costs()}" in forgot.stdout
     assert "nothing was kept" in finished("probe", "--forget").stdout
     done = finished("run", "-n", "2", sys.executable, "-c", SHOW_COSTS)
@@ -93,7 +93,7 @@ def test_probe_keep_is_refused_on_a_busy_host(tmp_path: Path, monkeypatch: pytes
     assert done.stderr.count("is busy (") == 2  # rank 0's line, and the launcher's
     assert "or use --force" in done.stderr
     assert "latency" not in done.stdout
-    assert kept_costs() == UNMEASURED
+    assert saved_costs() == UNMEASURED
 
 
 @pytest.mark.parametrize(

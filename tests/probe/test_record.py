@@ -11,7 +11,7 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
-from kfcomm.rendezvous.kept import kept_costs
+from kfcomm.rendezvous.costs import saved_costs
 from kfcomm.strategies import bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.cost import network_of
 from kfcomm.types import UNMEASURED, Layout
@@ -95,7 +95,7 @@ def test_a_latency_is_never_all_work() -> None:
 def test_costs_are_kept_for_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert whole().keep().parent == tmp_path / "kfcomm"
-    assert kept_costs() == whole().costs()
+    assert saved_costs() == whole().costs()
 
 
 def test_what_to_make_of_it() -> None:

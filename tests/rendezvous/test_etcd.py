@@ -16,10 +16,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
-from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
-from kfcomm.rendezvous.etcd import gateway, leases, mirror
-from kfcomm.rendezvous.etcd.address import is_etcd, parse
-from kfcomm.rendezvous.etcd.mirror import Mirror
+from kfcomm.rendezvous.backends import backend_of
+from kfcomm.rendezvous.backends.etcd import gateway, leases, mirror
+from kfcomm.rendezvous.backends.etcd.address import parse
+from kfcomm.rendezvous.backends.etcd.mirror import EtcdStore
+from kfcomm.rendezvous.keyvalue import MAX_VALUE_NBYTES, Exit, StoreClosed
 from tests import etcds
 from tests.cutting import cutting
 from tests.support import free_port
@@ -36,8 +37,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[etcds.Etcd]:
 
 
 @contextlib.asynccontextmanager
-async def mirrored(store: str, *, is_first: bool = False, is_over: bool = True) -> AsyncIterator[Mirror]:
-    made = await Mirror.begin(parse(store, {}), is_first=is_first, within_s=WITHIN_S)
+async def mirrored(store: str, *, is_first: bool = False, is_over: bool = True) -> AsyncIterator[EtcdStore]:
+    made = await EtcdStore.begin(parse(store, {}), is_first=is_first, within_s=WITHIN_S)
     try:
         yield made
     finally:
@@ -54,15 +55,15 @@ async def test_who_claims_sees_all_that_was_claimed_before(one: etcds.Etcd) -> N
     async with mirrored(one.store("see")) as first, mirrored(one.store("see"), is_over=False) as second:
         assert await first.claim("world/0/0", b"a") == b"a"
         assert await second.claim("world/0/0", b"b") == b"a"
-        assert second.board.folder("world/0") == {"0": b"a"}
+        assert second.contents.folder("world/0") == {"0": b"a"}
         assert await second.claim("world/0/1", b"b") == b"b"
-        assert await first.board.collect("world/0", 2, None, 60) == {"0": b"a", "1": b"b"}
+        assert await first.contents.collect("world/0", 2, None, 60) == {"0": b"a", "1": b"b"}
         await first.set("world/0/0", b"")
         await first.report_exit(Exit(3, -9))
-        assert await second.board.exits_since(0, 60, None) == [Exit(3, -9)]
+        assert await second.contents.exits_since(0, 60, None) == [Exit(3, -9)]
         await second.report_exit(Exit(3, 1))
-        assert second.board.exits == {3: Exit(3, -9)}
-        assert second.board.held("world/0/0") == b""
+        assert second.contents.exits == {3: Exit(3, -9)}
+        assert second.contents.held("world/0/0") == b""
 
 
 @pytest.mark.asyncio
@@ -72,7 +73,7 @@ async def test_claims_of_many_at_once_have_one_winner(one: etcds.Etcd) -> None:
         held = await asyncio.gather(*(both[at % 2].claim(f"k/{at // 8}", b"%d" % at) for at in range(160)))
         for key in range(20):
             assert len(set(held[8 * key : 8 * key + 8])) == 1
-        assert first.board.folder("k") == second.board.folder("k")
+        assert first.contents.folder("k") == second.contents.folder("k")
 
 
 @pytest.mark.asyncio
@@ -83,18 +84,18 @@ async def test_what_is_kept_outlives_a_launcher_and_ends_with_the_job(one: etcds
             await first.claim(f"start/{at % 3}/{at}", b"%d" % at)
         await first.report_exit(Exit(5, 0))
     async with mirrored(store, is_first=True, is_over=False) as again, mirrored(store, is_over=False) as other:
-        assert dict(again.board.contents()) == dict(first.board.contents())
-        assert again.board.exits == {5: Exit(5, 0)}
+        assert dict(again.contents.items()) == dict(first.contents.items())
+        assert again.contents.exits == {5: Exit(5, 0)}
         await again.clear("start")
-        await until(lambda: not other.board.exits)
-        assert len(other.board.folder("start/1")) > mirror.PAGE // 3
+        await until(lambda: not other.contents.exits)
+        assert len(other.contents.folder("start/1")) > mirror.PAGE // 3
         await again.clear()
-        assert not list(again.board.contents())
-        await until(lambda: not list(other.board.contents()))
-        waiting = asyncio.ensure_future(other.board.get("x", 1e6))
+        assert not list(again.contents.items())
+        await until(lambda: not list(other.contents.items()))
+        waiting = asyncio.ensure_future(other.contents.get("x", 1e6))
         assert all(key.startswith("kept/") for key in one.held() if "kept" in key)
         await again.close(is_over=True)
-        with pytest.raises(Closed):
+        with pytest.raises(StoreClosed):
             await waiting
     assert not [key for key in one.held() if key.startswith("kept/")]
 
@@ -104,9 +105,9 @@ async def test_one_job_has_one_first_launcher(one: etcds.Etcd, monkeypatch: pyte
     store = one.store("lock")
     async with mirrored(store, is_first=True):
         with pytest.raises(RendezvousError, match=r"is used by another launcher, process \d+ on"):
-            await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+            await EtcdStore.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
     monkeypatch.setattr(leases, "_begun", lambda pid: "another")
-    gone = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+    gone = await EtcdStore.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
     monkeypatch.undo()  # now it is one that has ended, on this machine
     async with mirrored(store, is_first=True):
         pass
@@ -136,7 +137,7 @@ async def test_without_a_quorum_writes_wait_and_reads_do_not(tmp_path: Path, cap
             waiting = asyncio.ensure_future(made.claim("c", b"3"))
             await until(lambda: "does not answer: training goes on, and changes wait" in caplog.text)
             assert await made.claim("a", b"other") == b"1"
-            assert made.board.held("b") == b"2"
+            assert made.contents.held("b") == b"2"
             assert not waiting.done()
             three.start(leader)
             assert await waiting == b"3"
@@ -150,7 +151,7 @@ async def test_before_a_job_begins_nothing_is_said_to_go_on(
     caplog.set_level(logging.WARNING, "kfcomm.etcd")
     monkeypatch.setattr(gateway, "SAID_AFTER_S", 0.0)
     with pytest.raises(RendezvousError, match="could not be reached within"):
-        await Mirror.begin(parse("etcd://127.0.0.1:1/job", {}), is_first=True, within_s=0.3)
+        await EtcdStore.begin(parse("etcd://127.0.0.1:1/job", {}), is_first=True, within_s=0.3)
     assert "does not answer: nothing is started before it does" in caplog.text
     assert "training goes on" not in caplog.text
 
@@ -164,7 +165,7 @@ async def test_a_member_that_hangs_is_left_for_another(tmp_path: Path) -> None:
             process.send_signal(19)
             try:
                 assert await made.claim("a", b"1") == b"1"
-                assert await other.board.get("a", 1e6) == b"1"
+                assert await other.contents.get("a", 1e6) == b"1"
             finally:
                 process.send_signal(18)
 
@@ -190,7 +191,7 @@ async def test_a_user_with_a_password(tmp_path: Path) -> None:
             (one.store("other", "ann@"), {"KFCOMM_ETCD_PASSWORD": "p@ss:1"}, "permission denied"),
         ]:
             with pytest.raises(RendezvousError, match=said) as caught:
-                await Mirror.begin(parse(store, environ), is_first=True, within_s=WITHIN_S)
+                await EtcdStore.begin(parse(store, environ), is_first=True, within_s=WITHIN_S)
             assert "wrong" not in str(caught.value)
 
 
@@ -227,15 +228,15 @@ async def test_tls_on_both_sides(tmp_path: Path) -> None:
         async with mirrored(f"{one.store()}?ca={authority}&cert={certificate}&key={key}") as made:
             assert await made.claim("a", b"1") == b"1"
         with pytest.raises(RendezvousError, match="could not be reached"):
-            await Mirror.begin(parse(f"{one.store()}?ca={authority}", {}), is_first=True, within_s=0.1)
+            await EtcdStore.begin(parse(f"{one.store()}?ca={authority}", {}), is_first=True, within_s=0.1)
         with pytest.raises(RendezvousError, match="certificate verify failed"):
-            await Mirror.begin(parse(one.store(), {}), is_first=True, within_s=0.1)
+            await EtcdStore.begin(parse(one.store(), {}), is_first=True, within_s=0.1)
 
 
 @pytest.mark.asyncio
 async def test_an_etcd_that_is_not_there_is_named_with_the_cause() -> None:
     with pytest.raises(RendezvousError, match=r"etcd://127\.0\.0\.1:\d+/job could not be reached within 0\.2 s"):
-        await Mirror.begin(parse(f"etcd://127.0.0.1:{free_port()}/job", {}), is_first=True, within_s=0.2)
+        await EtcdStore.begin(parse(f"etcd://127.0.0.1:{free_port()}/job", {}), is_first=True, within_s=0.2)
 
 
 @pytest.mark.asyncio
@@ -249,7 +250,7 @@ async def test_another_server_is_no_etcd() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(RendezvousError, match=r"it is no etcd of version 3\.4 or later"):
-        await Mirror.begin(parse(f"etcd://127.0.0.1:{port}/job", {}), is_first=True, within_s=0.2)
+        await EtcdStore.begin(parse(f"etcd://127.0.0.1:{port}/job", {}), is_first=True, within_s=0.2)
     server.close()
     await server.wait_closed()
 
@@ -276,12 +277,12 @@ def test_addresses_that_do_not_work(store: str, said: str) -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_a_store_is_a_folder_or_an_etcd_and_nothing_else() -> None:
-    assert all(map(is_etcd, ("etcd://h1/job", "etcds://h1/job")))
-    assert not any(map(is_etcd, ("folder", "/a/b:c")))
+def test_backend_follows_from_scheme() -> None:
+    assert all(backend_of(store).is_shared for store in ("etcd://h1/job", "etcds://h1/job"))
+    assert not any(backend_of(store).is_shared for store in ("folder", "/a/b:c"))
     for store in ("etdc://h1/job", "http://127.0.0.1:44/"):
-        with pytest.raises(ConfigError, match=r"--store is a folder or an etcd, not (etdc|http)://"):
-            is_etcd(store)
+        with pytest.raises(ConfigError, match=r"--store: expected a folder or etcd://.*, not (etdc|http)://"):
+            backend_of(store)
 
 
 def test_addresses() -> None:
@@ -294,7 +295,7 @@ def test_addresses() -> None:
 
 async def used(store: str) -> list[object]:
     """Make the requests of a first launcher to its store, and return the answers."""
-    made = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+    made = await EtcdStore.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
     told: list[object] = [
         await made.claim("start/0/2", b""),
         await made.claim("start/0/2", b"other"),
@@ -304,7 +305,7 @@ async def used(store: str) -> list[object]:
         await made.report_exit(Exit(1, -9)),
         await made.claim("job", b"record"),
         await made.clear("start"),
-        dict(made.board.contents()),
+        dict(made.contents.items()),
     ]
     await made.close(is_over=True)
     return told
@@ -335,13 +336,13 @@ async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, capl
             assert await who.claim(f"k/{number}", b"v") == b"v"
             assert await who.claim("start/0/2", b"late") == b""
         wanted = ["start/0/2", "ends/1", "k/0", "k/1", "k/2"]
-        await until(lambda: {key for key, _ in first.board.contents()} == set(wanted))
-        await until(lambda: dict(other.board.contents()) == dict(first.board.contents()))
+        await until(lambda: {key for key, _ in first.contents.items()} == set(wanted))
+        await until(lambda: dict(other.contents.items()) == dict(first.contents.items()))
         while {f"revoked/store/{key}" for key in wanted} - {*await asyncio.to_thread(one.held)}:
             pass
-        waiting = asyncio.ensure_future(other.board.get("x", 1e6))
+        waiting = asyncio.ensure_future(other.contents.get("x", 1e6))
         await first.close(is_over=True)
-        with pytest.raises(Closed):
+        with pytest.raises(StoreClosed):
             await waiting
     assert "has ended the lease of the job: all is written anew" in caplog.text
     assert not [key for key in await asyncio.to_thread(one.held) if key.startswith("revoked/")]
@@ -368,7 +369,7 @@ async def test_who_hears_the_end_of_a_lease_late_hears_of_the_next_one_too(
             await first.claim("b", b"2")
             goes_on.set()
             await other.claim("c", b"3")
-            assert dict(other.board.contents()) == {"a": b"1", "b": b"2", "c": b"3"}
+            assert dict(other.contents.items()) == {"a": b"1", "b": b"2", "c": b"3"}
 
 
 @pytest.mark.asyncio
@@ -378,8 +379,8 @@ async def test_a_job_whose_first_launcher_is_gone_ends_some_time_after_its_lease
     monkeypatch.setattr(leases, "ABANDONED_AFTER_S", 0.1)
     async with mirrored(one.store("left"), is_over=False) as other:
         await asyncio.to_thread(etcds.revoke_lease, one, "left")
-        with pytest.raises(Closed):
-            await other.board.get("x", 1e6)
+        with pytest.raises(StoreClosed):
+            await other.contents.get("x", 1e6)
 
 
 @pytest.mark.asyncio
@@ -397,4 +398,4 @@ async def test_authentication_that_is_switched_on_and_off_delays_what_is_written
             token = one.ask("/v3/auth/authenticate", {"name": "root", "password": "secret"})["token"]
             await asyncio.to_thread(one.ask, "/v3/auth/disable", {}, {"Authorization": token})
             assert await writing == b"2"
-            assert not made.board.is_closed
+            assert not made.contents.is_closed

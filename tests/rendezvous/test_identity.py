@@ -14,9 +14,9 @@ from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.launch.coming import who_launches
-from kfcomm.rendezvous.etcd.leases import _described, _myself
+from kfcomm.rendezvous.backends.etcd.leases import _described, _myself
+from kfcomm.rendezvous.costs import path_of_costs
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
-from kfcomm.rendezvous.kept import path_of_costs
 from kfcomm.types import Costs
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)

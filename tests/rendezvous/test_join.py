@@ -8,10 +8,10 @@ import pytest
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.join import close_store, join, leave, leave_store, open_store
+from kfcomm.rendezvous.keyvalue import Exit, Why
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import Source
@@ -190,14 +190,14 @@ async def test_leaving_when_the_store_is_gone_is_no_error() -> None:
 async def test_nothing_is_asked_of_the_store_after_the_last_rank_has_left() -> None:
     async with opened_job() as job:
         await job.join(peer(0), 1)
-        claim = job.server.board.claim
+        claim = job.server.store.contents.claim
 
         def claim_and_close(key: str, value: bytes) -> bytes:
             held = claim(key, value)
-            job.server.board.close()
+            job.server.store.contents.close()
             return held
 
-        job.server.board.claim = claim_and_close  # type: ignore[method-assign]
+        job.server.store.contents.claim = claim_and_close  # type: ignore[method-assign]
         assert await leave(peer(0), job.client) == 0
 
 
@@ -223,13 +223,13 @@ async def test_the_end_of_a_rank_ends_the_joining_of_all(claimed: bool, end: Exi
     async with opened_job() as job:
         if claimed:
             claim = asyncio.create_task(job.join(peer(1), 3))
-            assert await job.server.board.get("world/0/1", LONG_S) is not None
+            assert await job.server.store.contents.get("world/0/1", LONG_S) is not None
         if first:
-            job.server.board.report_exit(end)
+            job.server.store.contents.report_exit(end)
         joins = [asyncio.create_task(job.join(peer(rank), 3)) for rank in (0, 2) if not (rank == 2 and claimed)]
         if not first:
-            assert await job.server.board.get("world/0/0", LONG_S) is not None
-            job.server.board.report_exit(end)
+            assert await job.server.store.contents.get("world/0/0", LONG_S) is not None
+            job.server.store.contents.report_exit(end)
         for join_ in joins:
             with pytest.raises(RendezvousError) as caught:
                 await join_
@@ -243,7 +243,7 @@ async def test_the_end_of_a_rank_ends_the_joining_of_all(claimed: bool, end: Exi
 @pytest.mark.asyncio
 async def test_an_end_among_ranks_that_the_program_numbers_itself_is_not_heeded() -> None:
     async with opened_job() as job:
-        job.server.board.report_exit(Exit(1, 0))
+        job.server.store.contents.report_exit(Exit(1, 0))
         settings = [job.settings(rank, 2)._replace(source=Source.ARGUMENTS) for rank in range(2)]
         worlds = await asyncio.gather(*(join(mine, peer(mine.rank), job.client, timeout_s=LONG_S) for mine in settings))
         assert len(worlds[0]) == 2
@@ -252,7 +252,7 @@ async def test_an_end_among_ranks_that_the_program_numbers_itself_is_not_heeded(
 @pytest.mark.asyncio
 async def test_the_end_of_one_that_was_started_later_is_none_of_the_worlds() -> None:
     async with opened_job() as job:
-        job.server.board.report_exit(Exit(2, -9))
+        job.server.store.contents.report_exit(Exit(2, -9))
         worlds = await asyncio.gather(*(job.join(peer(rank), 2) for rank in range(2)))
         assert len(worlds[0]) == 2
 
@@ -263,9 +263,9 @@ async def test_a_rank_whose_connection_ends_while_it_joins_is_told_to_the_others
         own = StoreClient(job.server.url, TOKEN)
         gone = asyncio.create_task(join(job.settings(1, 3), peer(1), own, timeout_s=LONG_S))
         joins = [asyncio.create_task(job.join(peer(0), 3))]
-        assert await job.server.board.get("world/0/1", LONG_S) is not None
-        assert await job.server.board.get("world/0/0", LONG_S) is not None
-        while job.server.board.num_meeting < 2:  # noqa: ASYNC110  the client has no news of it
+        assert await job.server.store.contents.get("world/0/1", LONG_S) is not None
+        assert await job.server.store.contents.get("world/0/0", LONG_S) is not None
+        while job.server.store.contents.num_meeting < 2:  # noqa: ASYNC110  the client has no news of it
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)

@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from kfcomm.core.strangers import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.backing import Memory
-from kfcomm.rendezvous.board import BOUNDS, Exit, Why
+from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
+from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, Why
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import GREETING
@@ -83,7 +83,7 @@ async def test_exits_reach_those_who_watch(server: StoreServer, client: StoreCli
     first = asyncio.ensure_future(anext(watching))
     await client.report_exit(Exit(2, -9, Why.ELSEWHERE))
     assert await first == Exit(2, -9, Why.ELSEWHERE)
-    await server.report_exit(Exit(0, 3))
+    await server.store.report_exit(Exit(0, 3))
     assert await anext(watching) == Exit(0, 3)
     await server.close()
     assert [each async for each in watching] == []
@@ -92,9 +92,9 @@ async def test_exits_reach_those_who_watch(server: StoreServer, client: StoreCli
 @pytest.mark.asyncio
 async def test_the_server_tells_exits_as_its_clients_do(server: StoreServer, client: StoreClient) -> None:
     await client.report_exit(Exit(1, 0))
-    watching = server.watch_exits()
+    watching = server.store.watch_exits()
     assert await anext(watching) == Exit(1, 0)
-    server.board.close()
+    server.store.contents.close()
     assert [each async for each in watching] == []
 
 
@@ -112,7 +112,7 @@ def told(event: asyncio.Event, wait: Callable[[str], Awaitable[None]]) -> Callab
 async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreClient) -> None:
     await client.set("a", b"")
     asked = asyncio.Event()
-    server.board._changed = told(asked, server.board._changed)  # type: ignore[method-assign]
+    server.store.contents._changed = told(asked, server.store.contents._changed)  # type: ignore[method-assign]
     waiting = asyncio.create_task(client.get("never", 1e6))
     await asked.wait()
     await server.close()
@@ -136,7 +136,7 @@ async def test_a_wrong_token_is_refused_at_once() -> None:
     async with opened_store(b"not the token") as (server, client):
         with pytest.raises(RendezvousError, match="token is not the job's"):
             await client.set("a", b"")
-        assert await server.board.get("a", 0) is None
+        assert await server.store.contents.get("a", 0) is None
 
 
 @pytest.mark.asyncio
@@ -250,7 +250,7 @@ async def test_who_was_asked_to_go_goes_whatever_size_is_asked_next(server: Stor
     assert await anext(asked) == Wanted(4, (3,))
     assert await anext(sizes) == 4
     await client.ask_to_go(1)
-    await server.ask_size(5)
+    await server.store.ask_size(5)
     assert await anext(asked) == Wanted(5, (3, 1))
     await client.hold(Wanted(2, (1,)))
     assert await anext(asked) == Wanted(2, (1,))
@@ -266,9 +266,9 @@ async def test_a_store_that_came_back_is_greeted_anew() -> None:
     async with opened_store() as (server, client):
         await client.set("a", b"1")
         await server.close()
-        backing = Memory()
-        backing.identity = server.backing.identity
-        again = await StoreServer.start(*host_and_port(server.url), token=TOKEN, backing=backing)
+        store = LocalStore()
+        store.identity = server.store.identity
+        again = await StoreServer.start(*host_and_port(server.url), token=TOKEN, store=store)
         assert await client.find("a") is None
         await again.close()
 
@@ -398,7 +398,7 @@ async def test_lost_answers_change_no_outcome() -> None:
     lost, count = 0, 1
     while lost <= count:
         server = await StoreServer.start("127.0.0.1", token=TOKEN)
-        await server.set(BOUNDS, b"1:4")
+        await server.store.set(BOUNDS, b"1:4")
         launcher = StoreClient(server.url, TOKEN)
         async with cutting(int(server.url.rpartition(":")[2]), {lost}) as relay:
             told = await _spoken(f"http://127.0.0.1:{relay.port}", launcher)

@@ -18,8 +18,8 @@ import click
 from kfcomm.core import frame, gossip, hello
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Keys
 from kfcomm.errors import RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.gate import Gate
 from kfcomm.rendezvous.identity import PeerInfo
+from kfcomm.rendezvous.signing import Authenticator
 from kfcomm.transports.sealed import Seals
 
 TOKEN, NONCE = b"t" * 32, b"n" * 32
@@ -57,7 +57,7 @@ def _peer(data: bytes) -> None:
 
 
 def _request(data: bytes) -> None:
-    assert Gate(TOKEN, NONCE).admit("/v1/get", data.decode("latin-1")) is None
+    assert Authenticator(TOKEN, NONCE).admit("/v1/get", data.decode("latin-1")) is None
 
 
 READERS: tuple[Callable[[bytes], None], ...] = (_head, _gossip, _greeting, _sealed, _peer, _request)
@@ -96,7 +96,7 @@ def main() -> int:
     import tempfile
     from pathlib import Path
 
-    for reader in (frame.decode_head, frame.decode_header, gossip.Gossip.receive, hello.decode, Gate.admit):
+    for reader in (frame.decode_head, frame.decode_header, gossip.Gossip.receive, hello.decode, Authenticator.admit):
         atheris.instrument_func(reader)
     atheris.instrument_all()
     with tempfile.TemporaryDirectory() as corpus:

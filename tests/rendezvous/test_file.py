@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError, LocalProtocolError
-from kfcomm.rendezvous import journal
-from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
-from kfcomm.rendezvous.journal import Journal
+from kfcomm.rendezvous.backends import file
+from kfcomm.rendezvous.backends.file import FileStore
+from kfcomm.rendezvous.keyvalue import MAX_VALUE_NBYTES, Exit, StoreClosed
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """What one that is started again finds."""
-    found = Journal(folder)
+    found = FileStore(folder)
     try:
-        return dict(found.board.contents())
+        return dict(found.contents.items())
     finally:
         asyncio.run(found.close(is_over=False))
 
 
-async def crash(made: Journal) -> None:
+async def crash(made: FileStore) -> None:
     """As if its process ended: nothing is written any more."""
     os.close(made._file)
     os.close(made._lock)
@@ -35,7 +35,7 @@ async def crash(made: Journal) -> None:
 
 @pytest.mark.asyncio
 async def test_what_is_answered_is_kept(tmp_path: Path) -> None:
-    made = Journal(tmp_path / "a" / "store")
+    made = FileStore(tmp_path / "a" / "store")
     assert await made.claim("world/0/0", b"x") == b"x"
     assert await made.claim("world/0/0", b"y") == b"x"
     await made.set("bounds", b"2:8")
@@ -43,24 +43,24 @@ async def test_what_is_answered_is_kept(tmp_path: Path) -> None:
     await made.report_exit(Exit(3, -9))
     await made.report_exit(Exit(3, 1))
     await crash(made)
-    again = Journal(tmp_path / "a" / "store")
-    assert again.board.folder("world/0") == {"0": b"x"}
-    assert again.board.held("bounds") == b"2:9"
-    assert again.board.exits == {3: Exit(3, -9)}
+    again = FileStore(tmp_path / "a" / "store")
+    assert again.contents.folder("world/0") == {"0": b"x"}
+    assert again.contents.held("bounds") == b"2:9"
+    assert again.contents.exits == {3: Exit(3, -9)}
     await again.clear("world")
     await crash(again)
-    third = Journal(tmp_path / "a" / "store")
-    assert dict(third.board.contents()) == {"world/0/0": b"x"}
+    third = FileStore(tmp_path / "a" / "store")
+    assert dict(third.contents.items()) == {"world/0/0": b"x"}
     await third.close(is_over=True)
     await third.close(is_over=True)
     assert os.listdir(tmp_path / "a" / "store") == ["lock"]
-    with pytest.raises(Closed):
+    with pytest.raises(StoreClosed):
         await third.set("a", b"")
 
 
 @pytest.mark.asyncio
 async def test_claims_of_many_at_once_have_one_winner(tmp_path: Path) -> None:
-    made = Journal(tmp_path)
+    made = FileStore(tmp_path)
     held = await asyncio.gather(*(made.claim(f"k/{at // 8}", b"%d" % at) for at in range(80)))
     for key in range(10):
         assert set(held[8 * key : 8 * key + 8]) == {b"%d" % (8 * key)}
@@ -80,16 +80,16 @@ def test_of_what_was_not_written_whole_the_whole_is_taken(
     folder = tmp_path_factory.mktemp("store")
 
     async def write() -> None:
-        made = Journal(folder)
+        made = FileStore(folder)
         for at in range(10):
             await made.set(f"k/{at}", b"x" * at)
         await crash(made)
 
     asyncio.run(write())
     path = folder / "store"
-    data = bytearray(path.read_bytes()[: len(journal.MAGIC) + cut])
-    if flipped is not None and len(journal.MAGIC) + flipped < len(data):
-        data[len(journal.MAGIC) + flipped] ^= 0x40
+    data = bytearray(path.read_bytes()[: len(file.MAGIC) + cut])
+    if flipped is not None and len(file.MAGIC) + flipped < len(data):
+        data[len(file.MAGIC) + flipped] ^= 0x40
     path.write_bytes(data)
     found = contents(folder)
     assert found == {f"k/{at}": b"x" * at for at in range(len(found))}
@@ -98,22 +98,22 @@ def test_of_what_was_not_written_whole_the_whole_is_taken(
 
 @pytest.mark.asyncio
 async def test_a_folder_is_for_one_launcher(tmp_path: Path) -> None:
-    made = Journal(tmp_path)
+    made = FileStore(tmp_path)
     with pytest.raises(ConfigError, match=rf"is used by another launcher \(process {os.getpid()}\)"):
-        Journal(tmp_path)
+        FileStore(tmp_path)
     await made.close(is_over=False)
     (tmp_path / "store").write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no store of this version of kfcomm"):
-        Journal(tmp_path)
+        FileStore(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: File exists"):
-        Journal(tmp_path / "file")
+        FileStore(tmp_path / "file")
 
 
 @pytest.mark.asyncio
 async def test_the_file_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "SLACK_NBYTES", 1000)
-    made = Journal(tmp_path)
+    monkeypatch.setattr(file, "SLACK_NBYTES", 1000)
+    made = FileStore(tmp_path)
     for at in range(500):
         await made.set("k", b"%d" % at * 20)
     assert (tmp_path / "store").stat().st_size < 3000
@@ -123,7 +123,7 @@ async def test_the_file_does_not_grow_without_end(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.asyncio
 async def test_what_is_out_of_bounds_is_refused(tmp_path: Path) -> None:
-    made = Journal(tmp_path)
+    made = FileStore(tmp_path)
     with pytest.raises(LocalProtocolError):
         await made.set("a", b"x" * (MAX_VALUE_NBYTES + 1))
     with pytest.raises(LocalProtocolError):
@@ -136,8 +136,8 @@ async def test_a_disk_that_is_full_is_told_of_and_written_anew_when_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "kfcomm")
-    monkeypatch.setattr(journal, "AGAIN_S", 0.0)
-    made = Journal(tmp_path)
+    monkeypatch.setattr(file, "AGAIN_S", 0.0)
+    made = FileStore(tmp_path)
     await made.set("before", b"1")
     real, room = os.pwrite, 10
 

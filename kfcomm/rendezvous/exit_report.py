@@ -1,16 +1,15 @@
-"""What a rank tells its launcher of its end: that it begins to leave, and with which error.
+"""Exit report from a rank to its launcher: that it begins to leave, and with which error.
 
-The first rank to fail often takes longer to end than those that fail because of it: its interpreter has more to take
-down. So it says at once that it leaves, along a Unix socket at which the launcher listens, before the others can hear
-of it. What it says is no promise: only the end of the process tells whether it has failed. In an elastic job it shows
-along the same socket, now and then, that it runs, and says when the others have let it go.
+The first rank to fail often takes longer to end than the ranks that fail because of it, since its interpreter has more
+to tear down. So it reports at once that it leaves, over a Unix socket of the launcher, before other ranks can detect
+it. The report is preliminary: only the end of the process shows whether it has failed. In an elastic job the rank also
+sends signs of life over this socket, and a notice when the other ranks have released it.
 
-The launcher never writes. That the socket can be read means that the launcher is gone, and its guardian may be, too:
-the kernel then ends this process (``F_SETSIG``, fcntl(2)), whatever it does at that moment and whatever was between
-the two, a shell for example.
+The launcher never writes. When the socket becomes readable, the launcher is gone, and its guardian may be too: the
+kernel then kills this process (``F_SETSIG``, fcntl(2)), whatever it is doing, even if a shell runs between the two.
 
-Invariants: nothing here waits, and nothing raises. Only the process that joined speaks, not what it forks; the
-descriptor is closed in whatever it executes.
+Invariants: nothing here waits, and nothing raises. Only the process that joined reports, not its forks; the descriptor
+is closed on exec.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from kfcomm.common.unix import credentials_of
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16
-SIGN_OF_LIFE, LET_GO = b"\0", b"\1"
+SIGN_OF_LIFE, RELEASED = b"\0", b"\1"
 MAX_TEXT_NBYTES = 48 << 10
 _MAX_SUMMARY = 400
 _MAX_CHAIN = 64
 
 
-class Farewell(NamedTuple):
-    """What a rank says.
+class ExitReport(NamedTuple):
+    """Report of a rank.
 
     Attributes:
-        rank: who says it.
-        at_s: when it began to leave, by the monotonic clock of the host; None says that it has joined, and stays.
-        code: the exit code that its error leads to; 0 without one.
-        is_elsewhere: the error says that another rank has failed, or follows from one that does.
-        summary: the error in a line, of a group its first; empty without one.
-        text: its traceback, as it is printed; empty without one, or if it is very long.
-        is_printed: whether the traceback is being printed now: nobody has caught the error.
+        rank: the sender.
+        at_s: when it began to leave, by the monotonic clock of the host; None: it has joined, and stays.
+        code: exit code that its error leads to; 0 without an error.
+        is_elsewhere: whether the error follows from the failure of another rank.
+        summary: the error in one line, of a group its first; empty without an error.
+        text: its traceback, as it is printed; empty without an error, or if it is very long.
+        is_printed: whether the traceback is being printed now, since the error is uncaught.
     """
 
     rank: int
@@ -67,8 +66,8 @@ class Farewell(NamedTuple):
         return encoded
 
     @classmethod
-    def from_wire(cls, data: bytes) -> Farewell | None:
-        """The inverse of `to_wire`; None if it is not."""
+    def from_wire(cls, data: bytes) -> ExitReport | None:
+        """The inverse of `to_wire`; None if the data is malformed."""
         try:
             values = msgpack.unpackb(data, use_list=False)
         except (ValueError, msgpack.UnpackException):
@@ -81,7 +80,7 @@ class Farewell(NamedTuple):
 
 
 def is_elsewhere(error: BaseException | None) -> bool:
-    """Whether another rank is to blame: the error says so, or comes of one that does."""
+    """Whether another rank is to blame, by the error or one of its causes."""
     for _ in range(_MAX_CHAIN):
         match error:
             case None:
@@ -95,7 +94,7 @@ def is_elsewhere(error: BaseException | None) -> bool:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """The exit code of an interpreter that this error ends."""
+    """Exit code of an interpreter that ends with this error."""
     match error:
         case None:
             return 0
@@ -108,7 +107,7 @@ def exit_code_of(error: BaseException | None) -> int:
     return 1
 
 
-class _Line:
+class _Connection:
     """The connection of this process to its launcher."""
 
     def __init__(self, address: str, rank: int) -> None:
@@ -120,18 +119,18 @@ class _Line:
             self._sock.setblocking(False)
             self._sock.connect("\0" + address)
             self._end_with_the_launcher()
-            atexit.register(self._sock.close)  # after what says farewell at the exit: that is registered later
+            atexit.register(self._sock.close)  # runs after the hooks that report at exit: they are registered later
         except OSError:
             self._sock.close()
 
     def joined(self) -> None:
         self._left = None
-        self._send(Farewell(self.rank))
+        self._send(ExitReport(self.rank))
 
     def leaving(self, error: BaseException | None, *, is_printed: bool = False) -> bytes:
-        """Say that the process leaves with an error; returns the traceback as it was told.
+        """Report that the process leaves with an error; return the traceback as it was sent.
 
-        An error is told when it is first met: what follows takes its time. That one leaves without any is told once.
+        An error is reported when it first occurs, since cleaning up takes time. Leaving without one is reported once.
         """
         same = self._left is not None and self._left[0] == id(error)
         if self._left is not None and (error is None or (same and not is_printed)):
@@ -140,20 +139,20 @@ class _Line:
         self._left = id(error), at_s
         code = exit_code_of(error)
         if error is None or code == 0:
-            self._send(Farewell(self.rank, at_s))
+            self._send(ExitReport(self.rank, at_s))
             return b""
         text = _text_of(error)
-        told = Farewell(self.rank, at_s, code, is_elsewhere(error), _summary_of(error), text, is_printed)
+        told = ExitReport(self.rank, at_s, code, is_elsewhere(error), _summary_of(error), text, is_printed)
         return text if self._send(told) else b""
 
     def lives(self) -> None:
         self._write(SIGN_OF_LIFE)
 
-    def is_let_go(self) -> None:
-        self._write(LET_GO)
+    def is_released(self) -> None:
+        self._write(RELEASED)
 
-    def _send(self, farewell: Farewell) -> bool:
-        return self._write(farewell.to_wire())
+    def _send(self, report: ExitReport) -> bool:
+        return self._write(report.to_wire())
 
     def _write(self, data: bytes) -> bool:
         if self.pid != os.getpid():
@@ -164,10 +163,7 @@ class _Line:
         return False
 
     def _end_with_the_launcher(self) -> None:
-        """Have the kernel end this process when the launcher is gone.
-
-        Not for a launcher of another user: it would not have it, and hang up.
-        """
+        """Have the kernel kill this process when the launcher is gone; only for a launcher of the same user."""
         if not credentials_of(self._sock).is_same_user:
             self._sock.close()
             return
@@ -177,47 +173,47 @@ class _Line:
         fcntl.fcntl(self._sock, fcntl.F_SETFL, flags | os.O_ASYNC)
         with contextlib.suppress(BlockingIOError):
             if not self._sock.recv(1):
-                # it went before the kernel was asked
+                # it was gone before the kernel was asked
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-_line: _Line | None = None
+_connection: _Connection | None = None
 _print_before = sys.__excepthook__
 
 
-def join(address: str | None, rank: int) -> None:
-    """This process takes part as ``rank``; if it has a launcher, that is told, now and at the end."""
-    global _line, _print_before  # a process has one launcher, and one hook for what nobody catches
+def connect(address: str | None, rank: int) -> None:
+    """Report to the launcher, if any, that this process has joined as ``rank``, and later that it leaves."""
+    global _connection, _print_before  # a process has one launcher, and one hook for uncaught errors
     if address is None:
         return
-    if _line is None or _line.pid != os.getpid():
-        _line = _Line(address, rank)
+    if _connection is None or _connection.pid != os.getpid():
+        _connection = _Connection(address, rank)
         if sys.excepthook is not _uncaught:
             _print_before, sys.excepthook = sys.excepthook, _uncaught
-    _line.joined()
+    _connection.joined()
 
 
-def show_life() -> None:
-    """This process runs, whatever its program does; from any thread."""
-    if _line is not None:
-        _line.lives()
+def report_alive() -> None:
+    """Send a sign of life; from any thread."""
+    if _connection is not None:
+        _connection.lives()
 
 
-def let_go() -> None:
-    """The other ranks of an elastic job have let this process go."""
-    if _line is not None:
-        _line.is_let_go()
+def report_release() -> None:
+    """Report that the other ranks of an elastic job have released this process."""
+    if _connection is not None:
+        _connection.is_released()
 
 
-def leave() -> None:
-    """This process is about to leave its world, with the error that is being handled, if there is one."""
-    if _line is not None:
-        _line.leaving(sys.exception())
+def report_leaving() -> None:
+    """Report that this process leaves its world, with the error that is being handled, if any."""
+    if _connection is not None:
+        _connection.leaving(sys.exception())
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Tell the launcher, then print as ever; to a letter as it was told, so that the launcher can shorten it."""
-    text = b"" if _line is None else _line.leaving(error, is_printed=True)
+    """Report an uncaught error, then print it with exactly the reported text, so that the launcher can recognise it."""
+    text = b"" if _connection is None else _connection.leaving(error, is_printed=True)
     if not text or _print_before is not sys.__excepthook__ or sys.stderr is None:
         _print_before(kind, error, trace)
         return
@@ -236,7 +232,7 @@ def _text_of(error: BaseException) -> bytes:
 
 
 class _Caught(io.StringIO):
-    """Standard error for one thread; what others write meanwhile goes where it would have."""
+    """Standard error of one thread; other threads still write to the previous one."""
 
     def __init__(self, others: Any) -> None:
         super().__init__()

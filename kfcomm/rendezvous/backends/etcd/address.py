@@ -1,4 +1,4 @@
-"""Where an etcd is, and who asks: ``etcd://user@h1,h2:2379,h3/prefix``.
+"""Address of an etcd, and the user: ``etcd://user@h1,h2:2379,h3/prefix``.
 
 ``etcds`` secures the connections with TLS, by the system's authorities or ``?ca=FILE``, and shows
 ``cert=FILE&key=FILE`` if given. The password is in the variable ``KFCOMM_ETCD_PASSWORD``, or in the URL, where other
@@ -19,21 +19,22 @@ SCHEMES = {"etcd": "http", "etcds": "https"}
 DEFAULT_PORT = 2379
 MAX_PREFIX_LENGTH = 128
 PASSWORD = "KFCOMM_ETCD_PASSWORD"
-HOW = "it looks like etcd://10.0.0.1,10.0.0.2,10.0.0.3/prefix, or etcds://... for TLS"
+EXAMPLE = "etcd://10.0.0.1,10.0.0.2,10.0.0.3/prefix"
+HOW = f"it looks like {EXAMPLE}, or etcds://... for TLS"
 
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An etcd, and the part of it that is the job's.
+    """An etcd, and the prefix of one job in it.
 
     Attributes:
         endpoints: ``http://host:port`` of its members.
         prefix: all keys of the job begin with this and a slash.
-        user: who asks; empty without one.
+        user: name for authentication; empty without.
         password: of that user.
-        tls: what connections are secured with; None for plain ones.
+        tls: context for the connections; None for plain ones.
     """
 
     endpoints: tuple[str, ...]
@@ -48,23 +49,11 @@ class Address:
         return f"{'etcd' if self.tls is None else 'etcds'}://{who}{hosts}/{self.prefix}"
 
 
-def is_etcd(store: str) -> bool:
-    """Whether a store is one of these, and not a folder.
-
-    Raises:
-        ConfigError: it is an address of another kind.
-    """
-    scheme, mark, _ = store.partition("://")
-    if mark and scheme not in SCHEMES:
-        raise ConfigError(f"--store is a folder or an etcd, not {scheme}://: {HOW}")
-    return bool(mark)
-
-
 def parse(store: str, environ: Mapping[str, str]) -> Address:
-    """The address in a text.
+    """Parse an address.
 
     Raises:
-        ConfigError: it is none, or a file of TLS cannot be used. Does not show the password.
+        ConfigError: it is malformed, or a file of TLS cannot be used. Does not show the password.
     """
     parts = urlsplit(store)
     who, _, hosts = parts.netloc.rpartition("@")

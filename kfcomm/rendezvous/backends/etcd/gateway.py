@@ -22,7 +22,7 @@ import aiohttp
 
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.etcd.address import Address
+from kfcomm.rendezvous.backends.etcd.address import Address
 
 ATTEMPT_S = 4.0
 """For which one member is asked."""

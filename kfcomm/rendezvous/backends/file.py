@@ -1,11 +1,11 @@
-"""The contents of a store in a folder: a launcher that is started again finds them there.
+"""Store in a folder, for a launcher that is restarted.
 
 The folder holds ``store``, a file to which each change is appended and written to disk before it is answered, and
-``lock``, which the process that uses the folder has locked. What was being written when the machine went down is cut
-off. When more of the file is overwritten than is not, it is written anew, beside, and renamed.
+``lock``, a file that the process using the folder has locked. A record that was being written when the machine went
+down is cut off. When most records of the file are outdated, the file is rewritten beside the old one and renamed.
 
-A disk that is full is no reason to end a job: it goes on, the log says that what changes is not kept, and when there is
-room again, all is written anew.
+A full disk does not end a job: it continues, the log says that changes are not saved, and when there is space again
+everything is rewritten.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from pathlib import Path
 import msgpack
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.backing import Lasting
-from kfcomm.rendezvous.board import Board, Closed
+from kfcomm.rendezvous.backends import Backend, LocalStore, Opening
+from kfcomm.rendezvous.contents import Contents
+from kfcomm.rendezvous.keyvalue import Exit, StoreClosed
+from kfcomm.rendezvous.token import kept_token
+from kfcomm.types import override
 
 MAGIC = b"kfcomm store 1\n"
 SLACK_NBYTES = 1 << 20
-"""The file is not written anew for less."""
+"""Outdated bytes for which the file is not rewritten."""
 AGAIN_S = 5.0
-"""So often a disk that was full is tried."""
+"""Seconds between attempts to write to a full disk."""
 
 _HEAD = struct.Struct("<II")
 _STORE, _LOCK, _DRAFT = "store", "lock", "store.new"
@@ -39,14 +42,14 @@ _STORE, _LOCK, _DRAFT = "store", "lock", "store.new"
 logger = logging.getLogger("kfcomm")
 
 
-class Journal(Lasting):
-    """See above.
+class FileStore(LocalStore):
+    """Store in a folder.
 
     Args:
-        folder: made if there is none; for this user alone.
+        folder: created if missing; for this user alone.
 
     Raises:
-        ConfigError: another process uses it, it cannot be written, or holds something else.
+        ConfigError: another process uses it, it cannot be written, or holds other files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,9 +62,9 @@ class Journal(Lasting):
         self._broken_s: float | None = None
         self._lock = self._locked()
         try:
-            self._nbytes = _read(self._path, self.board)
+            self._nbytes = _read(self._path, self.contents)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._live_nbytes = self._rewritten()
+            self._live_nbytes = self._rewrite(self.contents.items())
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"--store {str(folder)!r} cannot be written: {error.strerror}") from error
@@ -69,31 +72,34 @@ class Journal(Lasting):
             os.close(self._lock)
             raise
 
+    @override
     async def set(self, key: str, value: bytes) -> None:
-        """See `Backing`."""
-        self.board.check(key, value)
+        self.contents.check(key, value)
         await self._kept(key, value)
 
+    @override
     async def claim(self, key: str, value: bytes) -> bytes:
-        """See `Backing`."""
         while (other := self._claims.get(key)) is not None:
             await asyncio.wait([other])
-        if (held := self.board.held(key)) is not None:
+        if (held := self.contents.held(key)) is not None:
             return held
-        self.board.check(key, value)
+        self.contents.check(key, value)
         self._claims[key] = kept = asyncio.ensure_future(self._kept(key, value))
         kept.add_done_callback(functools.partial(self._claimed, key))
         await asyncio.shield(kept)
         return value
 
-    async def clear(self, *folders: str) -> None:
-        """See `Lasting`."""
-        for key in [key for key, _ in self.board.contents() if key.partition("/")[0] not in folders]:
-            self.board.drop(key)
-        self._live_nbytes = self._rewritten()
+    @override
+    async def report_exit(self, end: Exit) -> None:
+        await self.claim(end.key, end.to_wire())
 
+    @override
+    async def clear(self, *folders: str) -> None:
+        await super().clear(*folders)
+        self._live_nbytes = self._rewrite(self.contents.items())
+
+    @override
     async def close(self, *, is_over: bool) -> None:
-        """See `Lasting`."""
         if self._lock < 0:
             return
         if self._writing is not None:
@@ -101,7 +107,7 @@ class Journal(Lasting):
         if is_over:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        self.board.close()
+        self.contents.close()
         os.close(self._file)
         os.close(self._lock)
         self._lock = -1
@@ -109,10 +115,10 @@ class Journal(Lasting):
     def _claimed(self, key: str, kept: asyncio.Future[None]) -> None:
         self._claims.pop(key, None)
         if not kept.cancelled():
-            kept.exception()  # who waits hears it; perhaps nobody does any more
+            kept.exception()  # mark as retrieved: the waiter may have been cancelled
 
     def _locked(self) -> int:
-        """The descriptor of a lock that no other process has; the kernel gives it back when this one ends."""
+        """Descriptor of the locked file; the kernel releases the lock when this process ends."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -132,12 +138,12 @@ class Journal(Lasting):
             os.pwrite(lock, b"%d\n" % os.getpid(), 0)
         return lock
 
-    # ---------------------------------------------------------------- what is written
+    # ---------------------------------------------------------------- writing
 
     async def _kept(self, key: str, value: bytes) -> None:
-        """Returns when it is on disk, and on the board; with others that come meanwhile it goes to disk at once."""
-        if self._lock < 0 or self.board.is_closed:
-            raise Closed
+        """Return when it is on disk and in the contents. Changes that arrive meanwhile go to disk together."""
+        if self._lock < 0 or self.contents.is_closed:
+            raise StoreClosed("the store is closed")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._queue.append((key, value, done))
@@ -151,8 +157,8 @@ class Journal(Lasting):
             await self._write([(key, value) for key, value, _ in batch])
             for key, value, done in batch:
                 try:
-                    self.board.take(key, value)
-                except Exception as error:  # noqa: BLE001  who waits for it is told
+                    self.contents.take(key, value)
+                except Exception as error:  # noqa: BLE001  passed on to the waiter
                     if not done.cancelled():
                         done.set_exception(error)
                 else:
@@ -161,13 +167,13 @@ class Journal(Lasting):
         self._writing = None
 
     async def _write(self, batch: list[tuple[str, bytes]]) -> None:
-        """Append these; or all anew, if that is due. What the disk does not take is told of, and goes on in memory."""
+        """Append these records, or rewrite the file if due. If the disk refuses, log it and continue in memory."""
         now_s = asyncio.get_running_loop().time()
         if self._broken_s is not None and now_s - self._broken_s < AGAIN_S:
             return
         rows = b"".join(_row(key, value) for key, value in batch)
         is_anew = self._broken_s is not None or self._nbytes > 2 * self._live_nbytes + SLACK_NBYTES
-        contents = dict(self.board.contents()) | dict(batch) if is_anew else {}
+        contents = dict(self.contents.items()) | dict(batch) if is_anew else {}
         try:
             if is_anew:
                 self._live_nbytes = await asyncio.to_thread(self._rewrite, contents.items())
@@ -191,15 +197,12 @@ class Journal(Lasting):
             os.fdatasync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._nbytes)  # what is there is whole again
+                os.ftruncate(self._file, self._nbytes)  # cut off the partial record
             raise
         self._nbytes += len(rows)
 
-    def _rewritten(self) -> int:
-        return self._rewrite(self.board.contents())
-
     def _rewrite(self, contents: Iterable[tuple[str, bytes]]) -> int:
-        """Write all anew, beside what is there, and take its place; returns the bytes of the file."""
+        """Write a new file and rename it over the old one; return its bytes."""
         draft = self._folder / _DRAFT
         whole = MAGIC + b"".join(_row(key, value) for key, value in contents)
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -218,11 +221,11 @@ class Journal(Lasting):
         return len(whole)
 
 
-def _read(path: Path, board: Board) -> int:
-    """Give the board what is whole in a file; returns how many bytes that is.
+def _read(path: Path, contents: Contents) -> int:
+    """Read the complete records of a file; return their bytes.
 
     Raises:
-        ConfigError: it is another's.
+        ConfigError: it is not a store's.
     """
     try:
         data = path.read_bytes()
@@ -238,7 +241,7 @@ def _read(path: Path, board: Board) -> int:
         row = data[at + _HEAD.size : at + _HEAD.size + nbytes]
         if len(row) < nbytes or zlib.crc32(row) != checksum:
             break
-        board.take(*msgpack.unpackb(row))
+        contents.take(*msgpack.unpackb(row))
         at += _HEAD.size + nbytes
     if at < len(data):
         logger.warning("%s: the last %d bytes were not written whole, and are left out", path, len(data) - at)
@@ -263,3 +266,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+async def _open(address: str, _: Opening) -> LocalStore:
+    return FileStore(Path(address))
+
+
+def _token(address: str) -> bytes:
+    return kept_token(Path(address))
+
+
+BACKEND = Backend(("",), "a folder", _open, token=_token)

@@ -30,7 +30,7 @@ def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache) / "kfcomm" / f"costs-{hostname().replace('/', '_')}.json"
 
 
-def keep_costs(costs: Costs, busy: float | None = None) -> Path:
+def save_costs(costs: Costs, busy: float | None = None) -> Path:
     """Keep them for the jobs that start after this on this host; what they do not know stays as it was.
 
     Args:
@@ -43,7 +43,7 @@ def keep_costs(costs: Costs, busy: float | None = None) -> Path:
     path = path_of_costs()
     known = {name: value for name, value in costs._asdict().items() if value is not None}
     about = {"format": FORMAT, "measured": time.strftime("%Y-%m-%d %H:%M"), "busy": busy, "load": os.getloadavg()[0]}
-    record = {**about, **kept_costs()._asdict(), **known}
+    record = {**about, **saved_costs()._asdict(), **known}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partly = path.with_suffix(f".{os.getpid()}")
@@ -70,7 +70,7 @@ def forget_costs() -> Path | None:
     return path
 
 
-def kept_costs() -> Costs:
+def saved_costs() -> Costs:
     """What was kept on this host; nothing is known if nothing was."""
     path = path_of_costs()
     try:
@@ -89,9 +89,9 @@ def kept_costs() -> Costs:
     return UNMEASURED
 
 
-def describe_kept() -> str:
+def describe_saved() -> str:
     """Path of the recorded costs of this host, their date, and the load at that time; empty without a record."""
-    if kept_costs() == UNMEASURED:
+    if saved_costs() == UNMEASURED:
         return ""
     path = path_of_costs()
     record = json.loads(path.read_text(encoding="utf-8"))

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.kept import (
+from kfcomm.rendezvous.costs import (
     LEAST,
     MOST,
-    describe_kept,
+    describe_saved,
     forget_costs,
     is_plausible,
-    keep_costs,
-    kept_costs,
     path_of_costs,
+    save_costs,
+    saved_costs,
 )
 from kfcomm.types import UNMEASURED, Costs, Layout
 
@@ -35,14 +35,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert kept_costs() == UNMEASURED
+    assert saved_costs() == UNMEASURED
 
 
 def test_what_is_measured_takes_the_place_of_what_was(cache: Path) -> None:
-    assert keep_costs(LOCAL) == path_of_costs()
-    assert kept_costs() == LOCAL
-    keep_costs(CROSS)
-    assert kept_costs() == Costs(local_alpha_s=4e-5, cross_alpha_s=3e-4, overhead_s=9e-6)
+    assert save_costs(LOCAL) == path_of_costs()
+    assert saved_costs() == LOCAL
+    save_costs(CROSS)
+    assert saved_costs() == Costs(local_alpha_s=4e-5, cross_alpha_s=3e-4, overhead_s=9e-6)
     assert [path.parent for path in cache.rglob("*.json")] == [cache / "kfcomm"]
     assert not list(cache.rglob("*.[0-9]*"))
 
@@ -59,26 +59,26 @@ def test_the_cache_is_in_the_home_by_default() -> None:
 def test_a_file_that_holds_something_else_is_left_out(
     change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = keep_costs(LOCAL)
+    path = save_costs(LOCAL)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with caplog.at_level(logging.WARNING, "kfcomm"):
-        assert kept_costs() == UNMEASURED
+        assert saved_costs() == UNMEASURED
     assert f"{path} is left out: it holds something else; kfcomm probe --keep makes it anew" in caplog.text
-    keep_costs(CROSS)
-    assert kept_costs() == CROSS
+    save_costs(CROSS)
+    assert saved_costs() == CROSS
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "7", "\udcff"])
 def test_a_file_that_is_none_is_left_out(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = keep_costs(LOCAL)
+    path = save_costs(LOCAL)
     path.write_bytes(text.encode(errors="surrogateescape"))
-    assert kept_costs() == UNMEASURED
+    assert saved_costs() == UNMEASURED
     assert "is left out" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     path_of_costs().mkdir(parents=True)
-    assert kept_costs() == UNMEASURED
+    assert saved_costs() == UNMEASURED
     assert "is left out: Is a directory" in caplog.text
 
 
@@ -86,7 +86,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest
     (cache / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     with pytest.raises(ConfigError, match=r"cannot write .*file.*: Not a directory"):
-        keep_costs(LOCAL)
+        save_costs(LOCAL)
 
 
 def test_of_several_hosts_the_worst_counts() -> None:
@@ -107,19 +107,19 @@ def test_what_cannot_be_costs(costs: object) -> None:
 
 
 def test_how_busy_the_host_was_is_kept_and_told() -> None:
-    assert describe_kept() == ""
-    path = keep_costs(LOCAL, 0.031)
+    assert describe_saved() == ""
+    path = save_costs(LOCAL, 0.031)
     record = json.loads(path.read_text())
     assert record["busy"] == 0.031
-    assert describe_kept() == f"{path}, measured {record['measured']}, 3% of the processors busy"
-    keep_costs(LOCAL)
-    assert describe_kept() == f"{path}, measured {json.loads(path.read_text())['measured']}"
+    assert describe_saved() == f"{path}, measured {record['measured']}, 3% of the processors busy"
+    save_costs(LOCAL)
+    assert describe_saved() == f"{path}, measured {json.loads(path.read_text())['measured']}"
 
 
 def test_forgotten_costs_are_removed() -> None:
-    path = keep_costs(LOCAL)
+    path = save_costs(LOCAL)
     assert forget_costs() == path
-    assert kept_costs() == UNMEASURED
+    assert saved_costs() == UNMEASURED
     assert forget_costs() is None
     path.mkdir()
     with pytest.raises(ConfigError, match="cannot remove"):

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.etcd.gateway import LAST_PAUSE_S, Gateway, data, text
+from kfcomm.rendezvous.backends.etcd.gateway import LAST_PAUSE_S, Gateway, data, text
 from kfcomm.rendezvous.interfaces import hostname
 
 KEPT_FOR_S = 600

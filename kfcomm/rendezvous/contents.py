@@ -1,143 +1,39 @@
-"""What the store remembers: named values, and which ranks have ended; with waits for either.
+"""Contents of a store in memory: named values, and the exits of ranks; with waits for either.
 
-Everything is bounded: number and length of keys, length of values, their sum, the number of exits. Keys are
-paths; the part before the last slash is the *folder*, and waits are by folder, so that a change wakes only
-those whom it can concern. The board knows nothing of HTTP or tokens.
+Everything is bounded: number and length of keys, length of values, their sum, the number of exits. Waits are by folder,
+so that a change wakes only waiters that it can concern. Independent of HTTP and tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
-from typing import NamedTuple, TypeVar
-
-import msgpack
+from typing import TypeVar
 
 from kfcomm.errors import LocalProtocolError
+from kfcomm.rendezvous.keyvalue import ENDS, MAX_KEY_LENGTH, MAX_VALUE_NBYTES, Exit, StoreClosed
 
 T = TypeVar("T")
 
-MAX_KEY_LENGTH = 256
-MAX_VALUE_NBYTES = 1 << 19
-MAX_BODY_NBYTES = MAX_VALUE_NBYTES + 1024
 MAX_TOTAL_NBYTES = 1 << 26
 MAX_KEYS = 1 << 18
 MAX_EXITS = 1 << 17
 
 GONE_AFTER_S = 0.7
-"""A rank whose connection ended while it joined may ask again within this time."""
+"""Time for a rank whose connection ended while it joined to ask again."""
 
 _EXITS = "\0exits"
 
 
-SIZES = "sizes"
-"""Folder of the numbers of ranks that were asked for, counted from 1."""
-JOINING, ENTRY = "joining", "entry"
-"""Folders of a running job: who wants to be let in, by birth; what it is told then."""
-GIVEN_UP = "given-up"
-"""Folder of births whose processes were given up by the others of an elastic job, whether they have ended or not."""
-RELEASED = "released"
-"""Folder of the uids that the ranks of an elastic job have released, whether their processes have ended or not."""
-REPLACED = "replaced"
-"""Folder of births that are to go, and for whom others are to come: the ranks of an elastic job ask for it."""
-SILENT = "silent"
-"""Folder of hosts, by position: which of their ranks show no sign of life, as the launchers of an elastic job tell."""
-LAUNCHERS, LEAVING = "launchers", "leaving"
-"""Folders of hosts, by position, whose launchers have ended, or are about to."""
-START, DISMISSED = "start", "dismissed"
-"""Folders of births of an elastic job: who is to be started, in one folder for each host; who is not wanted."""
-OUTCOME = "outcome"
-"""Folder in which the first launcher of an elastic job says how it has ended, in the name 0."""
-JOB_RECORD = "job"
-"""Key of what a launcher that is started again has to know: see ``kfcomm.launch.again``."""
-LAUNCHED = "launched"
-"""Folder of hosts, by position, whose launchers have come: who each one is, since there may be one alone."""
-COMERS, ADMITTED = "comers", "admitted"
-"""Folders of launchers that come later, counted from 1: of which host each is; empty if it has a place, or why not."""
-ENDS = "ends"
-"""Folder of ranks that have ended: the code and why, where a store is kept outside of its process."""
-BOUNDS = "bounds"
-"""Key of the least and the largest number of ranks of an elastic job: ``2:8``."""
-
-
-class Why(StrEnum):
-    """Why the process of a rank ended, as far as its launcher knows."""
-
-    ITSELF = "itself"
-    ELSEWHERE = "elsewhere"
-    """It said that another rank had failed."""
-    SILENT = "silent"
-    """Nothing is known of the process: its launcher is not heard of any more."""
-    ABSENT = "absent"
-    """Its launcher never came."""
-    RELEASED = "released"
-    """The ranks of an elastic job had let it go."""
-
-
-class Exit(NamedTuple):
-    """How the process of a rank ended: its return code (negative: minus a signal), and why."""
-
-    rank: int
-    code: int
-    why: str = Why.ITSELF
-
-    @property
-    def key(self) -> str:
-        """Where a store is told of it that is kept outside of its process."""
-        return f"{ENDS}/{self.rank}"
-
-    def to_wire(self) -> bytes:
-        """What that store is told."""
-        encoded: bytes = msgpack.packb([self.code, str(self.why)])
-        return encoded
-
-    @classmethod
-    def from_wire(cls, rank: str, told: bytes) -> Exit:
-        """The inverse of `to_wire`.
-
-        Raises:
-            LocalProtocolError: it is not.
-        """
-        try:
-            code, why = msgpack.unpackb(told)
-            return cls(int(rank), int(code), Why(why))
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise LocalProtocolError(f"{told[:64]!r} tells of no end of rank {rank!r}") from error
-
-    def describe(self) -> str:
-        """The end in a message: ``the process of rank 1 ended (SIGKILL)``."""
-        if self.why == Why.SILENT:
-            return f"the launcher of rank {self.rank} is not heard of any more"
-        if self.why == Why.ABSENT:
-            return f"the launcher of rank {self.rank} did not come"
-        return f"the process of rank {self.rank} ended ({describe_exit(self.code)})"
-
-
-def describe_exit(code: int) -> str:
-    """A return code in words: ``exit code 3``, ``SIGKILL``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-class Closed(Exception):
-    """The board has been closed; nothing more will come."""
-
-
-class Board:
+class Contents:
     """Named values and exits. All methods but the waits are instantaneous.
 
     Attributes:
         heard_s: when the launcher of each host asked last, by its position, on the clock of the loop.
-        later: gives a key a value unless it has one, where the store is kept, as soon as that can be.
+        later: claims a key in the store that these are the contents of, as soon as that can be.
 
-    Raises (all methods): `Closed` after `close`, `LocalProtocolError` for what is out of bounds.
+    Raises (all methods): `StoreClosed` after `close`, `LocalProtocolError` for what is out of bounds.
     """
 
     def __init__(self) -> None:
@@ -158,11 +54,11 @@ class Board:
 
     @property
     def exits(self) -> Mapping[int, Exit]:
-        """The ends of processes by rank, in the order in which they were reported."""
+        """Exits by rank, in the order in which they were reported."""
         return self._exits
 
     def check(self, key: str, value: bytes) -> None:
-        """Whether there is room for it."""
+        """Check that a value fits."""
         self._size_with(*self._checked(key, value), value)
 
     def set(self, key: str, value: bytes) -> None:
@@ -181,7 +77,7 @@ class Board:
         return num_keys, nbytes
 
     def take(self, key: str, value: bytes) -> None:
-        """As `set`, of what a store that is kept elsewhere has: ends are among it."""
+        """As `set`, with a value read back from elsewhere, which may be an exit."""
         folder, name = self._checked(key, value)
         if folder == ENDS:
             self.report_exit(Exit.from_wire(name, value))
@@ -189,7 +85,7 @@ class Board:
             self.set(key, value)
 
     def drop(self, key: str) -> None:
-        """Forget what ``key`` has, if it has something."""
+        """Remove the value of ``key``, if any."""
         folder, name = self._checked(key)
         if folder == ENDS:
             if name.isdigit():
@@ -199,7 +95,7 @@ class Board:
             self._num_keys -= 1
 
     def held(self, key: str) -> bytes | None:
-        """The value that a key has, be it that of an end."""
+        """The value of a key, or of an exit, now; None without one."""
         folder, name = self._checked(key)
         if folder == ENDS:
             end = self._exits.get(int(name)) if name.isdigit() else None
@@ -210,8 +106,8 @@ class Board:
         """The values of a folder now, by name."""
         return dict(self._folders.get(name, {}))
 
-    def contents(self) -> Iterator[tuple[str, bytes]]:
-        """All keys and values, ends included, as `take` takes them."""
+    def items(self) -> Iterator[tuple[str, bytes]]:
+        """All keys and values, exits included, as `take` takes them."""
         for folder, values in self._folders.items():
             for name, value in values.items():
                 yield f"{folder}/{name}" if folder else name, value
@@ -245,16 +141,17 @@ class Board:
 
     @property
     def num_meeting(self) -> int:
-        """How many ranks have asked whether the world is complete."""
+        """Number of ranks that have asked whether the world is complete."""
         return len(self._asked)
 
     async def meet(
         self, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
     ) -> tuple[dict[str, bytes], list[Exit]]:
-        """As `collect`, for a rank that joins there: also once a process has ended; and the ends, if it heeds them.
+        """As `collect`, for a rank that joins there: also returns once a process has ended, and returns the exits.
 
-        Of those that are to meet there, the first ``count``: who is started later, or spare, may end.
-        A rank that goes away meanwhile, and does not ask again, is told to the others as the value named ``unless``.
+        Without ``heeds_ends`` there are no exits. Only those of the first ``count`` ranks matter: those started later,
+        or spare, may end. If the caller disconnects meanwhile, and does not ask again, the others are notified by the
+        value named ``unless``.
         """
         self._checked(f"{folder}/{unless}")
         asker = folder, rank
@@ -285,29 +182,29 @@ class Board:
             self.later(f"{folder}/{unless}", text.encode())
 
     def report_exit(self, end: Exit) -> None:
-        """Note that the process of a rank has ended; the first report of a rank stands."""
+        """Record the exit of a rank; the first report of a rank stands."""
         if self._closed:
-            raise Closed
+            raise StoreClosed("the store is closed")
         if end.rank not in self._exits and len(self._exits) < MAX_EXITS:
             self._exits[end.rank] = end
             self._wake(_EXITS)
 
     async def exits_since(self, since: int, wait_s: float, host: int | None = None) -> list[Exit]:
-        """Exits after the first ``since``, waiting up to ``wait_s`` seconds for one; ``host`` if its launcher asks."""
+        """Exits after the first ``since``, waiting up to ``wait_s`` seconds for one; ``host``: the asker's."""
         if host is not None and len(self.heard_s) < MAX_EXITS:
             self.heard_s[host] = asyncio.get_running_loop().time()
         await self._wait((_EXITS,), lambda: True if len(self._exits) > since else None, wait_s)
         return list(self._exits.values())[since:]
 
     def close(self) -> None:
-        """End every wait with `Closed`, and refuse what comes after."""
+        """End every wait with `StoreClosed`, and refuse later calls."""
         self._closed = True
         for folder in list(self._waiters):
             self._wake(folder)
 
     def _checked(self, key: str, value: bytes = b"") -> tuple[str, str]:
         if self._closed:
-            raise Closed
+            raise StoreClosed("the store is closed")
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
             raise LocalProtocolError(f"a key must have 1 to {MAX_KEY_LENGTH} printable characters")
         if len(value) > MAX_VALUE_NBYTES:
@@ -331,7 +228,7 @@ class Board:
 
     async def _changed(self, folders: tuple[str, ...]) -> None:
         if self._closed:
-            raise Closed
+            raise StoreClosed("the store is closed")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for folder in folders:
             self._waiters.setdefault(folder, set()).add(waiter)

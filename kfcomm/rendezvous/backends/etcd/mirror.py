@@ -23,11 +23,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kfcomm.errors import KfcommError, LocalProtocolError, RendezvousError
-from kfcomm.rendezvous.backing import Lasting
-from kfcomm.rendezvous.board import JOB_RECORD, Closed, Exit
-from kfcomm.rendezvous.etcd.address import Address
-from kfcomm.rendezvous.etcd.gateway import FIRST_PAUSE_S, LAST_PAUSE_S, Gateway, NotThere, data, end_of, text
-from kfcomm.rendezvous.etcd.leases import BEAT_S, KEPT_FOR_S, Lease, held_by, is_kept, locked, revoke, unless_held
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.backends.etcd.address import Address
+from kfcomm.rendezvous.backends.etcd.gateway import FIRST_PAUSE_S, LAST_PAUSE_S, Gateway, NotThere, data, end_of, text
+from kfcomm.rendezvous.backends.etcd.leases import (
+    BEAT_S,
+    KEPT_FOR_S,
+    Lease,
+    held_by,
+    is_kept,
+    locked,
+    revoke,
+    unless_held,
+)
+from kfcomm.rendezvous.keyvalue import JOB_RECORD, Exit, StoreClosed
+from kfcomm.types import override
 
 PAGE = 64
 """Values at once: a value has half a MiB at the most."""
@@ -35,8 +45,8 @@ PAGE = 64
 _LOG = logging.getLogger("kfcomm.etcd")
 
 
-class Mirror(Lasting):
-    """See above. Made by `begin`.
+class EtcdStore(LocalStore):
+    """Store in etcd, mirrored in memory. Made by `begin`.
 
     Args:
         gateway: to the etcd.
@@ -55,7 +65,7 @@ class Mirror(Lasting):
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def begin(cls, address: Address, *, is_first: bool, within_s: float) -> Mirror:
+    async def begin(cls, address: Address, *, is_first: bool, within_s: float) -> EtcdStore:
         """Reach an etcd and take what it has of the job.
 
         Args:
@@ -82,17 +92,17 @@ class Mirror(Lasting):
         made._tasks = [loop.create_task(made._follow()), loop.create_task(made._keep_alive())]
         return made
 
+    @override
     async def set(self, key: str, value: bytes) -> None:
-        """See `Backing`."""
-        self.board.check(key, value)
+        self.contents.check(key, value)
         name = text(self._store + key.encode())
         await self._write("/v3/kv/put", lambda lease: {"key": name, "value": text(value), "lease": lease})
 
+    @override
     async def claim(self, key: str, value: bytes) -> bytes:
-        """See `Backing`."""
-        if (held := self.board.held(key)) is not None:
+        if (held := self.contents.held(key)) is not None:
             return held
-        self.board.check(key, value)
+        self.contents.check(key, value)
         name = self._store + key.encode()
         answer = await self._write("/v3/kv/txn", lambda lease: unless_held(name, value, lease))
         if answer.get("succeeded"):
@@ -101,24 +111,27 @@ class Mirror(Lasting):
         await self._seen(revision)
         return held
 
+    @override
     async def report_exit(self, end: Exit) -> None:
-        """See `Backing`; an end is known here at once, since no decision depends on who tells of it first."""
-        self.board.report_exit(end)
+        # at once: no decision depends on which report comes first
+        self.contents.report_exit(end)
         name, told = self._store + end.key.encode(), end.to_wire()
         await self._write("/v3/kv/txn", lambda lease: unless_held(name, told, lease))
 
+    @override
     async def clear(self, *folders: str) -> None:
-        """See `Lasting`; what says that there is a job goes last."""
-        roots = {key.partition("/")[0] for key, _ in self.board.contents()} - {*folders}
+        # the record of the job goes last: until then it is known that there is one
+        roots = {key.partition("/")[0] for key, _ in self.contents.items()} - {*folders}
         for root in sorted(roots, key=lambda one: (one == JOB_RECORD, one)):
             folder = self._store + root.encode()
             for first, end in ((folder + b"/", end_of(folder + b"/")), (folder, folder + b"\0")):
                 await self._write("/v3/kv/deleterange", _without_lease({"key": text(first), "range_end": text(end)}))
-        for key in [key for key, _ in self.board.contents() if key.partition("/")[0] in roots]:
-            self.board.drop(key)  # nothing more may be told of a deletion whose answer was lost
+        for key in [key for key, _ in self.contents.items() if key.partition("/")[0] in roots]:
+            self.contents.drop(key)  # nothing more may be told of a deletion whose answer was lost
 
+    @override
     async def close(self, *, is_over: bool) -> None:
-        """See `Lasting`. What an etcd that does not answer keeps ends with its lease."""
+        # if etcd does not answer, the values end with their lease
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -130,14 +143,14 @@ class Mirror(Lasting):
         self._end()
         await self._gateway.close()
 
-    # ---------------------------------------------------------------- what is written
+    # ---------------------------------------------------------------- writes
 
     async def _write(self, path: str, fields_with: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
         """Change something, by what is to be asked with a lease, and see it."""
         while True:
             lease = await self._lease.wait()
-            if self.board.is_closed:
-                raise Closed
+            if self.contents.is_closed:
+                raise StoreClosed("the store is closed")
             try:
                 answer = await self._gateway.ask(path, fields_with(lease))
                 break
@@ -150,14 +163,14 @@ class Mirror(Lasting):
 
     async def _seen(self, revision: int) -> None:
         """Wait until all changes up to a revision are here."""
-        if self._revision < revision and not self.board.is_closed:
+        if self._revision < revision and not self.contents.is_closed:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append((revision, waiter))
             await waiter
-        if self.board.is_closed:
-            raise Closed
+        if self.contents.is_closed:
+            raise StoreClosed("the store is closed")
 
-    # ---------------------------------------------------------------- what is read
+    # ---------------------------------------------------------------- reads
 
     async def _load(self, within_s: float) -> None:
         """All that is there now, in the order in which it came to be so."""
@@ -178,8 +191,8 @@ class Mirror(Lasting):
         self._lease.hear(None if lease is None else data(lease.get("value", "")))
         if lease is None:
             return  # what there was has ended with it, and is written anew
-        for gone in [key for key, _ in self.board.contents() if self._store + key.encode() not in found]:
-            self.board.drop(gone)
+        for gone in [key for key, _ in self.contents.items() if self._store + key.encode() not in found]:
+            self.contents.drop(gone)
         for key, row in sorted(found.items(), key=lambda one: int(one[1]["mod_revision"])):
             self._take(key, data(row.get("value", "")))
         self._reached(at)
@@ -187,7 +200,7 @@ class Mirror(Lasting):
     async def _follow(self) -> None:
         """Take what changes, from one member or another."""
         pause_s = FIRST_PAUSE_S
-        while not self.board.is_closed:
+        while not self.contents.is_closed:
             async for result in self._gateway.watch(self._root, end_of(self._root), self._revision + 1):
                 if int(result.get("compact_revision", 0)) > self._revision:
                     # what has changed meanwhile is not told any more
@@ -213,7 +226,7 @@ class Mirror(Lasting):
                 if is_gone:
                     ended_at = revision
             elif is_gone and key.startswith(self._store) and revision != ended_at:
-                self.board.drop(key.removeprefix(self._store).decode())
+                self.contents.drop(key.removeprefix(self._store).decode())
             elif not is_gone:
                 self._take(key, data(event["kv"].get("value", "")))
         if events:
@@ -223,7 +236,7 @@ class Mirror(Lasting):
         if not key.startswith(self._store):
             return
         try:
-            self.board.take(key.removeprefix(self._store).decode(), value)
+            self.contents.take(key.removeprefix(self._store).decode(), value)
         except (LocalProtocolError, UnicodeDecodeError) as error:
             _LOG.warning("%s has what is left out: %s", self._gateway.address, error)
 
@@ -239,7 +252,7 @@ class Mirror(Lasting):
 
     async def _keep_alive(self) -> None:
         try:
-            while not self.board.is_closed:
+            while not self.contents.is_closed:
                 await asyncio.sleep(BEAT_S)
                 if self._lock and not await is_kept(self._gateway, self._lock):
                     self._lock = await locked(self._gateway, self._root + b"lock", KEPT_FOR_S)
@@ -254,10 +267,10 @@ class Mirror(Lasting):
 
     async def _renew(self) -> None:
         """Get another lease, and write all with that."""
-        while not self.board.is_closed:
+        while not self.contents.is_closed:
             try:
                 lease = await self._lease.share()
-                for key, value in list(self.board.contents()):
+                for key, value in list(self.contents.items()):
                     await self._gateway.ask("/v3/kv/txn", unless_held(self._store + key.encode(), value, lease))
             except NotThere:
                 continue
@@ -268,12 +281,12 @@ class Mirror(Lasting):
             return
 
     def _is_over(self, why: str) -> None:
-        if not self.board.is_closed and self._tasks:
+        if not self.contents.is_closed and self._tasks:
             _LOG.warning("the store in %s has ended: %s", self._gateway.address, why)
         self._end()
 
     def _end(self) -> None:
-        self.board.close()
+        self.contents.close()
         self._lease.end()
         waiters, self._waiters = self._waiters, []
         for _, waiter in waiters:

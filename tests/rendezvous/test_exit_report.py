@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, PeerLost
-from kfcomm.rendezvous.farewell import MAX_NBYTES, MAX_TEXT_NBYTES, Farewell, exit_code_of, is_elsewhere
+from kfcomm.rendezvous.exit_report import MAX_NBYTES, MAX_TEXT_NBYTES, ExitReport, exit_code_of, is_elsewhere
 
 ROOT = Path(__file__).parents[2]
 LOST = PeerLost("rank 1 is gone", rank=1)
@@ -70,14 +70,14 @@ def test_the_code_that_an_error_leads_to(error: BaseException | None, code: int)
 
 @given(st.binary(max_size=200))
 def test_what_is_no_farewell_is_none(data: bytes) -> None:
-    found = Farewell.from_wire(data)
-    assert found is None or Farewell.from_wire(found.to_wire()) == found
+    found = ExitReport.from_wire(data)
+    assert found is None or ExitReport.from_wire(found.to_wire()) == found
 
 
 def test_the_longest_fits() -> None:
-    longest = Farewell(1 << 16, 1e300, -64, True, "\U0001f600" * 400, bytes(MAX_TEXT_NBYTES), True)
+    longest = ExitReport(1 << 16, 1e300, -64, True, "\U0001f600" * 400, bytes(MAX_TEXT_NBYTES), True)
     assert len(longest.to_wire()) <= MAX_NBYTES
-    assert Farewell.from_wire(longest.to_wire()) == longest
+    assert ExitReport.from_wire(longest.to_wire()) == longest
 
 
 class Launcher:
@@ -89,19 +89,19 @@ class Launcher:
         self.listener.bind("\0" + self.name)
         self.listener.listen()
 
-    def run(self, code: str) -> tuple[list[Farewell], subprocess.CompletedProcess[str]]:
+    def run(self, code: str) -> tuple[list[ExitReport], subprocess.CompletedProcess[str]]:
         """What a rank says, and how it ends."""
         rank = self.start(code)
         line, _ = self.listener.accept()
         with line:
             said = list(iter(lambda: line.recv(MAX_NBYTES), b""))
             output = rank.communicate()
-        heard = [farewell for data in said if (farewell := Farewell.from_wire(data)) is not None]
+        heard = [report for data in said if (report := ExitReport.from_wire(data)) is not None]
         assert len(heard) == len(said)
         return heard, subprocess.CompletedProcess([], rank.returncode, *output)
 
     def start(self, code: str) -> subprocess.Popen[str]:
-        program = f"import os, sys, kfcomm\nfrom kfcomm.rendezvous import farewell\n{code}"
+        program = f"import os, sys, kfcomm\nfrom kfcomm.rendezvous import exit_report\n{code}"
         environ = {**os.environ, "KFCOMM_LAUNCHER": self.name, "KFCOMM_RANK": "0", "KFCOMM_SIZE": "1"}
         return subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, env=environ, stdout=-1, stderr=-1, stdin=-1, text=True
@@ -117,7 +117,7 @@ def launcher() -> Iterator[Launcher]:
 
 def test_an_error_is_told_when_the_rank_leaves_and_as_it_is_printed(launcher: Launcher) -> None:
     (joined, left, printed), done = launcher.run("with kfcomm.sync.init(): raise kfcomm.PeerLost('why', rank=1)")
-    assert joined == Farewell(0)
+    assert joined == ExitReport(0)
     assert (left.code, left.is_elsewhere, left.is_printed) == (1, True, False)
     assert left.summary == "kfcomm.errors.PeerLost: why"
     assert printed.is_printed
@@ -155,12 +155,14 @@ def test_an_end_without_an_error_is_told_once(launcher: Launcher) -> None:
 
 def test_who_joins_again_takes_its_farewell_back(launcher: Launcher) -> None:
     said, _ = launcher.run("for _ in range(2):\n    with kfcomm.sync.init(): pass")
-    assert [farewell.at_s is None for farewell in said] == [True, False, True, False]
+    assert [report.at_s is None for report in said] == [True, False, True, False]
 
 
 def test_a_hook_of_the_programs_own_is_called(launcher: Launcher) -> None:
     (_, printed), done = launcher.run(
-        "sys.excepthook = lambda *_: sys.stderr.write('mine')\nfarewell.join(os.environ['KFCOMM_LAUNCHER'], 0)\n1 / 0"
+        "sys.excepthook = lambda *_: sys.stderr.write('mine')\n"
+        "exit_report.connect(os.environ['KFCOMM_LAUNCHER'], 0)\n"
+        "1 / 0"
     )
     assert printed.summary == "ZeroDivisionError: division by zero"
     assert done.stderr == "mine"
@@ -174,14 +176,14 @@ def test_what_a_forked_child_does_is_not_told(launcher: Launcher) -> None:
         "os.waitpid(child, 0)\n"
         "comm.close()"
     )
-    assert [farewell.summary for farewell in said] == ["", ""]
+    assert [report.summary for report in said] == ["", ""]
     assert "in the child" in done.stderr
 
 
 def test_the_end_of_the_launcher_is_the_end_of_the_rank(launcher: Launcher) -> None:
     rank = launcher.start("kfcomm.sync.init()\nwhile True: pass")
     line, _ = launcher.listener.accept()
-    assert Farewell.from_wire(line.recv(MAX_NBYTES)) == Farewell(0)
+    assert ExitReport.from_wire(line.recv(MAX_NBYTES)) == ExitReport(0)
     line.close()
     rank.communicate()
     assert rank.returncode == -signal.SIGKILL
