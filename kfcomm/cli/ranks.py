@@ -21,7 +21,7 @@ from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
-from kfcomm.launch.options import RunOptions
+from kfcomm.launch.job import RunOptions
 from kfcomm.launch.run import run
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import Settings

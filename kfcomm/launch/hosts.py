@@ -1,17 +1,29 @@
-"""The hosts of a job, and which of its ranks are on this one.
+"""Hosts of a job: those it begins with, and those that a discovery script names later.
 
 ``10.0.0.1:4,10.0.0.2:4`` are two hosts with four ranks each; the order of the hosts gives the ranks. The same
 list is given to the launcher on every host; each finds its own entry by its addresses.
+
+A discovery script runs again and again, as in Horovod, and prints a host a line, ``HOST`` or ``HOST:SLOTS``: an IP
+address or a name, and how many processes may run there (1 if omitted, 0 for none at the moment). An answer is used as a
+whole or not at all: if the script fails, takes too long, or prints a malformed line, its last answer stays valid.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import os
 import re
+import shlex
+import signal
 import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
+from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
+from kfcomm.launch.process import Child, CommandError, find_program
+from kfcomm.rendezvous.backends import secret_variables
 from kfcomm.rendezvous.interfaces import LOOPBACK, interfaces
 from kfcomm.rendezvous.worlds import MAX_RANKS
 
@@ -148,3 +160,150 @@ def resolved(name: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"host {name!r} cannot be resolved: {error.strerror}") from error
+
+
+EVERY_S = 1.0
+"""From the end of one run to the next."""
+WITHIN_S = 10.0
+MAX_ANSWER_NBYTES = 1 << 20
+_MAX_MESSAGE = 160
+
+Slots = Mapping[str, int]
+
+
+class _NoAnswer(Exception):
+    """There is no answer this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """A program that says which hosts there are.
+
+    Attributes:
+        command: of it, with its arguments, as one text.
+        program: the file to run.
+        environ: what it finds in its environment.
+    """
+
+    command: str
+    program: str
+    environ: Mapping[str, str]
+
+    @classmethod
+    def of(cls, command: str, environ: Mapping[str, str]) -> Discovery:
+        """The program of a command; it does not learn the secrets of the job.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            words = shlex.split(command)
+            program = find_program(words, environ.get("PATH"))
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"--discover {command!r} is no command") from error
+        except CommandError as error:
+            raise ConfigError(f"--discover {error}") from error
+        secrets = {"KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE", *secret_variables()}
+        return cls(command, program, {name: value for name, value in environ.items() if name not in secrets})
+
+    async def first(self) -> Slots:
+        """Its answer before the job begins.
+
+        Raises:
+            ConfigError: it gives none that can be understood.
+        """
+        try:
+            return await self._answer()
+        except _NoAnswer as error:
+            raise ConfigError(f"--discover {self.command!r}: {error}") from error
+
+    async def answers(self, known: Slots, say: Callable[[str], None]) -> AsyncIterator[Slots]:
+        """Its answer, or the last one where it has none, every second or so; never ends.
+
+        Args:
+            known: the last one.
+            say: told of what is wrong, once, and that it is right again.
+        """
+        wrong = ""
+        while True:
+            yield known
+            await asyncio.sleep(EVERY_S)
+            try:
+                known = await self._answer()
+            except _NoAnswer as error:
+                if str(error) != wrong:
+                    say(f"--discover {self.command!r}: {error}; what it said last holds")
+                wrong = str(error)
+            else:
+                if wrong:
+                    say(f"--discover {self.command!r} answers again")
+                wrong = ""
+
+    async def _answer(self) -> Slots:
+        try:
+            child = Child.start(self.program, shlex.split(self.command), self.environ)
+        except CommandError as error:
+            raise _NoAnswer(f"it could not be started: {error}") from error
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                out, err, code = await asyncio.gather(_all_of(child.out), _all_of(child.err), child.ended())
+        except TimeoutError:
+            raise _NoAnswer(f"no answer within {WITHIN_S:g} s") from None
+        finally:
+            child.send(signal.SIGKILL)
+            child.close()
+        if code:
+            last = err.decode(errors="replace").strip().rpartition("\n")[2][:_MAX_MESSAGE]
+            raise _NoAnswer(f"it failed (exit code {code})" + (f": {last}" if last else ""))
+        if len(out) > MAX_ANSWER_NBYTES:
+            raise _NoAnswer(f"it says more than {MAX_ANSWER_NBYTES} bytes")
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                return await asyncio.to_thread(read_slots, out.decode(errors="replace"))
+        except ConfigError as error:
+            raise _NoAnswer(str(error)) from error
+        except TimeoutError:
+            raise _NoAnswer(f"the names of its hosts were not resolved within {WITHIN_S:g} s") from None
+
+
+async def _all_of(descriptor: int) -> bytes:
+    """What a program writes; of too much, the beginning."""
+    os.set_blocking(descriptor, False)
+    found = b""
+    while True:
+        await readable(descriptor)
+        if not (chunk := os.read(descriptor, MAX_ANSWER_NBYTES)):
+            return found
+        found = (found + chunk)[: MAX_ANSWER_NBYTES + 1]
+
+
+def read_slots(text: str) -> Slots:
+    """The slots by address, of what the program has printed.
+
+    Raises:
+        ConfigError: a line is no host, or one that stands there before; or there is none.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (entry := line.strip()):
+            continue
+        try:
+            host = parse_host(entry, least=0)
+        except ConfigError as error:
+            raise ConfigError(f"line {number}: {error}") from error
+        if host.address in found:
+            raise ConfigError(f"line {number}: {host.address} stands there twice")
+        found[host.address] = host.num_ranks
+    if not found:
+        raise ConfigError("it names no host")
+    return found
+
+
+def difference(before: Slots, after: Slots) -> list[str]:
+    """What an answer has that the one before had not, in words."""
+    said = [f"{one} has {_slots(after[one])}" for one in after if before.get(one) != after[one]]
+    return said + [f"{one} is not named any more" for one in before if one not in after]
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'' if count == 1 else 's'}"

@@ -1,25 +1,162 @@
-"""What `kfcomm run` was asked to start, and what each rank of it is given."""
+"""Job of `kfcomm run`: its options, and the environment of each rank."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.common.tls import Tls, load
 from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
-from kfcomm.launch.coming import who_launches
-from kfcomm.launch.discovery import Discovery
-from kfcomm.launch.elastic import Elasticity
-from kfcomm.launch.hosts import Plan
-from kfcomm.launch.options import JOB, LAUNCHER, RunOptions, rank_environ
+from kfcomm.launch.elastic import Elasticity, parse
+from kfcomm.launch.hosts import Discovery, Host, Plan, parse_hosts, plan_for, resolved
+from kfcomm.launch.other_hosts import who_launches
 from kfcomm.monitor import serving
-from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.backends import backend_of, secret_variables
+from kfcomm.rendezvous.interfaces import choose_address, interfaces
 from kfcomm.rendezvous.settings import Settings, detect, store_url
+from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.strategies.plugins import check
+
+_MAX_DIGITS = 6
+JOB = "KFCOMM_JOB"
+"""Carried by every process of a job; by it the guardian finds them."""
+LAUNCHER = "KFCOMM_LAUNCHER"
+"""Where a rank tells its launcher of its end (see `farewells`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of `kfcomm run`.
+
+    Attributes:
+        command: program and arguments of every rank.
+        num_ranks: number of ranks; None if ``hosts`` says.
+        hosts: list of hosts, ``address:ranks,...``; None to run all ranks here.
+        own: which of the hosts is this one; None to find out.
+        port: port of the store; None for any that is free, or `DEFAULT_PORT` with ``hosts``.
+        token_file: file that holds the token.
+        grace_s: seconds between asking the ranks to end and killing them.
+        keep_going: whether the others run on when one fails.
+        elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
+        restart_limit: how many ranks of such a job are replaced.
+        spares: how many processes of such a job wait to take the place of others.
+        discover: a command that says which hosts such a job may use; None if these do not change.
+        store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.backends.etcd.address``);
+            None for the memory of the first launcher.
+        log_dir: where the unprefixed output of each rank is kept as well.
+        stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
+        color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
+        settings: variables for the ranks, by full name.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int | None = None
+    hosts: str | None = None
+    own: str | None = None
+    port: int | None = None
+    token_file: Path | None = None
+    grace_s: float = 5.0
+    keep_going: bool = False
+    elastic: str | None = None
+    restart_limit: int = 100
+    spares: int = 0
+    discover: str | None = None
+    store: str | None = None
+    log_dir: Path | None = None
+    stdin: str = "none"
+    color: bool | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        """Who runs where.
+
+        Raises:
+            ConfigError: neither or both of ``num_ranks`` and ``hosts`` are given, or the hosts do not work.
+        """
+        if self.hosts is None:
+            if self.num_ranks is None:
+                raise ConfigError("say how many ranks to start: -n 4, or -H 10.0.0.1:4,10.0.0.2:4")
+            return Plan.single(self.num_ranks)
+        plan = self._plan_for(parse_hosts(self.hosts))
+        if self.num_ranks not in (None, plan.size):
+            raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
+        return plan
+
+    def _plan_for(self, hosts: tuple[Host, ...]) -> Plan:
+        """That of this host, which may be none of these if others come later."""
+        if self.discover is None:
+            return plan_for(hosts, self.own)
+        mine = {resolved(self.own)} if self.own is not None else {one.address for one in interfaces()}
+        if not mine.isdisjoint(host.address for host in hosts):
+            return plan_for(hosts, self.own)
+        towards = hosts[0].address, self.store_port()
+        return Plan(hosts).with_late(min(mine) if self.own is not None else choose_address(None, towards))
+
+    def elasticity(self, plan: Plan) -> Elasticity | None:
+        """How many ranks the job may have; None if they do not change.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        if self.elastic is None:
+            given = (("--spares", self.spares), ("--discover", self.discover), ("--store", self.store))
+            for option, is_given in given:
+                if is_given:
+                    raise ConfigError(f"{option} is for a job with --elastic")
+            return None
+        if self.discover is not None and self.hosts is None:
+            raise ConfigError("--discover needs -H with the hosts at the beginning: the others have to reach the first")
+        if self.discover is not None and ":" not in self.elastic:
+            raise ConfigError(f"--discover starts others: it needs --elastic MIN:MAX, not {self.elastic!r}")
+        hosts = plan.hosts[: plan.num_first]
+        ranks, addresses = [host.num_ranks for host in hosts], [host.address for host in hosts]
+        return parse(self.elastic, ranks, self.restart_limit, self.spares, addresses)
+
+    def readers(self, plan: Plan) -> range:
+        """The ranks of this host that get what the launcher reads.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if self.stdin == "all":
+            return plan.ranks
+        if self.stdin == "none":
+            return range(0)
+        if not (self.stdin.isascii() and self.stdin.isdigit() and len(self.stdin) <= _MAX_DIGITS):
+            raise ConfigError(f"--stdin {self.stdin!r} must be all, none, or a rank")
+        rank = int(self.stdin)
+        if rank >= plan.size:
+            raise ConfigError(f"--stdin {rank}: there are ranks 0 to {plan.size - 1}")
+        return range(rank, rank + 1) if rank in plan.ranks else range(0)
+
+    def store_port(self) -> int:
+        """The port at which the first host's launcher serves the store; 0 for any."""
+        if self.port is not None:
+            return self.port
+        return 0 if self.hosts is None else DEFAULT_PORT
+
+    def token(self, environ: Mapping[str, str]) -> bytes:
+        """The token of the job: the given one, or a new one if this launcher starts all of it.
+
+        Raises:
+            ConfigError: the job is on several hosts and no token is given, or it is none.
+        """
+        if self.token_file is not None:
+            return read_token(self.token_file)
+        found = given_token(environ, None)
+        if found is not None:
+            return found[0]
+        if self.hosts is None and self.store is not None and (saved := backend_of(self.store).token) is not None:
+            return saved(self.store)
+        if self.hosts is not None:
+            raise ConfigError(f"with -H every host needs the job's token: {HOW_TO_SET}, or use --token-file")
+        return new_token().encode()
+
 
 OWN, LEAST_PER_RANK, PER_RANK = 12, 5, 10
 """Descriptors of a launcher: its own, and for each rank two pipes, the process, the socket to it, and one of the store,
@@ -83,12 +220,43 @@ class Job:
         return replace(self, discovery=discovery)
 
     def environ_of(self, rank: int, place: int, store: str, launcher: str = "") -> dict[str, str]:
-        """The environment of a rank, which has this place on its host."""
-        own = rank_environ(
-            self.environ, self.options, self.plan, rank, place=place, store=store, token=self.token, job=self.mark,
-            torch_port=self.torch_port,
-        )  # fmt: skip
-        return {**own, LAUNCHER: launcher}
+        """Environment of a rank: the launcher's, with its place in the world.
+
+        Args:
+            rank: its uid.
+            place: local rank.
+            store: URL of the store.
+            launcher: address for its exit reports.
+        """
+        options, plan = self.options, self.plan
+        # two tokens would contradict each other; passwords of backends are for launchers alone
+        secrets = {"KFCOMM_TOKEN_FILE", *secret_variables()}
+        inherited = {
+            name: value for name, value in torch_environ.inherited(self.environ).items() if name not in secrets
+        }
+        interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
+        elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
+        local_size = len(plan.ranks)
+        if rank not in plan.ranks:
+            elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start if plan.ranks else 0
+            local_size = max(local_size, place + 1)
+        return {
+            "PYTHONUNBUFFERED": "1",
+            **torch_environ.variables(plan, rank, (place, local_size), self.torch_port),
+            **inherited,
+            **interface,
+            **options.settings,
+            **elastic,
+            "KFCOMM_RANK": str(rank),
+            "KFCOMM_SIZE": str(plan.size),
+            "KFCOMM_LOCAL_RANK": str(place),
+            "KFCOMM_LOCAL_SIZE": str(local_size),
+            "KFCOMM_STORE": store,
+            "KFCOMM_SERVE": "0",
+            "KFCOMM_TOKEN": as_text(self.token),
+            JOB: self.mark,
+            LAUNCHER: launcher,
+        }
 
     def ranks_of(self, host: int) -> Iterable[int]:
         """Those that a host has, or had, as far as it is known here."""

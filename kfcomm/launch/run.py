@@ -22,21 +22,18 @@ from typing import Any
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch import signals, torch_environ
-from kfcomm.launch.agents import Agent, Mortal
-from kfcomm.launch.blame import Blame
-from kfcomm.launch.coming import NotNeeded
-from kfcomm.launch.farewells import Farewells
-from kfcomm.launch.feeding import Feed
-from kfcomm.launch.first import First
-from kfcomm.launch.job import Job
-from kfcomm.launch.options import RunOptions
-from kfcomm.launch.output import Log, Output, Pump
+from kfcomm.launch.elastic_launcher import ElasticLauncher, HostLauncher
+from kfcomm.launch.exit_reports import Blame, ExitReports
+from kfcomm.launch.job import Job, RunOptions
+from kfcomm.launch.launcher import Launcher, Verdict
+from kfcomm.launch.other_hosts import NotNeeded
+from kfcomm.launch.primary import PrimaryLauncher
 from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.requests import Requests
 from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.launch.stdio import Feed, Log, Output, Pump
 from kfcomm.launch.stores import Store, joined, kept_store, served
 from kfcomm.launch.streams import Display, Streams
-from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.rendezvous.keyvalue import Why, describe_exit
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings
@@ -101,24 +98,24 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
         display: see `run`.
     """
     children: dict[int, Child] = {}
-    supervisor = _supervisor(job, children, store, settings.lost_after_s)
-    output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
+    launcher = _launcher(job, children, store, settings.lost_after_s)
+    output = Output(_screen(job), lambda: launcher.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     beginning = job.plan.ranks if store.ended is None else range(0)
     folder = job.options.log_dir
     logs = {} if folder is None else _logs(folder, beginning)
     with contextlib.ExitStack() as stack:
-        streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, supervisor)))
-        farewells = stack.enter_context(
+        streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, launcher)))
+        reports = stack.enter_context(
             contextlib.closing(
-                Farewells(
+                ExitReports(
                     job.plan.ranks, streams.heard, is_elastic=job.elastic is not None,
-                    let_go=supervisor.hear_released if isinstance(supervisor, Mortal) else None,
+                    let_go=launcher.hear_released if isinstance(launcher, ElasticLauncher) else None,
                 )
             )
         )  # fmt: skip
-        supervisor.listen = streams.listen = farewells.drain
-        supervisor.pids = farewells.pids
-        interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
+        launcher.listen = streams.listen = reports.drain
+        launcher.pids = reports.pids
+        interrupted = stack.enter_context(_hearing(launcher, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
         pumps: list[Pump] = []
@@ -127,9 +124,9 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
         def start(rank: int) -> Child:
             if folder is not None:
                 logs.setdefault(rank, _log(folder, rank))
-            taken = {place for other, place in places.items() if other not in supervisor.ended}
+            taken = {place for other, place in places.items() if other not in launcher.ended}
             places[rank] = next(place for place in itertools.count() if place not in taken)
-            environ = job.environ_of(rank, places[rank], store.url, farewells.address)
+            environ = job.environ_of(rank, places[rank], store.url, reports.address)
             with feed.open_for(rank) as stdin:
                 child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
             stack.callback(child.close)
@@ -150,17 +147,17 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
                             tasks.create_task(pump.run())
                         return child
 
-                    if isinstance(supervisor, First):
-                        answer = functools.partial(_answer, job, supervisor)
+                    if isinstance(launcher, PrimaryLauncher):
+                        answer = functools.partial(_answer, job, launcher)
                         await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
-                    if isinstance(supervisor, Mortal):
-                        supervisor.lived_s = farewells.lived_s
-                        supervisor.start = start_another
-                        supervisor.say = lambda text: _spawn(tasks, streams.say(text))
+                    if isinstance(launcher, ElasticLauncher):
+                        launcher.lived_s = reports.lived_s
+                        launcher.start = start_another
+                        launcher.say = lambda text: _spawn(tasks, streams.say(text))
                     for pump in pumps:
                         tasks.create_task(pump.run())
                     feeding = tasks.create_task(feed.run())
-                    verdict = await supervisor.watch(exits)
+                    verdict = await launcher.watch(exits)
                     feeding.cancel()
                     await guardian.finish()
                     for pump in pumps:
@@ -174,41 +171,41 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
     return verdict.exit_code
 
 
-def _supervisor(job: Job, children: dict[int, Child], store: Store, lost_after_s: float) -> Supervisor:
+def _launcher(job: Job, children: dict[int, Child], store: Store, lost_after_s: float) -> Launcher:
     host = store.position if len(job.plan.hosts) > 1 else None
     watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
     if job.elastic is None:
-        return Supervisor(*watched)
+        return Launcher(*watched)
     if store.first is not None:
-        return Agent(*watched, lost_after_s=lost_after_s, first=store.first, let_go=store.let_go)
-    first = First(
+        return HostLauncher(*watched, lost_after_s=lost_after_s, first=store.first, let_go=store.let_go)
+    first = PrimaryLauncher(
         *watched, lost_after_s=lost_after_s, elastic=job.elastic, discovery=job.discovery, arrivals=job.arrivals
     )
     first.ended = dict(store.ended or {})
     return first
 
 
-async def _answer(job: Job, supervisor: First, line: str) -> dict[str, Any]:
+async def _answer(job: Job, launcher: PrimaryLauncher, line: str) -> dict[str, Any]:
     """What is told to who asks from outside.
 
     Raises:
         ConfigError: it cannot be.
     """
     what, _, number = line.partition(" ")
-    elastic = supervisor.elastic
+    elastic = launcher.elastic
     was, size, is_kept = elastic.size, elastic.size, True
     if what == "size" and number.isascii() and number.isdigit():
         size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
             raise ConfigError(f"this job has {elastic.least} to {elastic.most} ranks: {number} is not between")
-        asking = supervisor.ask_size(size)
+        asking = launcher.ask_size(size)
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
         is_kept = asking.done()
     elif what != "status":
         raise ConfigError(f"{line!r} is nothing that can be asked")
     return {
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
-        "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
+        "running": sorted(elastic.running), "ended": sorted(launcher.ended.items()), "spares": elastic.spares,
         "was": was, "is_kept": is_kept,
         "hosts": elastic.by_host(), "slots": elastic.slots, "leaving": sorted(elastic.going),
     }  # fmt: skip
@@ -239,7 +236,7 @@ def _log(folder: Path, rank: int) -> Log:
 
 
 @contextlib.contextmanager
-def _hearing(supervisor: Supervisor, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
+def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Have signals end the ranks, or reach them (see `signals`). Yields an event, set by the first one that ends them.
 
     Unread output is awaited for as long as the ranks are.
@@ -248,11 +245,11 @@ def _hearing(supervisor: Supervisor, abandon: Callable[[], None]) -> Iterator[as
     interrupted = asyncio.Event()
 
     def end(number: int) -> None:
-        loop.call_later(0 if interrupted.is_set() else supervisor.grace_s, abandon)
+        loop.call_later(0 if interrupted.is_set() else launcher.grace_s, abandon)
         interrupted.set()
-        supervisor.interrupt(number)
+        launcher.interrupt(number)
 
-    with signals.heard(end, supervisor.passing.hear):
+    with signals.heard(end, launcher.passing.hear):
         yield interrupted
 
 

@@ -1,7 +1,13 @@
-"""The store of a job, as the launcher of each host has it.
+"""Store of a job, as the launcher of each host has it.
 
-On the first host it is served: from memory, or, with ``--store``, from what is kept in a folder or in etcd. Those of
-other hosts are its clients; if it is in etcd each serves one of its own, which mirrors that.
+On the first host it is served: from memory, or, with ``--store``, from a backend. Launchers of other hosts are its
+clients; if the backend is shared (etcd), each serves a local store of its own, which mirrors that.
+
+A first launcher that is restarted with the same backend finds the record of its job there. The ranks of a host end with
+its launcher. Those of other hosts continue, and their launchers retry until the store is back. If some of these are
+heard again, the job continues with them, and missing ranks are replaced under new uids. Otherwise no rank is left: the
+job begins again, under another identity, with the number of ranks that was requested last; its progress is in its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -9,21 +15,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfcomm.errors import RendezvousError
+import msgpack
+
+from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch import torch_environ
-from kfcomm.launch.coming import admit, arrive
 from kfcomm.launch.elastic import Elasticity
-from kfcomm.launch.hosts_heard import all_know, watch_hosts
+from kfcomm.launch.hosts import Plan
 from kfcomm.launch.job import Job, tls_of
+from kfcomm.launch.other_hosts import admit, all_know, arrive, expect_those_admitted, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.keyvalue import AGAIN_S, BOUNDS, LAUNCHERS, KeyValue
+from kfcomm.rendezvous.keyvalue import (
+    AGAIN_S,
+    BOUNDS,
+    DISMISSED,
+    JOB_RECORD,
+    LAUNCHED,
+    LAUNCHERS,
+    LEAVING,
+    RELEASED,
+    SIZES,
+    START,
+    Exit,
+    KeyValue,
+    read_wanted,
+)  # fmt: skip
 from kfcomm.rendezvous.settings import Settings, store_url
 
 if TYPE_CHECKING:
@@ -82,16 +105,15 @@ async def kept_store(
         ConfigError: it cannot be, or is another job's.
         RendezvousError: it cannot be reached, or is another launcher's.
     """
-    from kfcomm.launch import again
     from kfcomm.rendezvous.store import StoreServer
 
     store = await _opened(job, address, settings, is_first=True)
     server, has_begun = None, False
     try:
-        if (there := again.Record.found(store)) is not None:
+        if (there := JobRecord.found(store)) is not None:
             store.identity = there.identity
         server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings), store=store)
-        goes_on = await again.begin(server, address, job.plan, elastic, _lost_after_s(settings))
+        goes_on = await take_up(server, address, job.plan, elastic, _lost_after_s(settings))
         has_begun = True
         await _set_bounds(store, elastic)
         ended = {end.rank: end.code for end in store.contents.exits.values()} if goes_on else None
@@ -186,7 +208,6 @@ async def _mirrored(
     job: Job, kept: str, client: StoreClient, settings: Settings, within_s: float
 ) -> AsyncIterator[tuple[Store, StoreServer]]:
     """The store of this host, kept in etcd as that of the first is; its ranks know no other."""
-    from kfcomm.launch.again import Record
     from kfcomm.rendezvous.store import StoreServer
 
     local = await _opened(job, kept, settings, is_first=False)
@@ -194,7 +215,7 @@ async def _mirrored(
     try:
         while True:
             position = await _arrive(job, client, local, within_s)
-            there = Record.found(local)
+            there = JobRecord.found(local)
             if there is not None and there.identity == client.identity:
                 break
             await asyncio.sleep(AGAIN_S)
@@ -213,3 +234,142 @@ async def _say_farewell(position: int, store: KeyValue) -> None:
     with contextlib.suppress(RendezvousError, TimeoutError):
         async with asyncio.timeout(_FAREWELL_S):
             await store.claim(f"{LAUNCHERS}/{position}", b"")
+
+
+_LOOK_EVERY_S = 0.05
+_KILLED = -9
+
+logger = logging.getLogger("kfcomm")
+
+
+class JobRecord(NamedTuple):
+    """What a store says of its job.
+
+    Attributes:
+        identity: by which those who have heard of the job know its store again.
+        hosts: addresses, and with how many ranks the job began on each.
+        bounds: the least and the largest number of ranks.
+    """
+
+    identity: bytes
+    hosts: tuple[tuple[str, int], ...]
+    bounds: tuple[int, int]
+
+    @classmethod
+    def of(cls, identity: bytes, plan: Plan, elastic: Elasticity) -> JobRecord:
+        """That of a job which begins."""
+        hosts = tuple((host.address, host.num_ranks) for host in plan.hosts)
+        return cls(identity, hosts, (elastic.least, elastic.most))
+
+    def to_wire(self) -> bytes:
+        """As the store has it."""
+        told: bytes = msgpack.packb(tuple(self))
+        return told
+
+    @classmethod
+    def found(cls, store: LocalStore) -> JobRecord | None:
+        """That of a board; None if there is none."""
+        told = store.contents.held(JOB_RECORD)
+        return None if told is None else cls(*msgpack.unpackb(told, use_list=False))
+
+    def check(self, other: JobRecord, store: str) -> None:
+        """Whether this launcher was started for the job that is there.
+
+        Raises:
+            ConfigError: it was not; shows both.
+        """
+        if self[1:] != other[1:]:
+            raise ConfigError(
+                f"--store {store!r} holds another job, which has not ended: {self.describe()}; this one is "
+                f"{other.describe()}. Take another store, or start that job again"
+            )
+
+    def describe(self) -> str:
+        """In words."""
+        hosts = ",".join(f"{address}:{count}" for address, count in self.hosts)
+        return f"hosts {hosts}, {self.bounds[0]} to {self.bounds[1]} ranks"
+
+
+async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasticity, heard_within_s: float) -> bool:
+    """Take up the job that a store holds, or begin one.
+
+    Args:
+        server: of that store; it serves already.
+        address: of the store, as it was given.
+        plan: who begins where.
+        elastic: made for a job that begins; if one goes on, it is brought to what is known of that.
+        heard_within_s: for which the launchers of other hosts are waited for, if they have ranks of the job.
+
+    Returns:
+        Whether a job goes on: then no rank is started with which it began.
+
+    Raises:
+        ConfigError: it holds another job.
+        RendezvousError: the store has ended.
+    """
+    store = server.store
+    expect_those_admitted(store, plan, elastic)
+    mine = JobRecord.of(store.identity, plan, elastic)
+    there = JobRecord.found(store)
+    if there is not None:
+        there.check(mine, address)
+        survivors = _survivors(store, elastic)
+        if survivors and await _is_any_heard(store, survivors, heard_within_s):
+            await _go_on(server, elastic, survivors)
+            return True
+        asked = _asked_last(store)
+        await server.begin_anew(*([] if asked is None else [SIZES]))
+        if asked is not None:
+            await store.ask_size(asked)  # what was held since was of the ranks that are gone
+        del elastic.places[plan.num_first :]
+        logger.warning("--store %s holds a job of which no rank is left: it begins again", address)
+    await store.claim(JOB_RECORD, mine._replace(identity=store.identity).to_wire())
+    return False
+
+
+def _asked_last(store: LocalStore) -> int | None:
+    """How many ranks somebody has asked for, other than the launcher by what there is room for."""
+    told = [read_wanted(one) for _, one in sorted(store.contents.folder(SIZES).items(), key=lambda item: int(item[0]))]
+    return next((wanted.size for wanted, is_held in told[::-1] if not is_held), None)
+
+
+def _starts(store: LocalStore, elastic: Elasticity) -> Mapping[int, int]:
+    """The host of each process that was ever started, by birth."""
+    found = dict(elastic.where)
+    for host in range(len(elastic.places)):
+        found |= dict.fromkeys(map(int, store.contents.folder(f"{START}/{host}")), host)
+    return found
+
+
+def _survivors(store: LocalStore, elastic: Elasticity) -> Mapping[int, list[int]]:
+    """Births of those on other hosts that may still run, by host."""
+    arrived, ended, leaving = (store.contents.folder(one).keys() for one in (LAUNCHED, LAUNCHERS, LEAVING))
+    come = arrived - ended - leaving
+    found: dict[int, list[int]] = {}
+    for birth, host in _starts(store, elastic).items():
+        if host and str(host) in come and birth not in store.contents.exits:
+            found.setdefault(host, []).append(birth)
+    return found
+
+
+async def _is_any_heard(store: LocalStore, hosts: Mapping[int, list[int]], within_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + within_s
+    while hosts.keys().isdisjoint(store.contents.heard_s):
+        if loop.time() >= deadline_s:
+            return False
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return True
+
+
+async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[int, list[int]]) -> None:
+    store = server.store
+    starts = _starts(store, elastic)
+    living = {birth for births in survivors.values() for birth in births}
+    for birth in sorted(starts.keys() - living - store.contents.exits.keys()):
+        await store.report_exit(Exit(birth, _KILLED))
+    for host in range(1, len(elastic.places)):
+        elastic.places[host].is_gone = host not in survivors
+    elastic.goes_on(starts, store.contents.exits, _asked_last(store) or elastic.asked)
+    for birth in map(int, store.contents.folder(RELEASED).keys() | store.contents.folder(DISMISSED).keys()):
+        elastic.released(birth)

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kfcomm.common.sizes import ranges
-from kfcomm.launch.blame import LEAVING_WITHIN_S
-from kfcomm.launch.output import Log
-from kfcomm.launch.repeats import HELD_FOR_S, Error, Repeats
+from kfcomm.launch.exit_reports import LEAVING_WITHIN_S
+from kfcomm.launch.launcher import Launcher, Verdict
 from kfcomm.launch.screen import Stream
-from kfcomm.launch.supervisor import Supervisor, Verdict
-from kfcomm.launch.victims import Victims
+from kfcomm.launch.stdio import Log
+from kfcomm.launch.tracebacks import HELD_FOR_S, Error, Repeats, Victims
 from kfcomm.rendezvous.exit_report import ExitReport
 
 _TRACEBACK = b"Traceback"
@@ -41,17 +40,17 @@ class Streams:
     Args:
         display: where it is shown.
         logs: by rank, of all that were started so far; empty without.
-        supervisor: knows what has become of the job.
+        launcher: knows what has become of the job.
 
     Attributes:
         listen: called to hear what the ranks have said by now.
     """
 
-    def __init__(self, display: Display, logs: Mapping[int, Log], supervisor: Supervisor) -> None:
+    def __init__(self, display: Display, logs: Mapping[int, Log], launcher: Launcher) -> None:
         self.listen: Callable[[], None] = lambda: None
         self._display = display
         self._logs = logs
-        self._supervisor = supervisor
+        self._launcher = launcher
         self._victims = Victims()
         self._repeats = Repeats()
         self._settling: asyncio.TimerHandle | None = None
@@ -59,17 +58,17 @@ class Streams:
         self._timers: list[asyncio.TimerHandle] = []
         self._shows: set[asyncio.Task[None]] = set()
 
-    def heard(self, farewell: ExitReport) -> None:
+    def heard(self, report: ExitReport) -> None:
         """A rank said something of its end."""
-        self._supervisor.blame.heard(farewell)
-        if farewell.at_s is not None and farewell.code:
-            self._repeats.leaves(farewell.rank)
-        if not farewell.is_printed or not farewell.text:
+        self._launcher.blame.heard(report)
+        if report.at_s is not None and report.code:
+            self._repeats.leaves(report.rank)
+        if not report.is_printed or not report.text:
             return
-        if not farewell.is_elsewhere or self._supervisor.keep_going:
-            self._repeats.told(farewell.rank, farewell.text)
+        if not report.is_elsewhere or self._launcher.keep_going:
+            self._repeats.told(report.rank, report.text)
         else:
-            self._victims.expect(farewell)
+            self._victims.expect(report)
             self._timers.append(asyncio.get_running_loop().call_later(_HELD_FOR_S, self._give_up))
 
     async def relay(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -104,7 +103,7 @@ class Streams:
     @property
     def _is_ending(self) -> bool:
         """Whether all ranks have been asked to end."""
-        return not self._supervisor.verdict.is_open and not self._supervisor.keep_going
+        return not self._launcher.verdict.is_open and not self._launcher.keep_going
 
     async def _settle(self, *, is_over: bool = False) -> None:
         """Show what has been held back for long enough."""
@@ -151,15 +150,15 @@ class Streams:
 
     async def _show_unprinted(self, rank: int) -> None:
         """The rank that failed first was ended before it could print its traceback; it has told it."""
-        said = self._supervisor.blame.said(rank)
+        said = self._launcher.blame.said(rank)
         if said is None or said.is_printed or not said.text:
             return
-        if self._supervisor.ended.get(rank) in (-signal.SIGTERM, -signal.SIGKILL):
+        if self._launcher.ended.get(rank) in (-signal.SIGTERM, -signal.SIGKILL):
             await self._display.feed(rank, Stream.ERR, said.text)
 
     def _give_up(self) -> None:
         """Nothing has come of what was said: show it."""
-        if self._supervisor.verdict.is_open:
+        if self._launcher.verdict.is_open:
             show = asyncio.get_running_loop().create_task(self._release(None))
             self._shows.add(show)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.launch.blame import CAUSE_WITHIN_S, LEAVING_WITHIN_S, Blame, Failure
+from kfcomm.launch.exit_reports import CAUSE_WITHIN_S, LEAVING_WITHIN_S, Blame, Failure
 from kfcomm.rendezvous.exit_report import ExitReport
 from kfcomm.rendezvous.keyvalue import Exit, Why
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch import discovery
-from kfcomm.launch.discovery import Discovery, difference, read
+from kfcomm.launch import hosts
 from kfcomm.launch.elastic import Elasticity, Stage, parse
+from kfcomm.launch.hosts import Discovery, difference, read_slots
 from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.test_elastic import TRAIN
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(options: list[str]
 
 
 def test_an_answer() -> None:
-    assert read("127.0.0.1:4\n\n  [::1]:2 \n127.0.0.2\nlocalhost:0\n".replace("localhost", "127.0.0.9")) == {
+    assert read_slots("127.0.0.1:4\n\n  [::1]:2 \n127.0.0.2\nlocalhost:0\n".replace("localhost", "127.0.0.9")) == {
         "127.0.0.1": 4, "::1": 2, "127.0.0.2": 1, "127.0.0.9": 0,
     }  # fmt: skip
     for text, said in [
@@ -214,7 +214,7 @@ def test_an_answer() -> None:
         ("\n \n", "it names no host"),
     ]:
         with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.")):
-            read(text)
+            read_slots(text)
 
 
 def test_what_is_new_in_an_answer() -> None:
@@ -234,7 +234,7 @@ def program(folder: Path, text: str) -> Discovery:
 async def test_what_fails_is_told_once_and_the_last_answer_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "EVERY_S", 0.0)
+    monkeypatch.setattr(hosts, "EVERY_S", 0.0)
     asked = program(tmp_path, "echo 127.0.0.1:1; echo no way >&2; exit 3")
     said: list[str] = []
     answers = asked.answers({"127.0.0.9": 1}, said.append)
@@ -254,15 +254,15 @@ async def test_what_fails_is_told_once_and_the_last_answer_holds(
 async def test_what_takes_too_long_or_says_too_much_is_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "MAX_ANSWER_NBYTES", 1000)
+    monkeypatch.setattr(hosts, "MAX_ANSWER_NBYTES", 1000)
     with pytest.raises(ConfigError, match="it says more than 1000 bytes"):
         await program(tmp_path, "yes 127.0.0.1 | head -c 100000").first()
-    monkeypatch.setattr(discovery, "WITHIN_S", 0.2)
+    monkeypatch.setattr(hosts, "WITHIN_S", 0.2)
     with pytest.raises(ConfigError, match=r"no answer within 0.2 s"):
         await program(tmp_path, "cat /dev/zero | sleep 1000").first()
     is_over = threading.Event()
-    monkeypatch.setattr(discovery, "read", lambda _: is_over.wait())
-    monkeypatch.setattr(discovery, "WITHIN_S", 1.0)
+    monkeypatch.setattr(hosts, "read_slots", lambda _: is_over.wait())
+    monkeypatch.setattr(hosts, "WITHIN_S", 1.0)
     try:
         with pytest.raises(ConfigError, match=r"names of its hosts were not resolved within 1 s"):
             await program(tmp_path, "echo some-host").first()

@@ -19,15 +19,15 @@ from click.testing import CliRunner
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
 from kfcomm.launch import requests
-from kfcomm.launch.blame import Blame
 from kfcomm.launch.elastic import Elasticity, parse
-from kfcomm.launch.first import First
+from kfcomm.launch.exit_reports import Blame
+from kfcomm.launch.primary import PrimaryLauncher
 from kfcomm.rendezvous.keyvalue import START, Exit
 from tests.launch.launched import environ
 
 if TYPE_CHECKING:
     from kfcomm.launch.process import Child
-    from kfcomm.launch.supervisor import Exits
+    from kfcomm.rendezvous.keyvalue import KeyValue
 
 pytestmark = pytest.mark.slow
 
@@ -420,10 +420,10 @@ class SlowStore:
         return {}
 
 
-def launcher(size: int, store: SlowStore, started: list[int]) -> First:
+def launcher(size: int, store: SlowStore, started: list[int]) -> PrimaryLauncher:
     """Of the first host, without processes."""
-    first = First(Blame(size), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=size))
-    first._exits = cast("Exits", store)
+    first = PrimaryLauncher(Blame(size), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=size))
+    first._exits = cast("KeyValue", store)
     first.start = lambda birth: cast("Child", started.append(birth))
     first.say = print
     return first
@@ -452,7 +452,7 @@ async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
     first.silent = {1, 2}
     first._note(Exit(0, 0))
     first._note(Exit(3, 7 if has_failed else 0))
-    await first._fail_if_nobody_goes_on(cast("Exits", store))
+    await first._fail_if_nobody_goes_on(cast("KeyValue", store))
     assert "ranks 1-2 are stopped or stuck" in capsys.readouterr().out
     assert first.verdict.exit_code == (7 if has_failed else 0)
     if first._killer is not None:

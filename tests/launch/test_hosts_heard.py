@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kfcomm.launch.hosts import Host, Plan
-from kfcomm.launch.hosts_heard import company, watch_hosts
+from kfcomm.launch.other_hosts import company, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.keyvalue import Exit, Why
 

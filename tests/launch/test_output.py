@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.launch.output import Dropped, Log, Output
 from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.launch.stdio import Dropped, Log, Output
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfcomm
-from kfcomm.launch.repeats import ALIKE_WITHIN_S, HELD_FOR_S, MAX_NBYTES, Error, Repeats
+from kfcomm.launch.tracebacks import ALIKE_WITHIN_S, HELD_FOR_S, MAX_NBYTES, Error, Repeats
 
 HEAD = b"Traceback (most recent call last):\n"
 WAY = HEAD + b'  File "train.py", line 3, in <module>\n    fail()\n'

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.launch.victims import Victims
+from kfcomm.launch.tracebacks import Victims
 from kfcomm.rendezvous.exit_report import ExitReport
 
 TEXT = b"Traceback (most recent call last):\n  Tra\nPeerLost: rank 1\n"

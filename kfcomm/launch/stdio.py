@@ -1,8 +1,12 @@
-"""From the pipes of the ranks to the terminal and the log files.
+"""Standard input and output of the ranks: pipes to the terminal and the log files.
 
-A rank whose output cannot be written yet is not read any further: the pipe fills and the rank waits, so that
-memory stays bounded. Writing happens in a thread, for a terminal or pager that does not take it must not stop
-the launcher from hearing signals.
+If the output of a rank cannot be written yet, its pipe is not read any further: it fills and the rank waits, so that
+memory stays bounded. Writing happens in a thread, so that a blocked terminal or pager does not keep the launcher from
+handling signals.
+
+If one rank alone gets the standard input, it inherits the very file or pipe of the launcher. A terminal cannot be
+inherited, since ranks are in its background, nor can input that several ranks get: then the launcher reads and copies
+it, no further than the slowest of these ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ import contextlib
 import errno
 import os
 import select
+import signal
+import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
+from kfcomm.common.sockets import readable, writable
 from kfcomm.launch.screen import Screen, Stream, Writes
 
 _READ_NBYTES = 1 << 16
@@ -216,3 +223,98 @@ class Pump:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+_STANDARD_INPUT = 0
+_FEED_NBYTES = 1 << 12
+_FOREGROUND_EVERY_S = 0.5
+
+
+class Feed:
+    """The standard input of the ranks.
+
+    Args:
+        ranks: those of this host that get what is read.
+        answered: called when a line has been typed at the terminal.
+    """
+
+    def __init__(self, ranks: Sequence[int], answered: Callable[[], None]) -> None:
+        self._ranks = frozenset(ranks)
+        self._answered = answered
+        self._is_terminal = os.isatty(_STANDARD_INPUT)
+        self._is_direct = len(self._ranks) == 1 and not self._is_terminal
+        self._ends: set[int] = set()
+
+    @contextlib.contextmanager
+    def open_for(self, rank: int) -> Iterator[int]:
+        """The standard input of one rank, while it is started."""
+        if rank not in self._ranks:
+            yield subprocess.DEVNULL
+        elif self._is_direct:
+            yield _STANDARD_INPUT
+        else:
+            source, end = os.pipe()
+            os.set_blocking(end, False)
+            self._ends.add(end)
+            try:
+                yield source
+            finally:
+                os.close(source)
+
+    async def run(self) -> None:
+        """Copy what is read to the ranks, until it ends or nobody takes it any more."""
+        if not self._ends:
+            return
+        before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # else a read in the background stops the launcher
+        try:
+            while self._ends and (data := await self._read()):
+                if self._is_terminal and b"\n" in data:
+                    self._answered()
+                for end in list(self._ends):
+                    await self._write(end, data)
+        finally:
+            signal.signal(signal.SIGTTIN, before)
+            self.close()
+
+    def close(self) -> None:
+        """The ranks read to the end of what they have got. May be called twice."""
+        while self._ends:
+            os.close(self._ends.pop())
+
+    async def _read(self) -> bytes:
+        """What has come; nothing at the end."""
+        while True:
+            if self._is_terminal and not _is_ours():
+                # what is typed now is for the shell
+                await asyncio.sleep(_FOREGROUND_EVERY_S)
+                continue
+            with contextlib.suppress(PermissionError):  # a file can always be read, and not be waited for
+                await readable(_STANDARD_INPUT)
+            try:
+                return os.read(_STANDARD_INPUT, _FEED_NBYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                if not self._is_terminal:
+                    return b""
+                await asyncio.sleep(_FOREGROUND_EVERY_S)
+
+    async def _write(self, end: int, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(end, view) :]
+                    continue
+                await writable(end)
+        except BrokenPipeError:
+            self._ends.discard(end)
+            os.close(end)
+
+
+def _is_ours() -> bool:
+    """Whether this process is in the foreground of its terminal, if that is still there."""
+    try:
+        return os.tcgetpgrp(_STANDARD_INPUT) == os.getpgrp()
+    except OSError:
+        return False

@@ -63,8 +63,7 @@ def _check_is_meant(told: dict[str, Any], size: int) -> None:
     Raises:
         ConfigError: it is of another terminal and directory, and the user has not confirmed it.
     """
-    from kfcomm.launch.origin import Origin
-    from kfcomm.launch.requests import titled
+    from kfcomm.launch.requests import Origin, titled
 
     origin = Origin.from_json(told.get("origin", {}))
     if origin is None or origin.nearness or os.environ.get("KFCOMM_JOB") == told["job"]:

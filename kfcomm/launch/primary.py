@@ -16,11 +16,11 @@ import msgpack
 
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import KfcommError
-from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed, these
-from kfcomm.launch.blame import Failure
-from kfcomm.launch.discovery import Discovery, difference
 from kfcomm.launch.elastic import Elasticity, Stage
-from kfcomm.launch.supervisor import Verdict, now_s
+from kfcomm.launch.elastic_launcher import NOT_STARTED, ElasticLauncher, claimed, these
+from kfcomm.launch.exit_reports import Failure
+from kfcomm.launch.hosts import Discovery, difference
+from kfcomm.launch.launcher import Verdict, now_s
 from kfcomm.rendezvous.keyvalue import (
     DISMISSED,
     LAUNCHERS,
@@ -43,7 +43,7 @@ RETRY_S = 5.0
 
 
 @dataclass(slots=True)
-class First(Mortal):
+class PrimaryLauncher(ElasticLauncher):
     """On the first host, or the only one: decides who is replaced, and where.
 
     Attributes:
@@ -236,7 +236,7 @@ class First(Mortal):
             await exits.ask_size(self.elastic.size)
 
     def _stop(self) -> None:
-        Mortal._stop(self)
+        ElasticLauncher._stop(self)
         if self._later is not None:
             self._later.cancel()
         for task in self._tasks:
@@ -357,8 +357,8 @@ class First(Mortal):
             return True
 
     def hear_released(self, birth: int) -> None:
-        """See `Mortal`: start a replacement if one is wanted, as after another change of size."""
-        Mortal.hear_released(self, birth)
+        """See `ElasticLauncher`: start a replacement if one is wanted, as after another change of size."""
+        ElasticLauncher.hear_released(self, birth)
         if self.elastic.released(birth) and (count := self._start_owed()):
             self._say_size(count)
         self._changed.set()

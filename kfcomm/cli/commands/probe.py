@@ -107,7 +107,7 @@ def _forget(given: dict[str, Any]) -> None:
 def _start(given: dict[str, Any], settings: Settings) -> int:
     """New ranks on this host run this command; returns the exit code."""
     from kfcomm.cli.ranks import own_module
-    from kfcomm.launch.options import RunOptions
+    from kfcomm.launch.job import RunOptions
     from kfcomm.launch.run import run
 
     if given["num_ranks"] is None:

@@ -32,9 +32,9 @@ import msgpack
 
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import KfcommError, RendezvousError
-from kfcomm.launch.blame import Failure
+from kfcomm.launch.exit_reports import Failure
+from kfcomm.launch.launcher import Launcher, now_s
 from kfcomm.launch.process import Child, CommandError
-from kfcomm.launch.supervisor import Supervisor, now_s
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.keyvalue import (
     AGAIN_S,
@@ -61,7 +61,7 @@ NOT_STARTED = 126
 
 
 @dataclass(slots=True)
-class Mortal(Supervisor):
+class ElasticLauncher(Launcher):
     """Watches ranks on one host, some of which may end before the job does.
 
     Attributes:
@@ -118,7 +118,7 @@ class Mortal(Supervisor):
         self.released.add(birth)
 
     def _why(self, rank: int) -> Why:
-        return Why.RELEASED if rank in self.released else Supervisor._why(self, rank)
+        return Why.RELEASED if rank in self.released else Launcher._why(self, rank)
 
     def _wait_for_released(self) -> None:
         """The job is over; those that were let go before may still have something to do, but not for ever."""
@@ -179,7 +179,7 @@ class Mortal(Supervisor):
 
 
 @dataclass(slots=True)
-class Agent(Mortal):
+class HostLauncher(ElasticLauncher):
     """On any other host: does what the first host's launcher says.
 
     Attributes:

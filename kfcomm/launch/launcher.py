@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfcomm.errors import RendezvousError
-from kfcomm.launch.blame import Blame, Failure
+from kfcomm.launch.exit_reports import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
 from kfcomm.launch.signals import PASSED_ON, Passing
 from kfcomm.rendezvous.keyvalue import Exit, KeyValue, Why
@@ -58,7 +58,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Supervisor:
+class Launcher:
     """Watches the ranks of one host.
 
     Attributes:

@@ -1,12 +1,16 @@
-"""Merging of equal errors of several ranks: one is shown, and one line lists the other ranks.
+"""Tracebacks on the error streams of ranks: equal ones are merged, and those of victims held back.
 
-They are tracebacks, and what argparse and the interpreter print before they end. The first rank whose error begins is
-shown as it writes. While its error is young, that of another rank is held back until it is whole: the rank has told it
-before (see ``rendezvous.exit_report``), or its stream has ended. If it leads through the same lines of the program, it
-is not shown again; if its last lines say something else, these are. Whatever else is held back is shown, after
-`HELD_FOR_S` at the latest unless the rank is about to end. Sans-IO: bytes and times in, bytes out.
+A *victim* is a rank that failed because of another one. A rank reports its traceback before it prints it (see
+``rendezvous.exit_report``); its output is searched for exactly this text, so that other output is shown unchanged.
 
-Memory: for each rank at most `MAX_NBYTES`.
+- `Repeats`: equal errors of several ranks; one is shown, and one line lists the other ranks. They are tracebacks, and
+  what argparse and the interpreter print before they end. The first rank whose error begins is shown as it writes.
+  While its error is recent, that of another rank is held back until it is complete. If it leads through the same lines
+  of the program, it is not shown again; if its message differs, the message is shown. All else is shown after
+  `HELD_FOR_S` at the latest, unless the rank is about to end.
+- `Victims`: tracebacks of victims, until it is known which rank failed first.
+
+Sans-IO: bytes and times in, bytes out. Memory: for each rank at most `MAX_NBYTES`, and of a victim twice its report.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 
 import kfcomm
 from kfcomm.common.sizes import ranges
+from kfcomm.rendezvous.exit_report import ExitReport
 
 MAX_NBYTES = 1 << 16
 HELD_FOR_S = 2.0
@@ -229,3 +234,45 @@ class Repeats:
             if not unused:
                 break
             del self._shown[unused[0]]
+
+
+@dataclass(slots=True)
+class Victims:
+    """What is held back of the error stream of each rank."""
+
+    _expected: dict[int, ExitReport] = field(default_factory=dict)
+    _partly: dict[int, bytes] = field(default_factory=dict)
+    _held: dict[int, ExitReport] = field(default_factory=dict)
+
+    def expect(self, report: ExitReport) -> None:
+        """A rank will print this traceback next."""
+        if report.rank not in self._held:
+            self._expected[report.rank] = report
+
+    def shown(self, rank: int, data: bytes) -> bytes:
+        """What is to be shown of what a rank has written; at its end, of nothing."""
+        expected = self._expected.get(rank)
+        if expected is None:
+            return data
+        seen = self._partly.pop(rank, b"") + data
+        before, found, after = seen.partition(expected.text)
+        if found:
+            self._held[rank] = self._expected.pop(rank)
+            return before + after
+        kept = _overlap(seen, expected.text) if data else 0
+        if kept:
+            self._partly[rank] = seen[-kept:]
+        return seen[: len(seen) - kept]
+
+    def release(self, first: int | None) -> dict[int, bytes]:
+        """What was held back, by rank: whole for the one that failed first, a line for each other one."""
+        held, self._held = self._held, {}
+        return {
+            rank: report.text if first in (rank, None) else f"{report.summary}\n".encode()
+            for rank, report in sorted(held.items(), key=lambda item: item[0] != first)
+        }
+
+
+def _overlap(seen: bytes, text: bytes) -> int:
+    """With how many of its first bytes ``text`` may have begun at the end of what was seen."""
+    return next((size for size in range(min(len(seen), len(text) - 1), 0, -1) if seen.endswith(text[:size])), 0)

@@ -1,0 +1,208 @@
+"""Exit reports of the ranks of this host, and which rank of the job failed first.
+
+The launcher listens at an abstract Unix address, which needs no file and reaches a rank through any shell around it.
+Only processes of this user are accepted. A rank's connection is never closed before the job is over: that would kill
+the rank (see `kfcomm.rendezvous.exit_report`).
+
+Order of exits alone is misleading: ranks that fail because of another often end before it. A rank that reports another
+as the cause is a *victim*, and passed over while another candidate exists or may appear: for a short time if none is
+known (a killed process reports nothing, and its end is seen as soon), longer if a rank has reported that it leaves with
+an error of its own. If none appears, the first victim stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kfcomm.common.unix import credentials_of
+from kfcomm.rendezvous.exit_report import MAX_NBYTES, RELEASED, SIGN_OF_LIFE, ExitReport
+from kfcomm.rendezvous.keyvalue import Exit, Why
+from kfcomm.rendezvous.listening import BACKLOG
+
+_UNKNOWN = -1
+
+
+class ExitReports:
+    """Hears the ranks of this host.
+
+    Args:
+        ranks: those that may speak.
+        heard: called with each thing that one says.
+        let_go: called with a rank that the others have let go.
+        is_elastic: whether more may be started.
+
+    Attributes:
+        address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
+        lived_s: when each rank showed last that it runs, of those that ever did, by the monotonic clock.
+        pids: the process of each rank that has joined and has not ended, which need not be the one that was started.
+    """
+
+    def __init__(
+        self, ranks: range, heard: Callable[[ExitReport], None], *, let_go: Callable[[int], None] | None = None,
+        is_elastic: bool = False,
+    ) -> None:  # fmt: skip
+        self._is_elastic = is_elastic
+        self._let_go = let_go
+        self.address = f"kfcomm-{secrets.token_hex(16)}"
+        self._ranks = ranks
+        self._heard = heard
+        self.lived_s: dict[int, float] = {}
+        self.pids: dict[int, int] = {}
+        self._lines: dict[socket.socket, int] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(BACKLOG)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
+
+    def drain(self) -> None:
+        """Hear all that has been said by now."""
+        self._accept()
+        for line in list(self._lines):
+            self._read(line)
+
+    def close(self) -> None:
+        """Hang up, when no rank is left. May be called twice."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for line in list(self._lines):
+            self._hang_up(line)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line, _ = self._listener.accept()
+                if not credentials_of(line).is_same_user:
+                    line.close()
+                    continue
+                line.setblocking(False)
+                self._lines[line] = _UNKNOWN
+                self._loop.add_reader(line, self._read, line)
+
+    def _read(self, line: socket.socket) -> None:
+        try:
+            while data := line.recv(MAX_NBYTES):
+                if data in (SIGN_OF_LIFE, RELEASED):
+                    self._hear_sign(self._lines[line], data)
+                    continue
+                report = ExitReport.from_wire(data)
+                if report is not None and self._may_speak(report.rank):
+                    self._lines[line] = report.rank
+                    self.pids[report.rank] = credentials_of(line).pid
+                    self._heard(report)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._hang_up(line)
+
+    def _hear_sign(self, rank: int, sign: bytes) -> None:
+        if rank != _UNKNOWN:
+            self.lived_s[rank] = time.monotonic()
+            if sign == RELEASED and self._let_go is not None:
+                self._let_go(rank)
+
+    def _may_speak(self, rank: int) -> bool:
+        """Those that were started later, in an elastic job, have larger numbers."""
+        return rank in self._ranks or (self._is_elastic and rank >= self._ranks.stop)
+
+    def _hang_up(self, line: socket.socket) -> None:
+        self.pids.pop(self._lines.pop(line, _UNKNOWN), None)
+        self._loop.remove_reader(line)
+        line.close()
+
+
+CAUSE_WITHIN_S = 2.0
+"""How long the cause is waited for when only victims have ended."""
+LEAVING_WITHIN_S = 6.0
+"""The same when a rank has said that it leaves: closing may take a rank 5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rank that failed.
+
+    Attributes:
+        rank: in the world.
+        code: its return code (negative: minus a signal); if it has not ended, the one that its error leads to.
+        at_s: when it began to leave, or ended.
+        why: it ended.
+        summary: its error in a line, if it told one.
+    """
+
+    rank: int
+    code: int
+    at_s: float
+    why: Why = Why.ITSELF
+    summary: str = ""
+
+
+@dataclass(slots=True)
+class Blame:
+    """What is known of a job's ranks. ``size`` is their number."""
+
+    size: int
+    _said: dict[int, ExitReport] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _failed: list[Failure] = field(default_factory=list)
+    _since_s: float = 0.0
+
+    def heard(self, report: ExitReport) -> None:
+        """A rank said something: the last counts."""
+        self._said[report.rank] = report
+
+    def said(self, rank: int) -> ExitReport | None:
+        """What a rank said last."""
+        return self._said.get(rank)
+
+    def ended(self, end: Exit, now_s: float) -> None:
+        """A rank has ended; what one of another host has said is in ``end``."""
+        self._ended.add(end.rank)
+        if end.code == 0:
+            return
+        if not self._failed:
+            self._since_s = now_s
+        said = self._said.get(end.rank)
+        if said is None or said.at_s is None:
+            self._failed.append(Failure(end.rank, end.code, now_s, Why(end.why)))
+        else:
+            self._failed.append(Failure(end.rank, end.code, min(said.at_s, now_s), Why(end.why), said.summary))
+
+    def verdict(self, now_s: float) -> Failure | float | None:
+        """Who failed first; or the time when to ask again, unless something happens before; None if nobody has."""
+        if not self._failed:
+            return None
+        first = min((one for one in self._failed if one.why is not Why.ELSEWHERE), key=_at_s, default=None)
+        leaving = [one for one in self._leaving() if first is None or one.at_s < first.at_s]
+        leavers = bool(leaving) or (first is None and self._has_leavers())
+        if first is not None and not leaving:
+            return first
+        due_s = self._since_s + (LEAVING_WITHIN_S if leavers else CAUSE_WITHIN_S)
+        if len(self._ended) < self.size and now_s < due_s:
+            return due_s
+        return min(leaving or ([first] if first is not None else self._failed), key=_at_s)
+
+    def _leaving(self) -> list[Failure]:
+        """Ranks that have not ended, and said that they leave with an error of their own."""
+        return [
+            Failure(said.rank, said.code, said.at_s, summary=said.summary)
+            for said in self._said.values()
+            if said.at_s is not None and said.code != 0 and not said.is_elsewhere and said.rank not in self._ended
+        ]
+
+    def _has_leavers(self) -> bool:
+        return any(
+            said.at_s is not None and not said.is_elsewhere and said.rank not in self._ended
+            for said in self._said.values()
+        )
+
+
+def _at_s(failure: Failure) -> float:
+    return failure.at_s
