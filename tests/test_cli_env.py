@@ -6,8 +6,8 @@ from click.testing import CliRunner
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.cli import main
+from kfcomm.cli.commands.env import explain
 from kfcomm.errors import ConfigError
-from kfcomm.launch.explain import explain
 from tests.launch.launched import TOKEN, command, environ, finished
 from tests.stubs import StubDevice
 
@@ -24,7 +24,7 @@ def test_an_interrupt_in_a_command_ends_with_its_signal(monkeypatch: pytest.Monk
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kfcomm.launch.explain.explain", interrupted)
+    monkeypatch.setattr("kfcomm.cli.commands.env.explain", interrupted)
     done = CliRunner().invoke(main, ["env"])
     assert (done.exit_code, done.output) == (130, "")
 

@@ -74,7 +74,7 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
 
 
 def test_what_takes_long_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("kfcomm.cli.simulate"), "_MANY_MESSAGES", 20)
+    monkeypatch.setattr(importlib.import_module("kfcomm.cli.commands.simulate"), "_MANY_MESSAGES", 20)
     done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "1MiB")
     # star: 2 chunks; ring: 4 parts
     assert [line for line in done.stderr.splitlines() if "messages" in line] == [

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
-from kfcomm.cli.top import chosen
+from kfcomm.cli.commands.top import chosen
 from kfcomm.common import unix
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.live import Job

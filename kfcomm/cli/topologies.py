@@ -15,8 +15,8 @@ from kfcomm.bench.report import Files
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies
 from kfcomm.cli import options
+from kfcomm.cli.commands.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from kfcomm.cli import main
-from kfcomm.cli.bench import bench
+from kfcomm.cli.commands.bench import bench
 from kfcomm.cli.topologies import topologies
 from tests.examples.pages import ALL_PAGES, lines, name_of, spans
 from tests.launch.launched import ROOT

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-resizing: Any = import_module("kfcomm.cli.resize")
+resizing: Any = import_module("kfcomm.cli.commands.resize")
 
 TRAIN = """
 import json, os, signal, sys, time

@@ -22,7 +22,7 @@ from kfcomm.testing import world
 from kfcomm.types import UNMEASURED
 from tests.launch.launched import finished
 
-probing: Any = import_module("kfcomm.cli.probe")
+probing: Any = import_module("kfcomm.cli.commands.probe")
 INSIDE = (sys.executable, "-m", "kfcomm", "probe")
 QUICK = ("--nbytes", "64KiB", "--rounds", "1")
 

@@ -16,8 +16,8 @@ from kfcomm.bench.report import Files
 from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
+from kfcomm.cli.commands.simulate import names_of
 from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.simulate import names_of
 from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.cli.topologies import topologies
 from kfcomm.common.sizes import parse_sizes

@@ -1,13 +1,16 @@
-"""`kfcomm env`: what this process finds, and why, as aligned text."""
+"""`kfcomm env`: settings and environment of this process, with reasons, as aligned text."""
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+
+import click
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.words import backend_in_words, driver_version
@@ -20,6 +23,14 @@ from kfcomm.transports.shm.segment import why_unsupported
 from kfcomm.world.accelerator import look
 
 Row = tuple[str, str]
+
+
+@click.command()
+def env() -> None:
+    """Explain what this process finds: place in the world, device, interfaces, links, versions."""
+    text, exit_code = explain(os.environ)
+    click.echo(text)
+    sys.exit(exit_code)
 
 
 def explain(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -1,0 +1,1 @@
+"""Commands: one module each, with a click command of the same name; found by listing this folder."""

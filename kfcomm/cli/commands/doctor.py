@@ -1,0 +1,31 @@
+"""`kfcomm doctor`: diagnosis from dumps."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kfcomm.cli.errors import reported_errors
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
+def doctor(files: tuple[str, ...], as_json: bool) -> None:
+    """Say who waits for whom, from the dumps of several ranks.
+
+    FILEs are what `kill -USR1` of the ranks or kfcomm.dump(path) has written; patterns will do. The exit code is
+    0 if nothing waits, 1 if something does, 2 if a file cannot be read.
+
+    \b
+      kfcomm doctor kfcomm-rank*.json
+    """  # noqa: D301  click wants the character, not its name
+    import json
+
+    from kfcomm.monitor.doctor import diagnose, read, report
+
+    with reported_errors():
+        diagnosis = diagnose(read(files))
+    click.echo(json.dumps(report.as_json(diagnosis), indent=1) if as_json else report.as_text(diagnosis))
+    sys.exit(1 if diagnosis.waits else 0)

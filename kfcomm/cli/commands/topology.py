@@ -1,0 +1,116 @@
+"""`kfcomm topology`: strategies and their graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import as_size, of_kind
+from kfcomm.cli.spelling import Commands, WithStrategy
+from kfcomm.errors import ConfigError
+
+
+class _Topology(Commands):
+    """Group that suggests ``show`` if the name of a strategy stands in place of a command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from kfcomm.strategies import names
+
+        if args[0] in names():
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {ctx.command_path} show {' '.join(args)}?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Topology)
+def topology() -> None:
+    """Show the graphs along which data travels."""
+
+
+@topology.command("list")
+def list_strategies() -> None:
+    """List the strategies and what an all_reduce costs with each."""
+    from kfcomm.strategies.auto import FORMULA
+    from kfcomm.strategies.plugins import found, overlooked
+    from kfcomm.strategies.registry import ALGORITHMS
+
+    own = [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]
+    for name, formula in [*own, *((name, plugin.origin) for name, plugin in sorted(found().items()))]:
+        click.echo(f"{name:<24}{formula}")
+    for line in overlooked():
+        click.echo(f"kfcomm: warning: {line}", err=True)
+    click.echo("\nn ranks on h hosts, at most p on one, p₀ on the first; at most c links from a host to others.")
+    click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
+
+
+@topology.command(cls=WithStrategy)
+@click.argument("strategy")
+@click.option("-n", "--num-ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
+@click.option("--hosts", metavar="H|HxR", help="Hosts that share them evenly; or hosts and ranks on each, without -n.")
+@click.option("--root-pair", type=click.IntRange(min=0), metavar="K", help="Draw graph pair K; the first by default.")
+@click.option(
+    "--nbytes", callback=as_size, metavar="SIZE", help="Draw what auto takes for messages of this size: 64KiB."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.File("w", encoding="utf-8", lazy=True),
+    callback=of_kind(".svg"),
+    help="Write an SVG picture here.",
+)
+def show(
+    strategy: str,
+    num_ranks: int | None,
+    hosts: str | None,
+    root_pair: int | None,
+    nbytes: int | None,
+    output: Any | None,
+) -> None:
+    """Draw the graphs of STRATEGY as text, or as a picture with -o.
+
+    STRATEGY is a name of kfcomm topology list, or rules by size: "<=64KiB: star, else: ring".
+
+    \b
+      kfcomm topology show ring -n 8 --hosts 2
+      kfcomm topology show ring --hosts 2x4
+      kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
+    """  # noqa: D301  click wants the character, not its name
+    from dataclasses import replace
+
+    from kfcomm.rendezvous.costs import saved_costs
+    from kfcomm.strategies.draw import as_svg, as_text
+    from kfcomm.strategies.plugins import build
+    from kfcomm.types import Layout
+
+    with reported_errors():
+        layout = replace(Layout.even(*_ranks_and_hosts(num_ranks, hosts)), costs=saved_costs())
+        built = build(strategy, layout)
+        if output is not None:
+            # a picture shows one strategy: of auto's, unless asked, that for long messages
+            picture = as_svg(built.select(1 << 30 if nbytes is None else nbytes), layout, root_pair or 0)
+            output.write(picture)
+        else:
+            click.echo(as_text(built if nbytes is None else built.select(nbytes), layout, root_pair), nl=False)
+
+
+def _ranks_and_hosts(num_ranks: int | None, hosts: str | None) -> tuple[int, int]:
+    """Parse the numbers of ranks and hosts: ``-n 8 --hosts 2``, or ``--hosts 2x4``.
+
+    Raises:
+        ConfigError: the options are missing or contradict each other.
+    """
+    from kfcomm.cli.commands.simulate import parse_worlds
+
+    ((found, each),) = parse_worlds("1" if hosts is None else hosts.replace(",", " "))  # one world
+    num_hosts = found or 1
+    size = num_ranks if each is None else num_hosts * each
+    if size is None:
+        raise ConfigError("Missing option '-n': say how many ranks there are, -n 8, or --hosts 2x4")
+    if num_ranks not in (None, size):
+        raise ConfigError(f"-n {num_ranks} contradicts --hosts {hosts}, which has {size} ranks")
+    if num_hosts > size:
+        raise ConfigError(f"--hosts {hosts}: {size} ranks cannot occupy {num_hosts} hosts")
+    return size, num_hosts
