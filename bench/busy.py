@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import numpy as np
 
 import kfcomm.sync
+from kfcomm.bench.harness import slowest_s
 
 CALLS = 1000
 BOUND = 3.0
@@ -41,8 +42,7 @@ def mean_s(comm: kfcomm.sync.Communicator) -> float:
     begun = time.perf_counter()
     for _ in range(CALLS):
         comm.all_reduce(x, "x")
-    took = np.array([(time.perf_counter() - begun) / CALLS])
-    return float(comm.all_reduce(took, "took", op="max")[0])
+    return slowest_s(comm, (time.perf_counter() - begun) / CALLS)
 
 
 def measure(comm: kfcomm.sync.Communicator, num_rounds: int, num_busy: int) -> tuple[list[float], list[float]]:

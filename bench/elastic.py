@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -28,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from kfcomm.bench.harness import JobFailed, run_job, said
 
 PROGRAM = """
 import json, os, signal, sys, threading, time
@@ -197,24 +196,15 @@ CASES = (
 )
 
 
-def once(case: Case, folder: Path) -> float:
+def once(case: Case) -> float:
     """Run one job; what the change cost, in seconds.
 
     Raises:
-        RuntimeError: the job failed.
+        JobFailed: the job failed.
     """
-    program = folder / "train.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "kfcomm", "run", "-n", str(case.size), "--elastic", "2:4", "--restart-limit", "0"]
-    arguments = [case.what, str(case.call_nbytes), str(case.state_nbytes)]
-    done = subprocess.run(
-        [*command, "--transport", case.transport, sys.executable, str(program), *arguments],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{case} failed:\n{done.stdout}\n{done.stderr}")
-    said = [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if line.startswith("[")]
-    stayed = [rows for birth, _, rows in said if birth < 2 or case.what == "killed"]
+    options = ["--elastic", "2:4", "--restart-limit", "0", "--transport", case.transport]
+    output = run_job(case.size, PROGRAM, case.what, case.call_nbytes, case.state_nbytes, options=options)
+    stayed = [rows for birth, _, rows in map(json.loads, said(output)) if birth < 2 or case.what == "killed"]
     return max(_cost(case, rows) for rows in stayed)
 
 
@@ -226,39 +216,23 @@ def _cost(case: Case, rows: Sequence[Sequence[Any]]) -> float:
     return float(rows[at][place] - ordinary)
 
 
-def transfer(nbytes: int, rounds: int, folder: Path) -> tuple[float, float]:
+def transfer(nbytes: int, rounds: int) -> tuple[float, float]:
     """Seconds for so many bytes by ``broadcast`` to four ranks, and in stripes from two of them to the other two.
 
     Raises:
-        RuntimeError: the job failed.
+        JobFailed: the job failed.
     """
-    program = folder / "transfer.py"
-    program.write_text(TRANSFER)
-    done = subprocess.run(
-        [sys.executable, "-m", "kfcomm", "run", "-n", "4", sys.executable, str(program), str(nbytes), str(rounds + 1)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
-    broadcast_s, stripes_s = done.stdout.partition("] ")[2].split()
+    broadcast_s, stripes_s = said(run_job(4, TRANSFER, nbytes, rounds + 1))[0].split()
     return float(broadcast_s), float(stripes_s)
 
 
-def calm(folder: Path) -> tuple[float, float]:
+def calm() -> tuple[float, float]:
     """Seconds of a step of 25 blocking all_reduces of 1 MiB by four ranks, plainly and in an ``Elastic``, by turns.
 
     Raises:
-        RuntimeError: the job failed.
+        JobFailed: the job failed.
     """
-    program = folder / "calm.py"
-    program.write_text(CALM)
-    done = subprocess.run(
-        [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "4", sys.executable, str(program)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
-    plainly_s, elastic_s = json.loads(done.stdout.partition("] ")[2])
+    plainly_s, elastic_s = json.loads(said(run_job(4, CALM, options=["--elastic", "4"]))[0])
     return plainly_s, elastic_s
 
 
@@ -277,31 +251,26 @@ class Trained:
     accuracy: float
 
 
-def failing(seconds: float, every_s: float, folder: Path) -> Trained:
+def failing(seconds: float, every_s: float) -> Trained:
     """A job of four that trains on digits for so long, in which a rank is killed so often, and spares take their place.
 
     Raises:
-        RuntimeError: the job failed, or a sample was used more often than another beyond the pass that was cut short.
+        JobFailed: the job failed, or a sample was used more often than another beyond the pass that was cut short.
     """
-    program = folder / "failing.py"
-    program.write_text(FAILING)
-    command = [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "2:4"]
-    arguments = map(str, (seconds, every_s, STEP_S))
-    done = subprocess.run(
-        [*command, "--restart-limit", "1000", "--spares", "1", sys.executable, str(program), *arguments],
-        capture_output=True, text=True, timeout=seconds + 120, env=os.environ | {"PYTHONPATH": str(EXAMPLES)},
-    )  # fmt: skip
-    said = [line.partition("] ")[2].split() for line in done.stdout.splitlines() if line.startswith("[")]
-    if done.returncode or len(said) != 1 or int(said[0][2]) > 1:
-        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
-    steps, changes, _, accuracy = said[0]
+    options = ["--elastic", "2:4", "--restart-limit", "1000", "--spares", "1"]
+    env = {"PYTHONPATH": str(EXAMPLES)}
+    output = run_job(4, FAILING, seconds, every_s, STEP_S, options=options, env=env, timeout_s=seconds + 120)
+    lines = [line.split() for line in said(output)]
+    if len(lines) != 1 or int(lines[0][2]) > 1:
+        raise JobFailed(f"samples were not used equally often:\n{output}")
+    steps, changes, _, accuracy = lines[0]
     return Trained(int(steps), int(changes), float(accuracy))
 
 
-def beside(seconds: float, folder: Path) -> tuple[Trained, Trained]:
+def beside(seconds: float) -> tuple[Trained, Trained]:
     """Such a job without failures and one with them, at the same time, so that both have the same machine."""
     with ThreadPoolExecutor(2) as pool:
-        without, with_them = pool.map(lambda every_s: failing(seconds, every_s, folder), (1e9, KILL_EVERY_S))
+        without, with_them = pool.map(lambda every_s: failing(seconds, every_s), (1e9, KILL_EVERY_S))
     return without, with_them
 
 
@@ -316,38 +285,37 @@ def main() -> int:
     failures: dict[str, Any] = {}
     moved: dict[str, float] = {}
     quiet: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for case in CASES if given.rounds else ():
-            costs = sorted(once(case, Path(folder)) for _ in range(given.rounds))
-            median = statistics.median(costs)
-            click.echo(
-                f"{case.what:7} {case.size} ranks, {case.transport:5} median {1e3 * median:6.1f} ms, worst "
-                f"{1e3 * costs[-1]:6.1f} ms, to reach {1e3 * case.reach_s:3.0f} ms"
-            )
-            found.append({**case.__dict__, "median_s": median, "worst_s": costs[-1], "all_s": costs})
-        if given.rounds:
-            nbytes = CASES[-1].state_nbytes
-            broadcast_s, stripes_s = transfer(nbytes, given.rounds, Path(folder))
-            click.echo(
-                f"{nbytes / 1e6:.0f} MB: broadcast {1e3 * broadcast_s:.1f} ms, stripes {1e3 * stripes_s:.1f} ms: "
-                f"{100 * broadcast_s / stripes_s:.0f} % of its rate, to reach 80 %"
-            )
-            moved = {"nbytes": nbytes, "broadcast_s": broadcast_s, "stripes_s": stripes_s}
-            plainly_s, elastic_s = calm(Path(folder))
-            click.echo(
-                f"a step in which nothing happens: {1e3 * plainly_s:.2f} ms plainly, {1e3 * elastic_s:.2f} ms in an "
-                f"Elastic: {100 * (elastic_s / plainly_s - 1):+.1f} %, to reach 1 %"
-            )
-            quiet = {"plainly_s": plainly_s, "elastic_s": elastic_s}
-        if given.seconds:
-            without, found_with = beside(given.seconds, Path(folder))
-            click.echo(
-                f"a failure every {KILL_EVERY_S:g} s for {given.seconds:g} s: {found_with.steps} steps and "
-                f"{found_with.changes} changes, {without.steps} steps without: "
-                f"{100 * found_with.steps / without.steps:.1f} %, to reach 95 %; accuracy {found_with.accuracy:.3f}, "
-                f"{without.accuracy:.3f} without, to reach 0.95"
-            )
-            failures = {"seconds": given.seconds, "without": asdict(without), "with": asdict(found_with)}
+    for case in CASES if given.rounds else ():
+        costs = sorted(once(case) for _ in range(given.rounds))
+        median = statistics.median(costs)
+        click.echo(
+            f"{case.what:7} {case.size} ranks, {case.transport:5} median {1e3 * median:6.1f} ms, worst "
+            f"{1e3 * costs[-1]:6.1f} ms, to reach {1e3 * case.reach_s:3.0f} ms"
+        )
+        found.append({**case.__dict__, "median_s": median, "worst_s": costs[-1], "all_s": costs})
+    if given.rounds:
+        nbytes = CASES[-1].state_nbytes
+        broadcast_s, stripes_s = transfer(nbytes, given.rounds)
+        click.echo(
+            f"{nbytes / 1e6:.0f} MB: broadcast {1e3 * broadcast_s:.1f} ms, stripes {1e3 * stripes_s:.1f} ms: "
+            f"{100 * broadcast_s / stripes_s:.0f} % of its rate, to reach 80 %"
+        )
+        moved = {"nbytes": nbytes, "broadcast_s": broadcast_s, "stripes_s": stripes_s}
+        plainly_s, elastic_s = calm()
+        click.echo(
+            f"a step in which nothing happens: {1e3 * plainly_s:.2f} ms plainly, {1e3 * elastic_s:.2f} ms in an "
+            f"Elastic: {100 * (elastic_s / plainly_s - 1):+.1f} %, to reach 1 %"
+        )
+        quiet = {"plainly_s": plainly_s, "elastic_s": elastic_s}
+    if given.seconds:
+        without, found_with = beside(given.seconds)
+        click.echo(
+            f"a failure every {KILL_EVERY_S:g} s for {given.seconds:g} s: {found_with.steps} steps and "
+            f"{found_with.changes} changes, {without.steps} steps without: "
+            f"{100 * found_with.steps / without.steps:.1f} %, to reach 95 %; accuracy {found_with.accuracy:.3f}, "
+            f"{without.accuracy:.3f} without, to reach 0.95"
+        )
+        failures = {"seconds": given.seconds, "without": asdict(without), "with": asdict(found_with)}
     if given.output is not None:
         record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "transfer": moved}
         record |= {"calm": quiet, "failures": failures}

@@ -16,8 +16,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -26,6 +24,7 @@ import numpy as np
 
 import kfcomm
 from kfcomm.adapt import Adaptation, AutoStrategy, AvoidSlowLinks, Policy
+from kfcomm.bench.harness import run_job
 
 BLOCKS, STEPS = 20, 50
 
@@ -70,5 +69,4 @@ if __name__ == "__main__":
     else:
         parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
         parser.add_argument("-n", type=int, default=4, help="number of ranks")
-        command = [sys.executable, "-m", "kfcomm", "run", "-n", str(parser.parse_args().n)]
-        sys.exit(subprocess.run([*command, sys.executable, "-m", "bench.meetings"]).returncode)
+        print(run_job(parser.parse_args().n, ["-m", "bench.meetings"]), end="")

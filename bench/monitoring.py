@@ -18,15 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import importlib
-import importlib.util
 import json
 import math
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
@@ -37,6 +33,7 @@ from typing import Any
 import numpy as np
 
 import kfcomm
+from kfcomm.bench.harness import run_job, run_on_loop, said_json
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.core.collective import GroupView, ItemSizes, Key, Series
 from kfcomm.core.program import elsewhere
@@ -212,10 +209,9 @@ def report(said: dict[str, Any], costs: Figures, options: argparse.Namespace) ->
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, and time the hooks when they are done."""
-    command = [sys.executable, "-m", "kfcomm", "run", "-n", str(options.ranks), sys.executable, __file__, "member"]
-    command += ["--pairs", str(options.pairs), "--rounds", str(options.rounds), "--workload", options.workload]
-    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    return report(json.loads(said[said.index("{") :]), hook_costs(), options)
+    program = [__file__, "member", "--pairs", str(options.pairs), "--rounds", str(options.rounds)]
+    output = run_job(options.ranks, [*program, "--workload", options.workload], timeout_s=None)
+    return report(said_json(output), hook_costs(), options)
 
 
 def main() -> None:
@@ -229,10 +225,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     if options.role == "member":
-        found = importlib.util.find_spec("uvloop") is not None
-        factory = importlib.import_module("uvloop").new_event_loop if found else asyncio.new_event_loop
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(member(options))
+        run_on_loop(member(options))
         return
     result = measure(options)
     pairs, hooks = result["pairs"], result["hooks"]

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import kfcomm
+from kfcomm.bench.harness import run_job, slowest_s
 from kfcomm.bench.workloads import resnet50
 from kfcomm.train import Agreement, GradientMonitor, SynchronousSGD
 
@@ -52,8 +52,7 @@ def step(comm: Any, way: Agreement, gradients: list[Any]) -> float:
     comm.barrier("begin")
     begun_s = time.monotonic()
     way.gradients(gradients).wait()
-    took = np.array([time.monotonic() - begun_s])
-    return float(comm.all_reduce(took, "took", op="max")[0])
+    return slowest_s(comm, time.monotonic() - begun_s)
 
 
 def summary(bare: list[float], watched: list[float], compute_s: float) -> dict[str, float]:
@@ -81,5 +80,4 @@ if __name__ == "__main__":
     if "KFCOMM_RANK" in os.environ:
         rank(given.pairs, given.compute)
     else:
-        command = [sys.executable, "-m", "kfcomm", "run", "-n", str(given.n), sys.executable, "-m", "bench.noise_scale"]
-        sys.exit(subprocess.run([*command, *sys.argv[1:]]).returncode)
+        print(run_job(given.n, ["-m", "bench.noise_scale", *sys.argv[1:]], timeout_s=None), end="")

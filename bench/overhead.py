@@ -13,20 +13,16 @@ clock on what else the machine does. A world in memory runs all its ranks in one
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib
-import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import kfcomm
+from kfcomm.bench.harness import run_job, run_on_loop, said_json
 from kfcomm.testing import world
 
 WHERE = ("alone", "memory", "processes")
@@ -93,19 +89,9 @@ async def member(options: argparse.Namespace) -> None:
 
 def processes(size: int, transport: str, options: argparse.Namespace) -> Figures:
     """As many processes, over one kind of link."""
-    command = [sys.executable, "-m", "kfcomm", "run", "-n", str(size), "--transport", transport, sys.executable]
-    command += [__file__, "member", "--rounds", str(options.rounds), "--count", str(options.count)]
-    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    figures: Figures = json.loads(said[said.index("{") :])
+    program = [__file__, "member", "--rounds", str(options.rounds), "--count", str(options.count)]
+    figures: Figures = said_json(run_job(size, program, options=["--transport", transport], timeout_s=None))
     return figures
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run it on uvloop where that exists."""
-    found = importlib.util.find_spec("uvloop") is not None
-    factory = importlib.import_module("uvloop").new_event_loop if found else asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
 
 
 def main() -> None:
@@ -118,13 +104,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.where == ["member"]:
-        run(member(options))
+        run_on_loop(member(options))
         return
     report: dict[str, Figures] = {}
     if "alone" in options.where:
-        report["alone"] = run(alone(options))
+        report["alone"] = run_on_loop(alone(options))
     if "memory" in options.where:
-        report |= {f"{size} ranks in memory": run(memory(size, options)) for size in (2, 4)}
+        report |= {f"{size} ranks in memory": run_on_loop(memory(size, options)) for size in (2, 4)}
     if "processes" in options.where:
         report |= {f"{size} processes": processes(size, options.transport, options) for size in (2, 4)}
     if options.json:

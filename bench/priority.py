@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
-import importlib.util
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 import kfcomm
+from kfcomm.bench.harness import run_on_loop
 from kfcomm.collectives.plans import CHUNK_NBYTES
 
 URGENT_NBYTES = 4 << 10
@@ -119,7 +118,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    found = importlib.util.find_spec("uvloop") is not None
-    factory = importlib.import_module("uvloop").new_event_loop if found else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+    run_on_loop(main())

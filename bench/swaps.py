@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -29,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import kfcomm
+from kfcomm.bench.harness import run_on_loop
 
 STRATEGIES = ("star", "ring", "clique", "binary_tree", "multi_binary_tree_star")
 COUNTS = (8, 256, 4096, 16384)
@@ -160,7 +159,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    found = importlib.util.find_spec("uvloop") is not None
-    factory = importlib.import_module("uvloop").new_event_loop if found else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+    run_on_loop(main())

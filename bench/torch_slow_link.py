@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kfcomm.sync
 import kfcomm.torch
 from bench.step_picture import Recorder, draw
+from kfcomm.bench.harness import slowest_s, take_turns
 
 RATE = 1e-3
 IN_ORDER_NBYTES = 25 << 20
@@ -131,7 +133,7 @@ def exchange_s(comm: kfcomm.sync.Communicator, count: int) -> float:
         begun = time.perf_counter()
         comm.all_reduce(gradients, "all", out=gradients, op="avg")
         times.append(time.perf_counter() - begun)
-    return float(comm.all_reduce(np.array([statistics.median(times[1:])]), "slowest", op="max")[0])
+    return slowest_s(comm, statistics.median(times[1:]))
 
 
 def made(layers: int, count: int, forward_s: float) -> nn.Sequential:
@@ -167,25 +169,13 @@ def main() -> None:
         ):
             one = turns[name]
             one.wait = kfcomm.torch.attach(one.model, one.optimizer, comm, name=name, **options).wait
-        seconds = measure(comm, turns, arguments.rounds, arguments.steps)
+        works = {name: partial(one.take, arguments.steps) for name, one in turns.items()}
+        seconds = take_turns(comm, works, arguments.rounds)
         if arguments.picture is not None:
             picture(comm, {name: turns[name] for name in ("attach", "in order")}, arguments.picture)
         dist.destroy_process_group()
         if comm.rank == 0:
             report(comm, seconds, alone_s)
-
-
-def measure(comm: kfcomm.sync.Communicator, turns: dict[str, Turns], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step by way, of the slowest rank; the first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds + 1):
-        for name, one in turns.items():
-            comm.barrier("turn")
-            took = np.array([one.take(steps)])
-            slowest = float(comm.all_reduce(took, "took", op="max")[0])
-            if number:
-                seconds[name].append(slowest)
-    return seconds
 
 
 def picture(comm: kfcomm.sync.Communicator, turns: dict[str, Turns], path: Path) -> None:

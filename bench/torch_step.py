@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm.sync
 import kfcomm.torch
+from kfcomm.bench.harness import take_turns
 
 WIDTHS = (1024, 2048, 2048, 2048, 1024)
 RATE = 1e-3
@@ -117,14 +118,7 @@ def main() -> None:
             one = turns[name]
             options = {"name": name, "defer": defer, "bucket_nbytes": arguments.bucket_nbytes}
             one.end = kfcomm.torch.attach(one.model, one.optimizer, comm, **options).wait
-        seconds: dict[str, list[float]] = {name: [] for name in turns}
-        for number in range(arguments.rounds + 1):
-            for name, one in turns.items():
-                comm.barrier("turn")
-                took = np.array([one.take()])
-                slowest = float(comm.all_reduce(took, "took", op="max")[0])
-                if number:
-                    seconds[name].append(slowest)
+        seconds = take_turns(comm, {name: one.take for name, one in turns.items()}, arguments.rounds)
         weights = [
             nn.utils.parameters_to_vector(turns[name].model.parameters())
             for name in ("attach", "deferred", "gloo", "kfcomm")

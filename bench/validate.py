@@ -27,9 +27,9 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.compare.record import write
-from bench.compare.world import ROOT
+from bench import ROOT
 from bench.latency import one_way_s
+from bench.records import write
 from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Host, Local, Result, SimulatedNetwork, simulate
 from kfcomm.simulate.fields import parse_time_s

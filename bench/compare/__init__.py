@@ -5,12 +5,12 @@ lives through the whole run. In each round every contender does the work once wh
 read, and the order of the turns moves on by one from round to round. What counts is the median of the rounds, and
 the ratios of medians; the times themselves are this machine's on this day.
 
-- `works`: what is done, and with what; `shapes`: the tensors of models.
+- `works`: what is done, and with what.
 - `rows`: what is compared with what, and what must be reached.
 - `contenders`: one file for each library, run in the worker processes (`worker`).
 - `launch`: how the processes of each library are started, with the settings that suit it best.
-- `world`, `rounds`: processes, turns, medians. `table`, `machine`: what is printed and written.
+- `world`, `rounds`: processes, turns, medians. `table`, `record`: what is printed and written.
 
-The worker's side (`worker`, `contenders`, `data`, `works`, `shapes`) needs NumPy and the contender's own library alone:
-MPI's workers live in virtual environments without kfcomm.
+The worker's side (`worker`, `contenders`, `data`, `works`) needs NumPy and the contender's own library alone:
+MPI's workers live in virtual environments without kfcomm's dependencies (they import `kfcomm.bench.workloads`).
 """

@@ -8,20 +8,20 @@ import json
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
 from bench.compare.launch import LAUNCHES, Pythons
-from bench.compare.machine import describe
-from bench.compare.record import from_record, to_record, write
+from bench.compare.record import from_record, to_record
 from bench.compare.rounds import Figures, Plan, TakesTurns, measure
 from bench.compare.rows import Case, cases
 from bench.compare.table import render, seconds
 from bench.compare.works import WORKS, Entry
-from bench.compare.world import ROOT, World, WorldError
+from bench.compare.world import World, WorldError
+from bench.records import Record, say
 
 QUICK = Plan(rounds=3, turn_s=0.05)
 
@@ -74,31 +74,26 @@ def main() -> int:
     if options.show:
         print(render(from_record(json.loads(options.show.read_text()))))
         return 0
-    machine = describe()
+    record = Record("compare", options.output or default_output(quick=options.quick))
+    machine = record.machine
     if machine["load_average_before"][0] > machine["cores"] / 4:
         say(f"this machine is busy, load {machine['load_average_before'][0]}: the figures are those of a busy machine")
     plan = QUICK if options.quick else Plan(rounds=options.rounds)
     pythons = Pythons(openmpi=options.openmpi_python, mpich=options.mpich_python)
     left_out = frozenset(name for name in LAUNCHES if any(name.startswith(prefix) for prefix in options.without))
     wanted = [case for case in cases(without=left_out) if case.work.name in options.works]
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kfcompare-") as folder:
         run = Run(pythons, plan, Path(folder))
         for ranks in dict.fromkeys(case.ranks for case in wanted):
             run.with_ranks(ranks, [case for case in wanted if case.ranks == ranks])
     print(render(run.results))
     about = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
         "rounds": plan.rounds,
-        "machine": machine,
         "versions": run.versions,
         "commands": {name: command(name) for name in run.versions},
         "failures": run.failures,
     }
-    path = options.output or default_output(quick=options.quick)
-    write(to_record(run.results, about), path)
-    say(f"written: {path}")
+    record.write(to_record(run.results, about))
     return 1 if run.failures else 0
 
 
@@ -127,11 +122,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/DATE.json)")
     made.add_argument("--show", type=Path, metavar="RECORD", help="only print the table of a record")
     return made
-
-
-def say(text: str) -> None:
-    """Progress, beside the table."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

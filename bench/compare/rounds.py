@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from bench.compare.rows import Case
 from bench.compare.works import Entry, Mode, Work
 from bench.compare.world import Turn, WorldError
-
-T = TypeVar("T")
+from kfcomm.bench.harness import rotated
 
 TURNS_ALIKE = 2
 """A turn with so many times the calls tells nothing new of how long one takes."""
@@ -76,12 +75,6 @@ class Figures:
             rounds=len(turns),
             parked=sum(turn.parked_cpu_s for turn in turns) / (sum(turn.parked_s for turn in turns) or 1.0),
         )
-
-
-def rotated(items: Sequence[T], by: int) -> list[T]:
-    """The items in order, beginning with another one."""
-    first = by % len(items) if items else 0
-    return [*items[first:], *items[:first]]
 
 
 def calls_for(turn_s: float, call_s: float, most_calls: int) -> int:

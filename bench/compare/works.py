@@ -5,10 +5,11 @@ Needs nothing but Python: workers of every library read it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.compare.shapes import resnet50
+from kfcomm.bench.workloads import resnet50
 
 FLOAT32_NBYTES = 4
 
@@ -72,7 +73,7 @@ WORKS = {
         Work("64KiB", ((64 << 10) // FLOAT32_NBYTES,), most_calls=1000),
         Work("16KiB", ((16 << 10) // FLOAT32_NBYTES,), most_calls=1000),
         Work("1KiB", ((1 << 10) // FLOAT32_NBYTES,), most_calls=2000),
-        Work("resnet50", tuple(resnet50())),
+        Work("resnet50", tuple(math.prod(shape) for shape in reversed(resnet50()))),
         Work("10000x8", (8,) * 10_000),
     )
 }

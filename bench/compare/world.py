@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench import ROOT
 from bench.compare.launch import Launch, Pythons
 from bench.compare.worker import PACKET_NBYTES
 from bench.compare.works import Mode, Work
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 180.0
 """Longest wait for a world to start, or for one turn."""
 GRACE_S = 20.0

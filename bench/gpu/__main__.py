@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.compare import machine as host
-from bench.compare.record import write
-from bench.compare.world import ROOT
+from bench import ROOT
 from bench.gpu import machine as gpu
-from bench.gpu.figures import FORMAT, Row, Wanted, slower_of, table
+from bench.gpu.figures import Row, Wanted, slower_of, table
+from bench.records import Record, say
+from kfcomm.bench.harness import run_on_loop
 from kfcomm.bench.memory import num_devices
 from kfcomm.errors import ConfigError, KfcommError
 
@@ -74,9 +72,8 @@ class Run:
 
     def _alone(self) -> list[Row]:
         from bench.gpu.alone import rows
-        from bench.gpu.device import on_loop
 
-        found: list[Row] = on_loop(rows(one_pairs=self._plan.one_pairs, many_pairs=self._plan.many_pairs))
+        found: list[Row] = run_on_loop(rows(one_pairs=self._plan.one_pairs, many_pairs=self._plan.many_pairs))
         return found
 
     def _shared(self, title: str, num_ranks: int, transport: str, links: str) -> Row:
@@ -108,30 +105,19 @@ def main() -> int:
     except ConfigError as error:
         say(f"bench.gpu: {error}")
         return 2
-    cpu = host.describe()  # before anything is measured
-    run, began_s = Run(QUICK if options.quick else Plan()), time.monotonic()
+    record = Record("gpu", options.output or (ROOT / "build/gpu/quick.json" if options.quick else None))
+    run = Run(QUICK if options.quick else Plan())
     run.all()
     print(table(run.rows))
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began_s),
-        "quick": options.quick,
-        "machine": cpu,
-        "gpu": gpu.describe(),
-        "rows": [row.as_json() for row in run.rows],
-        "failures": run.failures,
-    }
-    path = options.output or default_output(quick=options.quick)
-    write(record, path)
-    say(f"written: {path}")
+    record.write(
+        {
+            "quick": options.quick,
+            "gpu": gpu.describe(),
+            "rows": [row.as_json() for row in run.rows],
+            "failures": run.failures,
+        }
+    )
     return 0 if not run.failures and all(row.is_reached for row in run.rows) else 1
-
-
-def default_output(*, quick: bool) -> Path:
-    """A quick run is no record worth keeping."""
-    stamp = f"{datetime.now(UTC):%Y-%m-%d}"
-    return ROOT / "build/gpu/quick.json" if quick else ROOT / f"bench/results/gpu-{stamp}.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,11 +126,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="few rounds: to see that everything runs")
     made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/gpu-DATE.json)")
     return made
-
-
-def say(text: str) -> None:
-    """Progress, beside the table."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

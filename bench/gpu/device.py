@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -60,10 +57,3 @@ def timed(clock: Clock, call: Callable[[], None]) -> float:
     clock.start()
     call()
     return clock.elapsed_s()
-
-
-def on_loop(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run on a loop of uvloop, where it exists."""
-    factory = import_module("uvloop").new_event_loop if find_spec("uvloop") is not None else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)

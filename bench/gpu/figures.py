@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-FORMAT = 1
 Pairs: TypeAlias = tuple[tuple[float, float], ...]
 """Seconds of what was done and of its floor, measured one after the other."""
 

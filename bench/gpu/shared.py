@@ -26,9 +26,10 @@ import cupy
 import numpy as np
 
 import kfcomm
-from bench.compare.rounds import rotated
-from bench.compare.world import ROOT, inherited
-from bench.gpu.device import filled, on_loop
+from bench import ROOT
+from bench.compare.world import inherited
+from bench.gpu.device import filled
+from kfcomm.bench.harness import rotated, run_on_loop
 
 WARMUP = 3
 PATIENCE_S = 150.0
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    on_loop(member(options))
+    run_on_loop(member(options))
 
 
 if __name__ == "__main__":

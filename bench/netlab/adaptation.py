@@ -14,27 +14,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.compare.machine import describe
-from bench.compare.record import write
-from bench.compare.world import ROOT
 from bench.netlab.hosts import even
 from bench.netlab.lab import Netlab
 from bench.netlab.measure import conduct, measure
 from bench.netlab.rates import parse_rate, show_rate
 from bench.netlab.steps import Step, rounds
+from bench.records import Record, say
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.strategies import names
 
-FORMAT = 1
 AIM_SHARE = 0.9
 AIM_STEPS = 5
 PACKED = "bench.netlab.adapting:packed"
@@ -135,7 +130,7 @@ def run(case: Case, num_rounds: int) -> tuple[list[Ran], list[dict[str, Any]], d
     with Netlab(even(case.hosts, case.rate)) as lab:
         env = {"KFCOMM_STRATEGY": case.strategy}
         records = conduct(lab, "bench.netlab.adapting", program, before_step=before_step, env=env)
-        _say("the program has ended; times every strategy in the new state")
+        say("netlab: the program has ended; times every strategy in the new state")
         steps = rounds([*names(), PACKED], [case.nbytes], num_rounds + 1)
         timings = measure(lab, steps)[len(steps) // (num_rounds + 1) :]
     state: dict[str, list[float]] = {}
@@ -169,10 +164,6 @@ def table(ran: Sequence[Ran], state: dict[str, list[float]], verdict: Verdict, c
     return "\n".join(lines)
 
 
-def _say(text: str) -> None:
-    print(f"netlab: {text}", file=sys.stderr, flush=True)
-
-
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
 @click.option("--hosts", type=int, default=8, show_default=True, metavar="N")
 @click.option("--rate", default="200mbit", show_default=True, metavar="RATE")
@@ -192,8 +183,7 @@ def main(
     if high_rate is None or low_rate is None:
         raise click.UsageError("both rates are numbers: a link without a limit has none to drop from, or to")
     case = Case(hosts, high_rate, low_rate, f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
-    machine = describe()
-    began = time.monotonic()
+    record = Record("adaptation", output)
     ran, decisions, state = run(case, num_rounds)
     verdict = judge(ran, decisions, state, case)
     print(table(ran, state, verdict, case), "", *(one["text"] for one in decisions), sep="\n")
@@ -202,11 +192,7 @@ def main(
         f"state: {verdict.best}, {verdict.best_s * 1e3:.1f} ms; 90 % of it from step {verdict.reached} on, "
         f"{verdict.share:.1%} in the end"
     )
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
-        "machine": machine,
+    figures_ = {
         "case": asdict(case),
         "verdict": {
             **asdict(verdict), "minimum": AIM_SHARE, "within_steps": AIM_STEPS, "is_reached": verdict.is_reached
@@ -215,9 +201,7 @@ def main(
         "decisions": decisions,
         "new_state_s": state,
     }  # fmt: skip
-    path = output or ROOT / f"bench/results/adaptation-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(record, path)
-    _say(f"written: {path}")
+    record.write(figures_)
     sys.exit(0 if verdict.is_reached else 1)
 
 

@@ -7,9 +7,6 @@ each and what was decided. The names of the steps do not matter: it begins with 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib
-import importlib.util
 import json
 import time
 from dataclasses import asdict
@@ -20,6 +17,7 @@ import kfcomm
 from bench.netlab.steps import Step
 from bench.netlab.worker import Time, conducted, numbers
 from kfcomm.adapt import Adaptation, AvoidSlowLinks, Decision
+from kfcomm.bench.harness import run_on_loop
 from kfcomm.strategies import Strategy
 
 
@@ -80,7 +78,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    found = importlib.util.find_spec("uvloop") is not None
-    factory = importlib.import_module("uvloop").new_event_loop if found else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+    run_on_loop(main())

@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.compare.machine import describe
-from bench.compare.record import dated, write
-from bench.compare.world import ROOT
 from bench.netlab.__main__ import reported
 from bench.netlab.batching import ADAPTIVE, COMPUTING_S, FIRST_BATCH, HIDDEN, RATE
 from bench.netlab.hosts import even
 from bench.netlab.lab import Netlab
 from bench.netlab.measure import records_of
 from bench.netlab.rates import parse_rate
+from bench.records import Record
 
 FIXED = (16, 64, 256, 1024)
 ORDER = (64, 256, ADAPTIVE, 1024, 16)
@@ -128,7 +124,7 @@ def table(found: Sequence[Figure]) -> str:
 @click.option("--output", type=click.Path(path_type=Path), help="By default bench/results/batches-DATE.json.")
 def main(hosts: int, rate: str, wanted: float, most_s: float, output: Path | None) -> None:
     """Measure, print, record."""
-    machine, began = describe(), time.monotonic()
+    record = Record("batches", output)
     with reported(), Netlab(even(hosts, parse_rate(rate)), network="10.80.3.0/24") as lab:
         found = measured(lab, ORDER, wanted, most_s)
     aim = verdict(found)
@@ -146,9 +142,7 @@ def main(hosts: int, rate: str, wanted: float, most_s: float, output: Path | Non
         "verdict": aim,
         "figures": [asdict(one) for one in found],
     }
-    path = output or ROOT / f"bench/results/batches-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(dated(figures, machine, began), path)
-    print(f"netlab: written: {path}", file=sys.stderr)
+    record.write(figures)
     sys.exit(0 if aim["reached"] else 1)
 
 

@@ -14,27 +14,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.compare.machine import describe
-from bench.compare.record import write
-from bench.compare.world import ROOT
 from bench.netlab.__main__ import bed_options, reported, specs_from
 from bench.netlab.hosts import HostSpec
 from bench.netlab.lab import Netlab
 from bench.netlab.measure import Timing, alone, measure
 from bench.netlab.rates import Bucket, efficiency, show_rate
 from bench.netlab.steps import Step, bound_s, rounds
+from bench.records import Record, say
 from kfcomm.common.sizes import parse_sizes, show_size
 
-FORMAT = 1
 STRATEGIES = "ring,star,clique,binary_tree,multi_binary_tree_star,auto"
 SIZES = "256KiB,2MiB,8MiB,32MiB"
 AIM = Step("ring", 32 << 20)
@@ -122,7 +117,7 @@ def figures(bed: Bed, strategies: Sequence[str], sizes: Sequence[int], num_round
     """Measure; by size, then by strategy."""
     steps = rounds(strategies, sizes, num_rounds + 1)
     per_round = len(steps) // (num_rounds + 1)
-    with alone(lambda: _say("waiting for another measurement to end")), Netlab(bed.specs, mtu=bed.mtu) as lab:
+    with alone(lambda: say("netlab: waiting for another measurement to end")), Netlab(bed.specs, mtu=bed.mtu) as lab:
         timings = measure(lab, steps, before_step=lambda number, step: _progress(number, per_round, num_rounds))
     counted = timings[per_round:]
     return [
@@ -153,11 +148,7 @@ def verdict(found: Sequence[Figure]) -> Mapping[str, Any] | None:
 
 def _progress(number: int, per_round: int, num_rounds: int) -> None:
     if number % per_round == 0:
-        _say(f"round {number // per_round} of {num_rounds}")
-
-
-def _say(text: str) -> None:
-    print(f"netlab: {text}", file=sys.stderr, flush=True)
+        say(f"netlab: round {number // per_round} of {num_rounds}")
 
 
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
@@ -172,24 +163,17 @@ def main(strategies: str, sizes: str, num_rounds: int, output: Path | None, mtu:
     """Measure, print, record."""
     with reported():
         bed = Bed(specs_from(**given), mtu)
-        machine = describe()
-        began = time.monotonic()
+        record = Record("netlab", output)
         found = figures(bed, strategies.split(","), parse_sizes(sizes), num_rounds)
     print(f"{len(bed.specs)} hosts, {', '.join(dict.fromkeys(show_rate(spec.rate) for spec in bed.specs))}\n")
     print(table(found))
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
+    figures_ = {
         "rounds": num_rounds,
-        "machine": machine,
         "network": bed.as_json(),
         "verdict": verdict(found),
         "figures": [asdict(one) for one in found],
     }
-    path = output or ROOT / f"bench/results/netlab-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(record, path)
-    _say(f"written: {path}")
+    record.write(figures_)
     aim = verdict(found)
     if aim is not None and not aim["reached"]:
         print(f"{aim['case']}: {aim['share']:.1%} of the bound, and {AIM_SHARE:.0%} are wanted")

@@ -18,24 +18,20 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.compare.machine import describe
-from bench.compare.record import dated, write
-from bench.compare.world import ROOT
 from bench.netlab.__main__ import reported
 from bench.netlab.factoring import HYBRID, TOLD, WAYS, WHOLE, layers_of
 from bench.netlab.hosts import even
 from bench.netlab.lab import Netlab
 from bench.netlab.measure import records_of
 from bench.netlab.rates import parse_rate
+from bench.records import Record
 from kfcomm.train import all_reduce_numbers, factor_numbers, takes_factors
 
 LEAST_RATIO = 1.5
@@ -129,7 +125,7 @@ def verdict(found: dict[str, Figure]) -> dict[str, Any]:
 @click.option("--output", type=click.Path(path_type=Path), help="By default bench/results/hybrid-DATE.json.")
 def main(hosts: int, rate: str, samples: int, divisor: int, num_rounds: int, output: Path | None) -> None:
     """Measure, print, record."""
-    machine, began = describe(), time.monotonic()
+    record = Record("hybrid", output)
     with reported(), Netlab(even(hosts, parse_rate(rate)), network="10.80.1.0/24") as lab:
         found = measured(lab, num_rounds, samples, divisor)
     aim = verdict(found)
@@ -146,9 +142,7 @@ def main(hosts: int, rate: str, samples: int, divisor: int, num_rounds: int, out
         "verdict": aim,
         "figures": [asdict(one) for one in found.values()],
     }
-    path = output or ROOT / f"bench/results/hybrid-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(dated(figures, machine, began), path)
-    print(f"netlab: written: {path}", file=sys.stderr)
+    record.write(figures)
     sys.exit(0 if aim["reached"] else 1)
 
 

@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from bench.compare.machine import describe
-from bench.compare.record import write
-from bench.compare.world import ROOT
 from bench.netlab.__main__ import reported
 from bench.netlab.hosts import HostSpec, even, with_rate
 from bench.netlab.lab import MTU, Netlab
 from bench.netlab.measure import Timing, measure
 from bench.netlab.rates import efficiency, parse_rate, show_rate
 from bench.netlab.steps import rounds
+from bench.records import Record, say
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.strategies import AnyStrategy, bound_seconds, build, packed_trees
 from kfcomm.strategies.cost import network_of, predict_seconds
@@ -138,7 +134,7 @@ def verdict(found: Sequence[Figure]) -> Mapping[str, Any]:
 
 def _progress(number: int, num_rounds: int) -> None:
     if number % len(STRATEGIES) == 0:
-        print(f"netlab: round {number // len(STRATEGIES)} of {num_rounds}", file=sys.stderr, flush=True)
+        say(f"netlab: round {number // len(STRATEGIES)} of {num_rounds}")
 
 
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
@@ -153,27 +149,20 @@ def main(hosts: int, rate: str, slow: str, size: str, num_rounds: int, output: P
     with reported():
         specs = with_rate(even(hosts, parse_rate(rate)), f"h{hosts - 1}", parse_rate(slow))
         (nbytes,) = parse_sizes(size)
-        machine = describe()
-        began = time.monotonic()
+        record = Record("netlab-unlike", output)
         found = figures(specs, nbytes, num_rounds)
     print(f"{hosts} hosts, {', '.join(dict.fromkeys(show_rate(spec.rate) for spec in specs))}, {size}\n")
     print(table(found))
     aim = verdict(found)
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
+    figures_ = {
         "rounds": num_rounds,
         "nbytes": nbytes,
-        "machine": machine,
         "hosts": [asdict(spec) for spec in specs],
         "bound_s": bound_seconds(Layout.even(hosts, hosts), bandwidth_of(specs), nbytes),
         "verdict": aim,
         "figures": [asdict(one) for one in found],
     }
-    path = output or ROOT / f"bench/results/netlab-unlike-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(record, path)
-    print(f"netlab: written: {path}", file=sys.stderr)
+    record.write(figures_)
     print(f"packed trees: {aim['ratio']:.2f} times as quick as ring or star, {aim['share']:.1%} of the bound")
     sys.exit(0 if aim["reached"] else 1)
 

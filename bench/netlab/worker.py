@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -32,6 +31,7 @@ import numpy as np
 
 import kfcomm
 from bench.netlab.steps import Step
+from kfcomm.bench.harness import run_on_loop
 from kfcomm.strategies import Strategy
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -148,7 +148,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    found = importlib.util.find_spec("uvloop") is not None
-    factory = importlib.import_module("uvloop").new_event_loop if found else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+    run_on_loop(main())

@@ -1,12 +1,22 @@
-"""Measuring collectives on a user's own machines: `kfcomm bench`.
+"""Measuring collectives on a user's own machines: `kfcomm bench`, and the harness of the measurements in ``bench/``.
 
-From the outside in: a `Suite` says what is asked for and unfolds into `Case`s; every rank runs the same cases
-(`measure`), each on arrays whose result it knows (`load`, `pattern`); rank 0 tells of them in `events`, from which
-whoever started the benchmark makes the progress display, the table, the JSON and the page (`report`).
+A `Suite` says what is asked for and unfolds into `Case`s; every rank runs the same cases (`measure`), each on arrays
+whose results it knows (`load`, `pattern`); rank 0 reports them as `events`, from which `watch` and `report` make the
+progress display, the table, the JSON and the page. `harness` has what other measurements share: jobs of ranks, turns,
+times of the slowest rank.
 
-How ranks are started is not known here: the command line brings the launcher and this room together.
+The command line brings the launcher and this package together: nothing here starts ranks but `harness`, by the command.
 """
 
-from kfcomm.bench.suite import Case, Mode, Suite
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfcomm.common.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from kfcomm.bench.suite import Case, Mode, Suite
+else:  # imported when used: workers of other libraries read `workloads` where little else is installed
+    __getattr__ = imported_when_used(__name__, dict.fromkeys(("Case", "Mode", "Suite"), "kfcomm.bench.suite"))
 
 __all__ = ["Case", "Mode", "Suite"]

@@ -1,12 +1,103 @@
-"""Harness of measurements: jobs of `kfcomm run`, turns, times of the slowest rank, records."""
+"""Harness of measurements: jobs of `kfcomm run`, rounds of turns, times of the slowest rank."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import importlib.util
-from collections.abc import Callable, Coroutine
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class JobFailed(RuntimeError):
+    """A job did not end well or in time; the text has the end of its output."""
+
+
+def run_job(
+    size: int, program: Sequence[str] | str, *arguments: object, options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None, timeout_s: float | None = 300,
+) -> str:  # fmt: skip
+    """Run a program with `kfcomm run` on this host; returns what its ranks wrote to standard output.
+
+    Args:
+        size: number of ranks.
+        program: its command line after the interpreter, or the text of a program.
+        arguments: of the program.
+        options: of `kfcomm run`.
+        env: variables beside those of this process.
+        timeout_s: how long it may take; None for no limit.
+
+    Raises:
+        JobFailed: it failed, or took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="kfcomm-bench-") as folder:
+        if isinstance(program, str):
+            path = Path(folder) / "program.py"
+            path.write_text(program)
+            program = [str(path)]
+        command = [sys.executable, "-m", "kfcomm", "run", "-n", str(size), *options, sys.executable, *program]
+        command += map(str, arguments)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, env=os.environ | (env or {})
+            )
+        except subprocess.TimeoutExpired as error:
+            raise JobFailed(f"{size} ranks did not end within {timeout_s:g} s: {' '.join(command[4:])}") from error
+    if done.returncode:
+        raise JobFailed(f"{size} ranks failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"[-4000:])
+    return done.stdout
+
+
+def said(output: str) -> list[str]:
+    """Return the lines that ranks wrote, without the rank before each."""
+    return [line.partition("] ")[2] for line in output.splitlines() if line.startswith("[")]
+
+
+def said_json(output: str) -> Any:
+    """Return the JSON object that one rank wrote, wherever in its line it begins."""
+    return json.loads(output[output.index("{") :])
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """Return the items in order, beginning with another one."""
+    first = by % len(items) if items else 0
+    return [*items[first:], *items[:first]]
+
+
+def slowest_s(comm: Any, seconds: float) -> float:
+    """Return the greatest of what the ranks give, on each rank; ``comm`` is a ``kfcomm.sync.Communicator``."""
+    return float(comm.all_reduce(np.array([seconds]), "slowest", op="max")[0])
+
+
+def take_turns(
+    comm: Any, works: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Let works take turns, so that noise meets all alike; returns the seconds of each round, on the slowest rank.
+
+    Args:
+        comm: a ``kfcomm.sync.Communicator``.
+        works: do something on this rank and return how long it took.
+        rounds: that count.
+        warmup: rounds before them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(warmup + rounds):
+        for name, work in works.items():
+            comm.barrier("turn")
+            took_s = slowest_s(comm, work())
+            if number >= warmup:
+                seconds[name].append(took_s)
+    return seconds
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -17,7 +108,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return made
 
 
-def run_on_loop(main: Coroutine[Any, Any, Any]) -> Any:
+def run_on_loop(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, on uvloop where it is installed."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)

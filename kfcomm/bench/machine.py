@@ -1,10 +1,9 @@
-"""What a benchmark ran on: the description of one host that goes into its report."""
+"""Description of a host, for reports."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ _PACKAGES = ("numpy", "msgpack", "uvloop")
 
 
 def describe() -> dict[str, Any]:
-    """This host: processor, memory, system and the versions that matter."""
+    """Describe this host: processor, memory, system and versions."""
     return {
         "hostname": hostname(),
-        "processor": _found("/proc/cpuinfo", ("model name", "Model", "cpu model")) or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -33,19 +32,27 @@ def describe() -> dict[str, Any]:
 
 
 def available_nbytes() -> int | None:
-    """Memory that can be had without swapping (proc(5): MemAvailable); None if the system does not say."""
-    found = _found("/proc/meminfo", ("MemAvailable",))
+    """Return the memory that is available without swapping (proc(5): MemAvailable); None where it is not known."""
+    found = fields_of(Path("/proc/meminfo")).get("MemAvailable")
     return None if found is None else int(found.split()[0]) * 1024
 
 
-def _found(path: str, names: Iterable[str]) -> str | None:
-    """The value of the first line ``name: value`` of a file of the kernel."""
+def fields_of(path: Path) -> dict[str, str]:
+    """Return the lines ``name: value`` of a file of the kernel, the first of each name; empty if it cannot be read."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError:
-        return None
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return next((fields[name] for name in names if fields.get(name)), None)
+        return {}
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def _processor() -> str:
+    fields = fields_of(Path("/proc/cpuinfo"))
+    names = ("model name", "Model", "cpu model")
+    return next((fields[name] for name in names if fields.get(name)), platform.machine())
 
 
 def _version(package: str) -> str | None:

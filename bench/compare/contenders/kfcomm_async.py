@@ -6,14 +6,14 @@ The loop runs during the turns only; between them the worker sleeps in its block
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from typing import Any
 
 import kfcomm
 from bench.compare.contenders.base import Contender, Stopwatch, WrongResultError
 from bench.compare.data import Array, Data, Tensors
 from bench.compare.works import Mode
+from kfcomm.bench.harness import loop_factory
 
 
 class Async(Contender):
@@ -75,15 +75,6 @@ class Async(Contender):
         """See the base class."""
         self._runner.run(self._comm.close())
         self._runner.close()
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes uvloop's loops where it exists; else None: asyncio's."""
-    if find_spec("uvloop") is None:
-        return None
-    from uvloop import new_event_loop
-
-    return new_event_loop
 
 
 async def _joined() -> kfcomm.Communicator:

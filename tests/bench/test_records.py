@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from bench.compare.machine import commit, cpu_model, describe, memory_gib
+from bench.records import commit, describe
 
 
-def test_processor_and_memory_are_read() -> None:
-    assert cpu_model("processor\t: 0\nmodel name\t: Some CPU: fast\nmodel name\t: other\n") == "Some CPU: fast"
-    assert cpu_model("processor : 0\n") == ""
-    assert memory_gib("MemFree: 1 kB\nMemTotal:       25165824 kB\n") == 24.0
-    assert memory_gib("") == 0.0
+def test_processor_and_memory_are_read(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU: fast\nmodel name\t: other\n")
+    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemTotal:       25165824 kB\n")
+    record = describe(tmp_path)
+    assert (record["cpu"], record["memory_GiB"]) == ("Some CPU: fast", 24.0)
 
 
 def test_a_machine_is_described(tmp_path: Path) -> None:
