@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors docs pins clean
+.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors words docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -66,7 +66,7 @@ netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; 
 	$(<D)/bin/python -m bench.netlab.hybrid
 	$(<D)/bin/python -m bench.netlab.batches
 
-check: lint format types floors ## lint, format, types, public API, floors of the house
+check: lint format types floors words ## lint, format, types, public API, layers, plain words
 
 lint: $(VENV)/check/.ready
 	$(<D)/bin/ruff check .
@@ -80,6 +80,9 @@ types: $(VENV)/check/.ready
 
 floors: $(VENV)/check/.ready
 	$(<D)/bin/lint-imports --no-cache
+
+words: $(VENV)/check/.ready
+	$(<D)/bin/python tests/plain_words.py
 
 docs: $(VENV)/docs/.ready ## build the documentation into site/
 	$(<D)/bin/python -m mkdocs build --strict
