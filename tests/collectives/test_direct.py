@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveMismatch, PeerLost
-from kfcomm.strategies import Direct, base, direct
+from kfcomm.strategies import Direct, base, builtin
 from kfcomm.world.communicator import Communicator
 from tests.collectives import scenarios
 from tests.collectives.scenarios import USES, X, warm
@@ -28,7 +28,7 @@ def without_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("kfcomm.transports.shm.slots.MIN_PIECE_NBYTES", 0)
         return
     monkeypatch.setattr(
-        direct, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param, CHAINS=Direct.CHAINS)
+        builtin, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param, CHAINS=Direct.CHAINS)
     )
 
 
