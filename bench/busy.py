@@ -1,4 +1,4 @@
-"""What a busy neighbour costs: 1,000 blocking all_reduces of 1 KiB, alone and beside a process that only computes.
+"""Cost of a busy neighbour: 1,000 blocking all_reduces of 1 KiB, alone and beside a process that only computes.
 
     kfcomm run -n 4 python bench/busy.py
 

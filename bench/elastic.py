@@ -1,12 +1,12 @@
-"""What changes of the ranks cost those that train on: a rank is killed in the midst of a call, ranks go, ranks come.
+"""Cost of membership changes for the surviving ranks: a rank is killed during a call, ranks leave, ranks join.
 
     python -m bench.elastic --rounds 10 --output bench/results/elastic.json
     python -m bench.elastic --rounds 0 --seconds 600
 
-Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
-was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
-that stay spent between two steps, with 100 MB of state for those that come; and how long these take to travel in
-stripes, beside a broadcast. Then what a step in which nothing happens takes more in an ``Elastic``. With ``--seconds``
+Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took during
+which a rank was killed than the median of the others, on the slowest survivor. For other sizes: how much longer the
+remaining ranks spent between two steps, with 100 MB of state for the joining ones; and how long these take to travel in
+stripes, beside a broadcast. Then the additional time of an undisturbed step in an ``Elastic``. With ``--seconds``
 two jobs of four train on digits for that long, beside each other, in one of which a rank is killed every five seconds
 and a spare takes its place: how many steps either has done, and how well it has learned.
 """
@@ -238,7 +238,7 @@ def calm() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a job that ran for some time has done.
+    """Result of a job that trained for some time.
 
     Attributes:
         steps: of training.

@@ -1,4 +1,4 @@
-"""What a step costs for which nobody has anything to decide: the meeting at its end, beside a small all_reduce.
+"""Cost of an adaptation step without decisions: the meeting at its end, beside a small all_reduce.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What monitoring costs: a model's gradients with it on and off, and each of its hooks by itself.
+"""Cost of monitoring: a model's gradients with it on and off, and each of its hooks by itself.
 
     python bench/monitoring.py                  # ResNet-50, 4 ranks; writes bench/results/monitoring-DATE.json
     python bench/monitoring.py --pairs 10 --rounds 1 --no-write
@@ -10,7 +10,7 @@ and the upper 95 % bound of that median by order statistics (it assumes nothing 
 
 *Hooks*: how often each hook runs in one round is counted, what it costs once is timed in a loop around it (a meter of
 its own, real operations and rings), and the product is set against the CPU time of a round with monitoring off. Links
-count whether or not monitoring is on: that counts as a hook here, and is no part of the pairs.
+count whether or not monitoring is on: that counts as a hook here, but not in the pairs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kfcomm.core.program import elsewhere
 from kfcomm.engine.meter import Meter
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.transports.shm.ring import RingReader
+from kfcomm.types import override
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_PAIRS, LIMIT_HOOKS = 1.03, 0.01
@@ -47,7 +48,7 @@ Figures = dict[str, float]
 
 
 class CountingMeter(Meter):
-    """Counts how often it is told something."""
+    """Counts the calls of its hooks."""
 
     __slots__ = ("calls",)
 
@@ -55,13 +56,13 @@ class CountingMeter(Meter):
         super().__init__(size)
         self.calls = dict.fromkeys(("arrived", "completed", "burst_end"), 0)
 
+    @override
     def arrived(self, peer: int, operation: Any) -> None:
-        """See ``Meter.arrived``."""
         self.calls["arrived"] += 1
         super().arrived(peer, operation)
 
+    @override
     def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
-        """See ``Meter.completed``."""
         self.calls["completed"] += 1
         super().completed(key, taken_s, nbytes)
 
@@ -165,7 +166,7 @@ def _once(call: Callable[[], None], number: int) -> float:
 
 
 def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
-    """The upper bound of the median: the k-th smallest, of which so few can be below by chance."""
+    """Upper bound of the median by order statistics."""
     ordered = sorted(values)
     count = len(ordered)
     above = 0.0

@@ -1,11 +1,11 @@
-"""What a monitor of gradients costs: paired steps with it and without, on the gradients of ResNet-50.
+"""Cost of a gradient monitor: paired steps with it and without, on the gradients of ResNet-50.
 
 ::
 
     python -m bench.noise_scale -n 4 --pairs 30 --compute 1.0
 
 Ranks of one machine average 214 arrays, 97.6 MiB, with ``SynchronousSGD``; in each pair one step has a
-``GradientMonitor`` and one has none, in an order that alternates. ``--compute``: seconds that stand for forward and
+``GradientMonitor`` and one does not, in an order that alternates. ``--compute``: seconds that stand for forward and
 backward of a step; they are added to the time of a bare step, since what is asked for is the part of a whole one.
 Printed as JSON, with the upper end of a 95 % interval of the mean difference.
 """
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", type=int, default=4, help="number of ranks")
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--compute", type=float, default=0.0, help="seconds that stand for a step's computing")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds in place of a step's computing")
     given = parser.parse_args()
     if "KFCOMM_RANK" in os.environ:
         rank(given.pairs, given.compute)

@@ -1,11 +1,11 @@
-"""What one small collective costs: CPU time of each rank, from call to result.
+"""Cost of one small collective: CPU time of each rank, from call to result.
 
     python bench/overhead.py                    # a world of one, worlds in memory, and processes over Unix sockets
     python bench/overhead.py alone memory       # only those
     python bench/overhead.py --count 2000 --json
 
 The work is an all_reduce of 8 float32 under a name of its own: 10,000 of them all at once, then a fifth as many one at
-a time. The names come again in every round, as in training. The figure is the CPU time of the process, its garbage
+a time. Every round uses the same names, as in training. The figure is the CPU time of the process, its garbage
 collector and threads included, by collective and rank; the median of the rounds. It depends less than the time on the
 clock on what else the machine does. A world in memory runs all its ranks in one process, and has no sockets.
 """

@@ -91,7 +91,7 @@ async def measure(comm: kfcomm.Communicator, nbytes: int, num_rounds: int) -> di
 
 
 def report(medians: dict[str, float], nbytes: int) -> bool:
-    """Print the figures and the verdict."""
+    """Print the figures; whether the bounds hold."""
     service_s = medians["alone"] / (nbytes / CHUNK_NBYTES)
     waited = (medians["priority"] - medians["idle"]) / service_s
     ratio = medians["without"] / medians["priority"]

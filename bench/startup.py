@@ -72,7 +72,7 @@ def job(num_ranks: int) -> dict[str, float]:
 
 
 def rank() -> None:
-    """What each rank does."""
+    """Program of a rank."""
     at = {"python": time.monotonic()}
     import numpy  # noqa: F401  what kfcomm costs beyond it is the question
 

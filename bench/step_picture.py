@@ -36,18 +36,18 @@ class Recorder:
         self._engine.tracer = self._before
 
     def posted(self, operation: Any) -> None:
-        """See ``Tracer.posted``."""
+        """Note when a call was posted."""
         self._begun[operation] = time.monotonic()
 
     def ended(self, operation: Any, reason: str = "") -> None:
-        """See ``Tracer.ended``."""
+        """Add the bar of a call that succeeded."""
         begun = self._begun.pop(operation, None)
         if begun is not None and not reason:
             name = operation.key.name
             self.bars.append((name, "gradient", name, begun, time.monotonic()))
 
     def span(self, name: str, since_ns: int, until_ns: int, /, **_: Any) -> None:
-        """See ``Tracer.span``."""
+        """Add a bar of the program."""
         kind = name.split()[0]
         self.bars.append(("program", kind, name, since_ns / 1e9, until_ns / 1e9))
 
@@ -57,7 +57,7 @@ class Recorder:
     sent = arriving = arrived = instant = counter = left = forked = _nothing
 
     async def close(self) -> None:
-        """See ``Tracer.close``."""
+        """Nothing is held open."""
 
 
 def draw(ways: Mapping[str, Recorder]) -> str:

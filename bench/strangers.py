@@ -1,4 +1,4 @@
-"""What strangers cost a job that works: idle and slow connections at each of its ports, and whether ranks still join.
+"""Cost of unauthenticated connections for a working job: idle and slow ones at each port, and a joining rank.
 
     python -m bench.strangers --idle 10000 --slow 1000
 
@@ -8,7 +8,7 @@ say nothing, the slow ones a byte every half second. Those that the job cuts off
 percentile of the calls before, while they come (a flood), and from then on; the memory of the ranks before and at the
 most; how many came; and how long a fourth rank takes to come in while as many come once more.
 
-Strangers are other hosts' programs: here they get of the processors what the job leaves (SCHED_IDLE of sched(7)).
+They stand in for other hosts' programs, so they get only idle processor time (SCHED_IDLE of sched(7)).
 
 Bounds: 1.5 times the percentile before, 20 MB more in no rank; the rank comes in.
 """
@@ -98,7 +98,7 @@ class Job:
         return {row[3] for row in self.rows}
 
     def ports(self) -> list[int]:
-        """Those at which the launcher and the ranks listen."""
+        """Ports at which the launcher and the ranks listen."""
         listening = [
             one.laddr.port
             for pid in (self.launcher.pid, *self.ranks())
@@ -127,7 +127,7 @@ class Job:
 
 @contextmanager
 def job(folder: Path) -> Iterator[Job]:
-    """Three ranks that work until they are told to end."""
+    """Three ranks that work until the flag ends them."""
     program, flag = folder / "work.py", folder / "flag"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "kfcomm", "run", "-n", "3", "--elastic", "3:4", "--transport", "tcp"]
@@ -200,7 +200,7 @@ def strangers(ports: list[int], idle: int, slow: int) -> None:
 
 @contextmanager
 def knocked(ports: list[int], idle: int, slow: int) -> Iterator[Callable[[], int | None]]:
-    """Strangers at these ports, from a process of their own; how many have come is known when all have tried."""
+    """Connections to these ports from another process; their number is known when all have been tried."""
     command = [sys.executable, "-m", "bench.strangers", "--idle", str(idle), "--slow", str(slow)]
     command += ["--at", json.dumps(ports)]
     said: list[int] = []
@@ -225,7 +225,7 @@ def after(seconds: float) -> Callable[[], bool]:
 
 
 def measure(idle: int, slow: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """A job left alone for so long, then while strangers come, then for as long; a rank joins while more come."""
+    """Measure the job alone, while connections come, and after; a rank joins while more come."""
     with job(folder) as made:
         made.percentile_s(after(seconds / 4))  # what a job needs once is done
         before, ports, memory = made.percentile_s(after(seconds)), made.ports(), made.nbytes()
@@ -249,14 +249,14 @@ def measure(idle: int, slow: int, seconds: float, folder: Path) -> dict[str, Any
 
 
 def main() -> int:
-    """Measure, and tell; or be the strangers."""
+    """Measure and report; or make the connections."""
     parser = argparse.ArgumentParser(prog="python -m bench.strangers")
     parser.add_argument("--idle", type=int, default=10_000, help="connections at each port that say nothing")
     parser.add_argument("--slow", type=int, default=1_000, help="connections at each port that say a byte now and then")
     parser.add_argument(
-        "--seconds", type=float, default=20, help="of calls without strangers, and of calls once they have come"
+        "--seconds", type=float, default=20, help="of calls without connections, and of calls after they have come"
     )
-    parser.add_argument("--at", type=json.loads, metavar="PORTS", help="only be the strangers, at these ports")
+    parser.add_argument("--at", type=json.loads, metavar="PORTS", help="only make the connections, to these ports")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.at is not None:

@@ -1,11 +1,11 @@
-"""What it costs to change the strategy under load: 10,000 collectives, and 200 changes among 5 strategies.
+"""Cost of changing the strategy under load: 10,000 collectives, and 200 changes among 5 strategies.
 
     kfcomm run -n 4 python bench/swaps.py
 
 Two kinds of round take turns. Both run the same collectives, of mixed sizes, with as many in flight, and spend as
 long in each strategy: the quiet one changes it once for each strategy, the other one all the time. Every result is
-compared with what it must be. Times of a change are from the call to its verdict; those of a small all_reduce are taken
-in the same state: with nothing else in flight (idle), and amid the collectives (loaded).
+compared with what it must be. Times of a change are from the call to its result; those of a small all_reduce are taken
+in the same state: with nothing else in flight (idle), and among the collectives (loaded).
 
 Bounds: a change takes at most twice a small all_reduce, in both states; the throughput is at least 95 % of that of
 the quiet rounds (the median of the pairs' ratios).
@@ -124,7 +124,7 @@ async def measure(comm: kfcomm.Communicator, options: argparse.Namespace) -> dic
 
 
 def report(figures: dict[str, Any]) -> bool:
-    """Print the figures of the world and the verdict."""
+    """Print the figures of the world; whether the bounds hold."""
     idle = figures["idle_swap_s"] / figures["idle_small_s"]
     loaded = figures["loaded_swap_s"] / figures["loaded_small_s"]
     for state, ratio in (("idle", idle), ("loaded", loaded)):

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.torch_ddp import of_all, slowest
 from kfcomm.bench.workloads import WORKLOADS
+from kfcomm.types import override
 
 FIRST_STEPS = 5
 """Of a DDP, in which it makes its buckets, and kfcomm finds their names and takes its memory."""
@@ -37,20 +38,20 @@ class Touch(torch.autograd.Function):  # type: ignore[misc]
     """A number that depends on all parameters; the gradients are ones, which take no memory."""
 
     @staticmethod
+    @override
     def forward(context: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        """See ``torch.autograd.Function``."""
         context.shapes = [one.shape for one in parameters]
         return torch.ones(())
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
+    @override
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See ``torch.autograd.Function``."""
         return tuple(gradient.expand(shape) for shape in context.shapes)
 
 
 class Shapes(nn.Module):  # type: ignore[misc]
-    """A model of these tensors, in the order of its layers, each used by itself; nobody reads what is in them."""
+    """A model of these tensors, in the order of its layers, each used by itself; their values are not read."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Shapes(nn.Module):  # type: ignore[misc]
 
 
 def kept(bucket: Any) -> Any:
-    """What a communication hook gives that exchanges nothing."""
+    """Result of a communication hook that exchanges nothing."""
     found = torch.futures.Future()
     found.set_result(bucket.buffer())
     return found

@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def picture(comm: kfcomm.sync.Communicator, turns: dict[str, Turns], path: Path) -> None:
-    """Two steps of each way, of which the second is drawn."""
+    """Record three steps of each way and draw them."""
     recorded = {}
     for name, one in turns.items():
         comm.barrier("picture")

@@ -4,7 +4,7 @@
 
     kfcomm run -n 4 python examples/adaptive.py
 
-Each step stands for one of a training: some computing, then the gradients are all_reduced. What the policies decide is
+Each step imitates one of a training: some computing, then an all_reduce of the gradients. What the policies decide is
 logged as it happens, with the numbers behind it.
 """
 

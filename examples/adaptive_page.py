@@ -1,4 +1,4 @@
-"""What is told and drawn of trainings that adapt, and of those that do not: one axis of seconds for all."""
+"""Report and page of trainings that adapt, and of those that do not, on one axis of seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What a policy has decided, and why."""
+    """Decision of a policy."""
 
     at_s: float
     policy: str
@@ -47,7 +47,7 @@ class Run:
     slow_s: float = math.inf
 
     def column(self, name: str) -> Array:
-        """What the steps have of one name."""
+        """One column of the steps."""
         return np.array([getattr(row, name) for row in self.rows])
 
     @property
@@ -73,7 +73,7 @@ def smoothed(values: Array) -> Array:
 
 
 def tell(runs: Sequence[Run]) -> bool:
-    """What happened; whether all that should change has changed."""
+    """Print what happened; whether batch, workers and strategy have changed."""
     adaptive = runs[0]
     batches, workers = (list(dict.fromkeys(adaptive.column(name).tolist())) for name in ("batch", "workers"))
     changes = [one for one in adaptive.decisions if one.what.startswith("strategy ")]

@@ -70,7 +70,7 @@ class AskForWorkers(Policy):
 
 
 class Found(NamedTuple):
-    """What a step has brought: the mean loss, the norms of this rank's and of the mean gradient, what was told."""
+    """Result of a step: the mean loss, the norms of this rank's and of the mean gradient, the times told."""
 
     loss: float
     local_norm: float
@@ -120,7 +120,7 @@ def norm(gradients: dict[str, Array]) -> float:
 
 @dataclass
 class Plot:
-    """When the link becomes slow and when the run is over: the first rank knows, and tells the others."""
+    """Times at which the link becomes slow and the run ends; the first rank tells the others."""
 
     run: Run
     slow_step: float = MOST_STEPS
@@ -151,7 +151,7 @@ class Trainer:
         self.began_s = self.before_s = time.monotonic()
 
     def step(self, indices: Array, batch: int) -> Found:
-        """One step; the link becomes slow after the one with which that is told."""
+        """One step; the link becomes slow after the step that announces it."""
         self.links.hold()
         found = self.learner.step(self.comm, indices, self.plot.now())
         now_s = time.monotonic()
@@ -201,7 +201,7 @@ def stay(comm: Any, run: Run, batch: int, like: Run) -> None:
 
 
 def main(options: argparse.Namespace) -> bool:
-    """Join the world that this process was started in, or that runs already; whether all that should has changed."""
+    """Join the world of this process, or a running one; whether the training has adapted."""
     runs = [Run("adaptive"), *([] if options.alone else [Run(f"batch of {batch}") for batch in BATCHES])]
     with kfcomm.sync.init(elastic=True) as comm:
         if not adapt(comm, runs[0]) or comm.rank >= WORKERS:

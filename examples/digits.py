@@ -72,7 +72,7 @@ class Layer:
         self.is_last = index == len(sizes) - 2
 
     def forward(self, x: Array) -> Array:
-        """What the layer makes of a batch."""
+        """Output of the layer for a batch."""
         self.input = x
         self.output = x @ self.weight.value + self.bias.value
         return self.output if self.is_last else np.maximum(self.output, 0)

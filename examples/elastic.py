@@ -88,7 +88,7 @@ def train(comm: Any, passes: int) -> tuple[State, Model, Any]:
 
 
 def tell(state: State, model: Model) -> bool:
-    """What happened; whether all went well."""
+    """Print what happened; whether all went well."""
     before: list[int] = state.rows[0][2]
     for number, _, births, _, _ in state.rows[1:]:
         gone, come = sorted(set(before) - set(births)), sorted(set(births) - set(before))

@@ -1,4 +1,4 @@
-"""Lightning over kfcomm: all that is kfcomm's is an argument of its strategy.
+"""Lightning over kfcomm, by one argument of its strategy.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the examples' pages have in common: panels over one axis of seconds, and a page around them.
+"""Pages of the examples: panels over one axis of seconds.
 
 Needs matplotlib, as ``kfcomm bench --html`` does, and has its looks.
 """

@@ -25,7 +25,7 @@ class Worker:
         collective.init_collective_group(size, rank, backend="kfcomm", group_name="all")
 
     def work(self) -> list[float]:
-        """What each verb gives."""
+        """Results of the verbs."""
         total = np.full(4, self.rank + 1.0)
         collective.allreduce(total, "all")
         each = [np.zeros(1), np.zeros(1)]

@@ -1,4 +1,4 @@
-"""Ray Train over kfcomm: all that is kfcomm's is an argument of its configuration.
+"""Ray Train over kfcomm, by one argument of its configuration.
 
 ::
 
@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 
 def train() -> None:
-    """What each worker runs."""
+    """Program of each worker."""
     torch.manual_seed(ray.train.get_context().get_world_rank())
     x = 2 * torch.rand(128, 2) - 1
     y = (x.square().sum(dim=1, keepdim=True) < 0.6).float()

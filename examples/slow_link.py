@@ -37,7 +37,7 @@ class PacedLinks:
                 one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", rate))
 
     def slow_down(self, comm: Any, ranks: tuple[int, int], bytes_per_s: int) -> None:
-        """What connects two ranks has another rate from now on; called on every rank of ``comm``."""
+        """Set the rate of the connections between two ranks; called on every rank of ``comm``."""
         with contextlib.ExitStack() as stack:
             mine = [_ends(stack.enter_context(one)) for one in _connections()]
         everybodys = comm.all_gather_object([list(own) for own, _ in mine], "ends of connections")

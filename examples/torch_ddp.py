@@ -1,4 +1,4 @@
-"""An unmodified DistributedDataParallel program: all that is kfcomm's is the name of the backend.
+"""DistributedDataParallel over kfcomm, by the name of the backend.
 
 ::
 

@@ -50,7 +50,7 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
     return found
 
 
-def test_none_looks_for_nothing(finding: Finding) -> None:
+def test_device_none_looks_for_no_device(finding: Finding) -> None:
     own = accelerator.look(Settings(device="none"))
     assert own == accelerator.Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
     assert finding.asked == []

@@ -73,7 +73,7 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-def test_what_takes_long_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("kfcomm.cli.commands.simulate"), "_MANY_MESSAGES", 20)
     done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "1MiB")
     # star: 2 chunks; ring: 4 parts
@@ -95,14 +95,14 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
         (["--strategy", "ring", "--hosts", "8*1"], "hosts '8*1': expected a number of hosts and ranks, got '8*1'"),
         (["--strategy", "ring", "--hosts", "4x1,0x1"], "hosts '4x1,0x1': '0x1' has no ranks"),
         (["--strategy", "ring", "--hosts", "1x1"], "one rank alone communicates nothing"),
-        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "2B"], "has no room for one float32"),
+        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "2B"], "has less than one float32"),
         (["--strategy", "ring", "--hosts", "2x1", "--sizes", "x"], "expected a size, got 'x'"),
         (["--strategy", "ring", "--hosts", "2x1", "--dtype", "float31"], "float31"),
         (["--strategy", "ring", "--hosts", "2x1", "--network", "/none.toml"], "'/none.toml' cannot be read"),
         (["--strategy", "ring", "--hosts", "2x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),
     ],
 )
-def test_what_cannot_work_is_one_line(arguments: list[str], message: str) -> None:
+def test_usage_error_is_one_line(arguments: list[str], message: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr

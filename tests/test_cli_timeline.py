@@ -50,7 +50,7 @@ def test_a_job_writes_traces_that_merge(tmp_path: Path) -> None:
     assert "3 collectives complete, 0 failed, 0 unfinished" in said.output
 
 
-def test_what_is_missing_or_cut_off_is_told(tmp_path: Path) -> None:
+def test_missing_and_truncated_traces_are_reported(tmp_path: Path) -> None:
     written(tmp_path / "kfcomm-0.trace.json", [about(size=3)])
     written(tmp_path / "kfcomm-2.trace.json", [about(size=3, rank=2), *collective(2, "x", 5, None)], whole=False)
     told = timeline("merge", tmp_path, "-o", tmp_path / "merged.json")

@@ -114,7 +114,7 @@ class Terminal:
         os.write(self._keys, key.encode())
 
     def end(self) -> int:
-        """What it exits with, once it does."""
+        """Its exit code, after its end."""
         ended = os.pidfd_open(self.process.pid)
         while ended not in (ready := select.select([ended, self._keys], [], [])[0]) or self._keys in ready:
             self._hear()

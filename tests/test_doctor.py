@@ -54,7 +54,7 @@ def doctor(*arguments: str) -> Result:
 # ---------------------------------------------------------------- who waits for whom
 
 
-def test_nothing_waits(tmp_path: Path) -> None:
+def test_world_without_waits(tmp_path: Path) -> None:
     pattern = dumped(tmp_path, 3, lambda comms: run_threads(comms, lambda comm: comm.all_reduce(1, "a")))
     done = doctor(pattern)
     assert (done.exit_code, done.output) == (0, "A world of 3: dumps of ranks 0-2.\nNothing waits.\n")
@@ -227,7 +227,7 @@ def test_a_rank_that_is_a_step_behind(tmp_path: Path) -> None:
     assert "whose last use of the name was #3; it has not posted anything" in as_text(diagnosis)
 
 
-def test_where_it_failed_and_where_it_is_over(tmp_path: Path) -> None:
+def test_failed_and_finished_ranks_are_named(tmp_path: Path) -> None:
     event = {"time_s": 90.0, "event": "failed", "name": "x", "seq": 0, "detail": "out of luck"}
     diagnosis = judged(
         tmp_path,
@@ -255,7 +255,7 @@ def test_lost_ranks_and_loops_without_a_turn(tmp_path: Path) -> None:
     assert not found(diagnosis, Kind.NO_DUMP)
 
 
-def test_what_a_rank_did_last_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_last_event_of_a_rank_is_shown(tmp_path: Path) -> None:
     def last(event: str, name: str, seq: int, detail: str) -> str:
         one = {"time_s": 99.0, "event": event, "name": name, "seq": seq, "detail": detail}
         return judged(tmp_path, record(0, 1, events=[one])).last[0].did
@@ -333,7 +333,7 @@ def test_the_diagnosis_for_machines(tmp_path: Path) -> None:
         (b"[]", "no communicator was open"),
     ],
 )
-def test_what_is_no_dump_is_refused_by_name(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     done = doctor(str(path))

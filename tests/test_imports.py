@@ -1,4 +1,4 @@
-"""What a process imports: what it uses, and no more. Counts of modules, which any machine agrees on, not times."""
+"""Modules that a process imports: only those it uses. Counts, which are equal on any machine, not times."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.leaks import Snapshot, left_since
 from tests.support import LeftOnLoop, Watch, on_every_loop
 
 
-def test_nothing_is_left_by_a_test_that_does_nothing(tmp_path: Path) -> None:
+def test_empty_test_leaves_nothing(tmp_path: Path) -> None:
     assert left_since(Snapshot.take(tmp_path), tmp_path) == []
 
 
@@ -108,7 +108,7 @@ async def test_a_task_left_pending_is_found() -> None:
 
 
 @on_every_loop
-async def test_what_was_pending_before_is_not_blamed_on_the_test() -> None:
+async def test_earlier_pending_tasks_are_not_blamed_on_the_test() -> None:
     task = asyncio.create_task(asyncio.Event().wait())
     await Watch().settle()
     task.cancel()
@@ -168,7 +168,7 @@ async def test_a_test_runs_on_the_loop_that_it_names(request: pytest.FixtureRequ
     assert isinstance(loop, asyncio.SelectorEventLoop) == (name != "uvloop")
 
 
-def test_what_a_test_of_a_coroutine_leaves_fails_it(
+def test_leak_of_a_coroutine_test_fails_it(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))

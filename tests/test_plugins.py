@@ -89,7 +89,7 @@ async def test_init_takes_them() -> None:
         ("nothing", "a strategy is a name, .* not NoneType"),
     ],
 )
-def test_what_fails_is_named(name: str, message: str) -> None:
+def test_failing_plugin_is_named(name: str, message: str) -> None:
     plugins.check(name)  # their code is not run before there are ranks
     with pytest.raises(ConfigError, match=message):
         plugins.build(name, Layout.even(4))

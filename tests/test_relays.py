@@ -1,4 +1,4 @@
-"""What a relay changes, repeats or forges between ranks is found: no wrong sum, and no rank lost by it."""
+"""Relays that change, repeat or forge messages between ranks: no wrong sum, and no rank lost."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ async def ends(comms: Sequence[Any], random: Random, count: int) -> Counter[str]
 
 @pytest.mark.parametrize("protection", ["checksum", "tls"])
 @pytest.mark.asyncio(loop_factories=["uvloop"])
-async def test_whatever_a_relay_does_gives_no_wrong_sum_and_loses_nobody(
+async def test_relay_causes_no_wrong_sum_and_no_lost_rank(
     protection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "tls")

@@ -34,7 +34,7 @@ async def total(comm: Any, name: str = "total") -> int:
 @pytest.mark.parametrize("transport", ["memory", "shm"])
 @pytest.mark.parametrize("victims", [(0,), (2,), (1, 3)])
 @pytest.mark.asyncio
-async def test_who_lives_goes_on(transport: Any, victims: tuple[int, ...]) -> None:
+async def test_survivors_continue(transport: Any, victims: tuple[int, ...]) -> None:
     async with world(4, transport=transport) as comms:
         births = tuple(rank for rank in range(4) if rank not in victims)
 
@@ -106,7 +106,7 @@ async def test_memory_goes_on_to_the_next_epoch_unless_the_lost_may_read_there(i
 
 
 @pytest.mark.asyncio
-async def test_what_is_in_flight_hears_that_the_epoch_is_over() -> None:
+async def test_calls_in_flight_raise_epoch_changed() -> None:
     async with world(3) as comms:
         waiting = [comm.all_reduce(np.ones(3), name="x") for comm in comms[:2]]
         message = comms[0].recv(1)
@@ -178,7 +178,7 @@ async def test_agree_takes_flags_and_whole_numbers() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_does_not_call_is_named_and_may_come_later() -> None:
+async def test_rank_that_does_not_call_is_named_and_may_call_later() -> None:
     async with world(2) as comms:
         with pytest.raises(CollectiveTimeout, match=r"shrink\(\) is not done after 0.01 s: ranks \[1\] have not"):
             await comms[0].shrink(timeout=0.01)
@@ -191,7 +191,7 @@ async def test_who_does_not_call_is_named_and_may_come_later() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_closes_meanwhile_is_not_waited_for() -> None:
+async def test_rank_that_closes_meanwhile_is_not_awaited() -> None:
     async with world(3) as comms:
         waiting = [asyncio.ensure_future(comm.shrink()) for comm in comms[:2]]
         await asyncio.sleep(0)
@@ -247,8 +247,8 @@ def test_blocking() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_has_gone_on_tells_the_decision_when_others_are_lost() -> None:
-    """Whoever has not heard it may have lost all others that know it."""
+async def test_continuing_rank_tells_the_decision_when_others_are_lost() -> None:
+    """A rank that has not heard the decision may have lost all others that know it."""
     async with world(3) as comms:
         former = comms[0]._session
         await asyncio.gather(*(comm.shrink() for comm in comms))

@@ -36,7 +36,7 @@ def test_lists_and_ranges(text: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "text", ["", ",", "0", "0:4B", "1TB", "1.5MiB", "-4", "2KiB:1KiB", "1:2:4", "ten", "9999999GiB", "9" * 99]
 )
-def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+def test_malformed_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="sizes"):
         parse_sizes(text)
 
@@ -72,7 +72,7 @@ def test_a_timeout_is_a_number_of_seconds_or_a_timedelta(given_: object, seconds
 
 
 @pytest.mark.parametrize("bad", [-1, -0.5, timedelta(seconds=-1), math.nan, "3", b"3", [3], 10**400, 1j, object])
-def test_what_is_no_timeout_is_refused_with_what_would_be_one(bad: object) -> None:
+def test_malformed_timeout_is_refused_with_an_example(bad: object) -> None:
     with pytest.raises(ConfigError, match="from 0 on, a timedelta, or None"):
         seconds_of(bad)
 

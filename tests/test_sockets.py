@@ -35,7 +35,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.asyncio
-async def test_who_cannot_be_served_for_want_of_a_descriptor_is_told_so() -> None:
+async def test_connection_without_a_free_descriptor_is_told_why() -> None:
     loop = asyncio.get_running_loop()
     accepted: asyncio.Queue[socket.socket] = asyncio.Queue()
     errors: list[OSError] = []

@@ -181,7 +181,7 @@ def test_a_job_runs_inside_tls_from_one_command(more: tuple[str, ...], tmp_path:
     assert (done.returncode, done.stderr) == (0, "")
     wrong = finished("run", "-n", "3", "--tls", "nowhere", *python("print('never')"))
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "there is no file nowhere/cert.pem" in wrong.stderr
+    assert "file nowhere/cert.pem does not exist" in wrong.stderr
 
 
 def test_a_job_with_checksums_gives_the_same_sums_and_ranks_agree_on_it() -> None:

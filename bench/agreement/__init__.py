@@ -1,1 +1,1 @@
-"""Ways to agree where the whole batch is too large: accuracy of 16 ranks against that of one with a small batch."""
+"""Agreement algorithms with a too large batch: accuracy of 16 ranks against one rank with a small batch."""

@@ -1,12 +1,12 @@
-"""Ways to agree where the whole batch is too large: 16 ranks in one process, printed, recorded and drawn.
+"""Agreement algorithms with a too large batch: 16 ranks in one process, printed, recorded and drawn.
 
 ::
 
     python -m bench.agreement --seeds 3 --record agreement.json --plot agreement.svg
 
 One process learns with a small batch. Sixteen ranks learn from as many images, each with that batch: by S-SGD with the
-learning rate scaled linearly, without and with a warm-up; by SMA and PairAveraging with the rate as it was. Of ways
-whose models differ the mean of all is tried. KungFu's paper has 59 % for S-SGD against 75 % at 16 workers.
+learning rate scaled linearly, without and with a warm-up; by SMA and PairAveraging with the unscaled rate. Where
+the models of the ranks differ, their mean is tested. KungFu's paper has 59 % for S-SGD against 75 % at 16 workers.
 
 To reach: SMA and PairAveraging within 1 % of the small batch, where S-SGD loses 5 % or more.
 """

@@ -1,4 +1,4 @@
-"""What is learned: handwritten digits, and a harder set made from them, by a perceptron with one hidden layer.
+"""Task: handwritten digits, and a harder set made from them, for a perceptron with one hidden layer.
 
 Pure: everything follows from a seed.
 """

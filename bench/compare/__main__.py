@@ -105,7 +105,7 @@ def command(name: str) -> dict[str, Any]:
 
 
 def default_output(*, quick: bool) -> Path:
-    """A quick run is no record worth keeping."""
+    """Path of the record; that of a quick run goes below ``build/``."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return ROOT / "build/compare/quick.json" if quick else ROOT / f"bench/results/{stamp}.json"
 

@@ -74,7 +74,7 @@ class Tensors:
         )
 
     def buckets(self) -> list[Bucket]:
-        """The arrays in order, as many in each bucket as it has room for; a larger array has a bucket of its own."""
+        """The arrays in order, as many in each bucket as fit; a larger array has a bucket of its own."""
         groups: list[list[Array]] = []
         room = 0
         for array in self.arrays:
@@ -86,7 +86,7 @@ class Tensors:
         return [Bucket(self._span(group), tuple(group)) for group in groups]
 
     def copies(self) -> list[Bucket]:
-        """Buckets of memory of their own, with room for each array; made once, since programs make them once."""
+        """Buckets with memory of their own, as large as the arrays; made once, since programs make them once."""
         if self._copies is None:
             self._copies = Tensors(self._sizes, self._room)
             self._copies.fill(0)
@@ -132,7 +132,7 @@ class Data:
         return list(chain.from_iterable(repeat(tensors, self._calls_per_set) for tensors in used))[:calls]
 
     def summed(self, calls: int) -> bool:
-        """Whether each array holds what as many calls as it has seen make of it."""
+        """Whether each array holds the sum after its number of calls."""
         for tensors in self._sets[: -(-calls // self._calls_per_set)]:
             seen = min(calls, self._calls_per_set)
             calls -= seen

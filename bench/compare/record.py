@@ -15,6 +15,7 @@ from bench.records import FORMAT
 def to_record(results: Results, about: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of a record: ``about`` (versions, settings), all times, and the ratios of the table."""
     return {
+        "format": FORMAT,
         **about,
         "figures": [
             {"ranks": ranks, "work": work, "contender": entry.contender, "mode": entry.mode, **asdict(figures)}

@@ -17,7 +17,7 @@ TURNS_ALIKE = 2
 
 
 class TakesTurns(Protocol):
-    """A world, or what stands for one in tests."""
+    """A world, or its fake in tests."""
 
     def turn(self, work: Work, mode: Mode, calls: int) -> Turn:
         """Does the work ``calls`` times; raises `WorldError`."""

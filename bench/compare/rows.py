@@ -1,4 +1,4 @@
-"""What is compared with what, and what must be reached: the table's rows, as data."""
+"""Rows of the table as data: comparisons and the ratios to reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.compare.works import WORKS, Entry, Mode, Work
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Who is compared with; of several entries the fastest counts.
+    """Rival of a row; of several entries the fastest counts.
 
     Attributes:
         title: for the table.
@@ -263,7 +263,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured together: everybody who does this work with so many ranks."""
+    """Entries that are measured together: the same work with the same number of ranks."""
 
     work: Work
     ranks: int

@@ -34,7 +34,7 @@ class Line:
     Attributes:
         row: which row.
         rival: with whom.
-        ours: median of ours, in seconds; None if there is no figure.
+        ours: median of ours, in seconds; None if it was not measured.
         theirs: median of the fastest entry of the rival.
         entry: which one that is.
     """
@@ -52,7 +52,7 @@ class Line:
 
     @property
     def verdict(self) -> Verdict:
-        """What is reached."""
+        """Whether minimum and aim are reached."""
         if self.ratio is None or self.rival.minimum is None:
             return Verdict.NONE
         if self.rival.aim is not None and self.ratio >= self.rival.aim:

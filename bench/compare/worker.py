@@ -1,9 +1,9 @@
-"""One process of a contender's world: it sleeps until it is told to take a turn, and reports how long that took.
+"""One process of a contender's world: it sleeps until it gets a turn, and reports how long that took.
 
     python -m bench.compare.worker CONTENDER
 
 The socket to the one who gives the turns is named by ``COMPARE_SOCKET``. It carries one JSON object in each packet, in
-both directions; its end means that nobody is there to work for.
+both directions; its end means that the run has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Worker:
         self._data: Data | None = None
 
     def serve(self, caller: socket.socket) -> None:
-        """Returns when told to leave; ends the process at once if nobody is there any more."""
+        """Take turns until asked to leave; end the process at once if the socket closes."""
         while True:
             parked_s, parked_cpu_s = time.perf_counter(), time.process_time()
             packet = caller.recv(PACKET_NBYTES)

@@ -1,4 +1,4 @@
-"""What is measured: a work (which tensors), a mode (how they are handed over), and who does it.
+"""Measured work: tensors, the mode of their calls, and the contender.
 
 Needs nothing but Python: workers of every library read it.
 """
@@ -30,7 +30,7 @@ class Mode(StrEnum):
     SHARED = "shared result"
     """A blocking collective for each tensor, whose result is one array for all ranks."""
     FLOOR = "floor"
-    """What a floor does, see its contender."""
+    """The work of a floor, see its contender."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What device memory costs with kfcomm, beside what the machine itself needs for it.
+"""Cost of device memory with kfcomm, beside the bare machine's.
 
     python -m bench.gpu --output bench/results/gpu-DATE.json
     python -m bench.gpu --quick

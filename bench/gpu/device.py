@@ -46,7 +46,7 @@ class Clock:
         self._first.record(self._stream)
 
     def elapsed_s(self) -> float:
-        """Waits for what is on the stream by now. Only for a world of one, where nobody else needs this thread."""
+        """Waits for what is on the stream by now. Only for a world of one, where no other rank needs this thread."""
         self._last.record(self._stream)
         self._last.synchronize()
         return float(cupy.cuda.get_elapsed_time(self._first, self._last)) / 1e3

@@ -1,4 +1,4 @@
-"""The rows: times beside those of their floors, what is wanted of them, and their forms as text and record.
+"""Rows of the table: times beside their floors, wanted ratios, as text and record.
 
 Pure: nothing is measured here.
 """
@@ -16,7 +16,7 @@ Pairs: TypeAlias = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is wanted of a row.
+    """Wanted ratio of a row.
 
     Attributes:
         ratio: at most so many times as long as the floor, in the median of the pairs.

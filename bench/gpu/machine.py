@@ -12,7 +12,7 @@ _DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 
 
 def describe(proc: Path = Path("/proc")) -> dict[str, Any]:
-    """What there is; needs CuPy and a GPU."""
+    """Describe the GPU; needs CuPy."""
     import cupy
     from cupy.cuda import nccl
 

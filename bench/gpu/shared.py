@@ -33,7 +33,7 @@ from kfcomm.bench.harness import rotated, run_on_loop
 
 WARMUP = 3
 PATIENCE_S = 150.0
-"""For all that one world does."""
+"""For the whole run of one world."""
 
 
 class SharedError(Exception):
@@ -92,7 +92,7 @@ class Works:
         )
 
     async def fault(self) -> str:
-        """What is wrong with the results of both all_reduces; empty if they are right."""
+        """Describe what is wrong with the results of both all_reduces; empty if they are right."""
         total = self._comm.size * (self._comm.size + 1) / 2
         self._host_out.fill(np.nan)
         await self._device()
@@ -122,7 +122,7 @@ async def member(options: argparse.Namespace) -> None:
 
 
 def measure(num_ranks: int, transport: str, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Have processes on the first GPU do all that; the times of every round, by work, and the route.
+    """Run the works in processes on the first GPU; returns the times of every round, by work, and the route.
 
     Raises:
         SharedError: they failed, or took too long.

@@ -37,7 +37,7 @@ PACKED = "bench.netlab.adapting:packed"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What happens.
+    """Case to measure.
 
     Attributes:
         hosts: how many.
@@ -67,7 +67,7 @@ class Ran:
     Attributes:
         strategy: under which it ran.
         span_s: of its all_reduce, from the first rank's call to the last rank's result.
-        met_s: of the meeting, with all that was done there: from the last rank's result to the last one's next step.
+        met_s: of the meeting and its decisions: from the last rank's result to the last one's next step.
     """
 
     strategy: str
@@ -77,14 +77,14 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of it.
+    """Outcome of a case.
 
     Attributes:
         detected: the step at whose end the policy found interference; None if it did not.
         votes: how many ranks had found it.
         best: the best strategy for the new state, and its median.
         best_s: seconds.
-        reached: the first step after detection with at least 90 % of the best's throughput; None if there is none.
+        reached: the first step after detection with at least 90 % of the best's throughput; None if no step has.
         share: of the best's throughput: the median of all steps from five steps after detection on.
     """
 
@@ -106,7 +106,7 @@ class Verdict:
 def judge(
     ran: Sequence[Ran], decisions: Sequence[dict[str, Any]], state: dict[str, list[float]], case: Case
 ) -> Verdict:
-    """The verdict from the steps, the decisions, and the spans of each strategy in the new state."""
+    """Judge the steps and decisions by the spans of each strategy in the new state."""
     best = min(state, key=lambda name: statistics.median(state[name]))
     best_s = statistics.median(state[best])
     found = next((one for one in decisions if "measures the links" in one["what"]), None)
@@ -181,7 +181,7 @@ def main(
     """Run, print, record."""
     high_rate, low_rate = parse_rate(rate), parse_rate(low)
     if high_rate is None or low_rate is None:
-        raise click.UsageError("both rates are numbers: a link without a limit has none to drop from, or to")
+        raise click.UsageError("expected two numeric rates: an unlimited link cannot drop")
     case = Case(hosts, high_rate, low_rate, f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
     record = Record("adaptation", output)
     ran, decisions, state = run(case, num_rounds)

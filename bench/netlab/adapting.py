@@ -22,7 +22,7 @@ from kfcomm.strategies import Strategy
 
 
 async def packed(comm: kfcomm.Communicator) -> Strategy:
-    """What fits the links as they are now; for ``bench.netlab.worker``."""
+    """Trees that fit the links as they are now; for ``bench.netlab.worker``."""
     return (await comm.probe()).packed_trees()
 
 

@@ -5,7 +5,7 @@ and the seconds of each step, and the accuracy on images that were not learned f
 seconds.
 
 In all runs ``AdaScaleRate`` makes the learning rate from that of the smallest batch; nothing else follows the batch.
-How long a sample is computed for is a sleep, which stands for a larger model.
+Computing a sample is a sleep, in place of a larger model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be learned.
+    """Task of a run.
 
     Attributes:
         wanted: the accuracy at which a run ends: the mean of the last two trials.

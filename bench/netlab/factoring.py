@@ -34,7 +34,7 @@ def layers_of(divisor: int) -> dict[str, tuple[int, int]]:
 
 
 def factors_of(layers: Mapping[str, tuple[int, int]], samples: int, rank: int) -> dict[str, Factors]:
-    """What a backward pass leaves of each layer on this rank, by chance: the mean over its samples."""
+    """Random factors of each layer's mean gradient on this rank, as a backward pass leaves them."""
     random = np.random.default_rng(rank)
 
     def normal(columns: int) -> Any:

@@ -83,7 +83,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """What was measured on.
+    """The bed.
 
     Attributes:
         specs: the hosts.

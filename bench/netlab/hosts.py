@@ -50,9 +50,9 @@ class Host:
     """A host that stands there.
 
     Attributes:
-        spec: as it was asked for.
+        spec: as asked for.
         address: of its interface ``port``.
-        namespace: it, so to speak.
+        namespace: of its network.
     """
 
     spec: HostSpec
@@ -88,14 +88,14 @@ def with_rate(hosts: Sequence[HostSpec], name: str, rate: float | None) -> tuple
     """The same hosts, one of them with another rate.
 
     Raises:
-        ConfigError: there is no such host.
+        ConfigError: the host is unknown.
     """
     at = index_of(name, [host.name for host in hosts])
     return (*hosts[:at], dataclasses.replace(hosts[at], rate=rate), *hosts[at + 1 :])
 
 
 def index_of(name: str, names: Sequence[str]) -> int:
-    """Where ``name`` stands among ``names``.
+    """Index of ``name`` among ``names``.
 
     Raises:
         ConfigError: nowhere.

@@ -67,7 +67,7 @@ class Figure:
 
 
 def formula_nbytes(way: str, size: int, samples: int, divisor: int) -> float:
-    """What a rank sends, by Poseidon's formulas."""
+    """Bytes that a rank sends, by Poseidon's formulas."""
     numbers = 0.0
     for shape in layers_of(divisor).values():
         by_factors = way == TOLD or (way == HYBRID and takes_factors(*shape, samples, size))

@@ -10,8 +10,8 @@
 What leaves a host waits at its ``port``; what goes there, at the bridge's end of the same cable. So each direction has
 its rate, as on a full-duplex link to a switch, and those who use it at once have equal parts of it (see ``links``).
 
-A link has no delay of its own but what the kernel needs (netem, which would add some, is no part of many kernels), and
-loses nothing. Little waits: TCP's window is what a link carries in a few milliseconds, given with the route, and a
+A link has no delay but the kernel's (netem, which adds delay, is missing in many kernels), and loses
+nothing. Little waits: TCP's window is what a link carries in a few milliseconds, given with the route, and a
 pause does not close it. The congestion control is reno, which every kernel grants to every namespace; bbr would empty
 its window for 200 ms every few seconds.
 """
@@ -60,8 +60,8 @@ class Direction(StrEnum):
 class Netlab:
     """A bed of hosts, as a context manager: it stands inside, and nothing is left of it afterwards.
 
-    That holds after exceptions and Ctrl-C, and after SIGTERM and SIGHUP where it is used on the main thread and nobody
-    else handles these: they end the program through `SystemExit` then. What a process that was killed outright has
+    That holds after exceptions and Ctrl-C, and after SIGTERM and SIGHUP where it is used on the main thread without
+    other handlers of these: they end the program through `SystemExit` then. What a process that was killed outright has
     left is taken away by the next one, or by ``python -m bench.netlab clean``.
 
     Args:
@@ -120,7 +120,7 @@ class Netlab:
         """The host of this name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the host is unknown.
         """
         return self.hosts[index_of(name, [host.name for host in self.hosts])]
 
@@ -133,26 +133,26 @@ class Netlab:
             direction: seen from the host.
 
         Raises:
-            ConfigError: there is no such host, or the rate cannot be held.
+            ConfigError: the host is unknown, or the rate cannot be held.
         """
         host = self.host(name)
         for namespace, shaper in self._ends(host, direction):
             self._limit(namespace, shaper, rate, is_limited=_rate_of(namespace, shaper) is not None)
 
     def rates(self, name: str) -> dict[Direction, float | None]:
-        """The rates of a host's link out of it and into it, as the kernel has them; None is no limit.
+        """The rates of a host's link out of it and into it, as the kernel has them; None without a limit.
 
         Raises:
-            ConfigError: there is no such host.
+            ConfigError: the host is unknown.
         """
         host = self.host(name)
         return {each: _rate_of(*self._ends(host, each)[0]) for each in (Direction.OUT, Direction.IN)}
 
     def partition(self, names: Sequence[str]) -> None:
-        """These hosts reach each other, and none of the rest, until `heal`; no interface of theirs goes down.
+        """Cut these hosts off from all others until `heal`; their interfaces stay up.
 
         Raises:
-            ConfigError: there is no such host.
+            ConfigError: the host is unknown.
         """
         switch, cables = self._switch, [self._cable_end(self.host(name)) for name in names]
         if not self._is_parted:
@@ -182,10 +182,10 @@ class Netlab:
             A context manager: nothing of the program outlives it.
 
         Raises:
-            ConfigError: there is no command.
+            ConfigError: the command is empty.
         """
         if not command:
-            raise ConfigError("there is no program to run")
+            raise ConfigError("expected a program to run, got an empty command")
         return Program(self.hosts, command, env or {}, collect=collect)
 
     def run(
@@ -255,7 +255,7 @@ class Netlab:
             namespace.tc_all(shaper.removed())
 
     def _ends(self, host: Host, direction: Direction) -> list[tuple[Namespace, Shaper]]:
-        """Where the link is limited in this direction, and how."""
+        """Shapers of the link in this direction, and their namespaces."""
         addresses = tuple(each.address for each in self.hosts)
         out = host.namespace, Shaper(PORT, "dst", addresses)
         into = self._switch, Shaper(self._cable_end(host), "src", addresses)
@@ -265,7 +265,7 @@ class Netlab:
         return f"p{self.hosts.index(host)}"
 
     def _take_down(self) -> None:
-        """Whatever has been made, and however far: nothing is left. A signal meanwhile has to wait."""
+        """Remove everything that was made, even if the bed is incomplete. Signals wait meanwhile."""
         errors = []
         with signals.held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self.hosts, self._is_parted = (), False
@@ -280,7 +280,7 @@ class Netlab:
 
 
 def why_unavailable() -> str:
-    """What is missing to make a bed here; empty where one can be made. Tries it, with one small host."""
+    """Name what is missing to make a bed here; empty if one can be made. Tries it with one small host."""
     try:
         with Netlab([HostSpec("h0", 1e6)]):
             return ""

@@ -1,4 +1,4 @@
-"""What holds one direction of a link to its rate and shares it fairly: lines for tc(8), and what it shows.
+"""Traffic shaping of one direction of a link, with fair shares: lines for tc(8), and its output.
 
 htb, the hierarchical token bucket (tc-htb(8)): one class has the rate, and below it stands one for each other host,
 told by address (tc-u32(8)). They take turns, a bucket each, so that hosts which use a link at once have equal parts of
@@ -19,7 +19,7 @@ from bench.netlab.rates import Bucket, parse_rate
 QUEUE_NBYTES = 64 << 20
 _ROOT, _WHOLE, _REST, _FIRST = "1:", "1:1", 2, 16
 _ACKNOWLEDGEMENT = "u32 match ip protocol 6 0xff match u16 0 0xffc0 at 2"
-"""TCP with less than 64 bytes of IP: no room for data beside the headers and timestamps, to speak of."""
+"""TCP with less than 64 bytes of IP: next to no data beside the headers and timestamps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,6 @@ class Shaper:
 
 
 def shown_rate(text: str) -> float | None:
-    """Bits per second of what ``tc class show`` has written; None if there is no limit."""
+    """Bits per second in the output of ``tc class show``; None without a limit."""
     match = re.search(rf"class htb {_WHOLE} root .*?rate (\S+)", text)
     return None if match is None else parse_rate(match[1])

@@ -93,7 +93,7 @@ def conduct(
 def records_of(
     lab: Netlab, module: str, arguments: Sequence[str], *, env: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run a program that nobody conducts to its end: what its ranks have written, by rank.
+    """Run a program to its end without a conductor; returns what its ranks have written, by rank.
 
     Args:
         lab: a bed that stands.

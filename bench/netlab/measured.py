@@ -12,5 +12,5 @@ async def packed_trees(comm: kfcomm.Communicator) -> Strategy:
 
 
 async def minimum_spanning_tree(comm: kfcomm.Communicator) -> Strategy:
-    """The tree of the least latency as it was measured."""
+    """The tree of least measured latency."""
     return (await comm.probe()).minimum_spanning_tree()

@@ -1,7 +1,7 @@
 """Network namespaces with a name that says whose they are, and the end of everything in them.
 
 A bridge's is called ``kfnetlab-PID-START-BED``, and a host's ``kfnetlab-PID-START-BED-HOST``: the process that made it,
-when that one was started (in clock ticks since boot, so that nobody else can be taken for it), which of its beds
+when that one was started (in clock ticks since boot, so that no other process is confused with it), which of its beds
 it belongs to. So what a killed process has left can be told from what a living one uses.
 
 ip(8) keeps a named namespace as a file that the kernel mounts it on; processes in it keep it, too.
@@ -93,7 +93,7 @@ def owner() -> str:
 
 
 def existing() -> list[Namespace]:
-    """All namespaces of beds, whoever made them, sorted."""
+    """All namespaces of beds, of any process, sorted."""
     try:
         names = sorted(os.listdir(FOLDER))
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def _is_owned(name: str) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When the process was started, in clock ticks since boot; None if there is none, or only its remains."""
+    """Start of the process in clock ticks since boot; None if it has ended."""
     try:
         # after the command in parentheses: state, parent, ...; the start is the 22nd field of all
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

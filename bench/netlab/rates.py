@@ -34,7 +34,7 @@ def parse_rate(text: str) -> float | None:
     """Bits per second of ``200mbit``, ``200 Mbit/s`` or ``1.5gbit``; None of ``unlimited``.
 
     Raises:
-        ConfigError: it is no rate, or none that can be held.
+        ConfigError: it is not a rate, or cannot be held.
     """
     if text.strip().lower() == _UNLIMITED:
         return None

@@ -1,4 +1,4 @@
-"""What is timed: steps of a strategy and a size, as the worker and those who start it know them."""
+"""Timed steps: a strategy and a size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Step:
         """The step in ``ring:32MiB``.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not a step.
         """
         strategy, colon, size = text.rpartition(":")
         nbytes = parse_sizes(size) if colon and strategy else ()

@@ -2,7 +2,7 @@
 
     python -m bench.netlab.unlike --rounds 5
 
-Eight hosts, one of which has a slower link. The ranks probe the network as they find it, and use what is made of that;
+Eight hosts, one with a slower link. The ranks probe the network as they find it, and use what is made of that;
 they are not told what tc was told. Each round times every strategy once; the first round is not counted. The bound is
 that of the ports (``kfcomm.strategies.bound_seconds``) with the rates that tc was given, headers included; what the
 cost model says stands beside what was measured.

@@ -1,9 +1,9 @@
-"""How long those that are left wait for the result of a call in the midst of which a host vanishes.
+"""Time until the survivors have the result of a call during which a host vanishes.
 
     python -m bench.netlab.vanishing --rounds 10 --output bench/results/vanishing.json
 
-Five hosts over TCP, one rank each, ``lost_after`` of a second. A host's cable is pulled at the switch, so that nobody
-is told. From then on until the slowest of the others has the sum that it was no part of.
+Five hosts over TCP, one rank each, ``lost_after`` of a second. A host's cable is pulled at the switch, so that no
+rank is notified. From then on until the slowest of the others has the sum that it was no part of.
 """
 
 from __future__ import annotations

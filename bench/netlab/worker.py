@@ -10,7 +10,7 @@ made from what can be measured: the coroutine function is called once on each ra
 first step, and returns a ``Strategy``.
 
 With ``--output`` each rank writes ``rank-R.json``: its times by the monotonic clock, which the ranks of one machine
-share. With ``--conductor``, rank 0 says there which step is next and waits for a line: whoever listens may change the
+share. With ``--conductor``, rank 0 says there which step is next and waits for a line: the listener may change the
 network in between.
 """
 
@@ -102,7 +102,7 @@ def _function(name: str) -> Callable[[kfcomm.Communicator], Awaitable[Strategy]]
 
 @contextlib.asynccontextmanager
 async def conducted(path: Path | None) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
-    """What is to be called before each step with its number; with a path, the conductor there says when to go on."""
+    """Yield a function to await before each step, with its number; with a path, the conductor there releases it."""
     if path is None:
         yield _at_once
         return
@@ -120,7 +120,7 @@ async def conducted(path: Path | None) -> AsyncIterator[Callable[[int], Awaitabl
 
 
 async def _at_once(number: int) -> None:
-    """Nobody is to be asked."""
+    """Begin without a conductor."""
 
 
 async def main() -> None:

@@ -1,6 +1,6 @@
 """The program of one rank that `kfcomm bench` has started: ``python -m kfcomm.bench SUITE``, the suite as JSON.
 
-Rank 0 writes its events to standard output. A wrong result is told there, and by exit code 1.
+Rank 0 writes its events to standard output. It reports a wrong result there and by exit code 1.
 """
 
 from __future__ import annotations

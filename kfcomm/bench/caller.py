@@ -1,15 +1,16 @@
-"""One way to measure two interfaces: the asynchronous one, and the blocking one behind coroutines that never wait.
+"""The asynchronous and the blocking interface behind one: coroutines, which never wait for the blocking one.
 
-A prepared run does the calls of a load once and returns their results; nothing but the calls is in it.
+A prepared run makes the calls of a load once and returns their results; its time is that of the calls alone.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import kfcomm.sync
 from kfcomm.bench.load import Call
@@ -17,109 +18,125 @@ from kfcomm.bench.suite import Mode, Place, Suite
 from kfcomm.engine.session import Session
 from kfcomm.joining import init
 from kfcomm.rendezvous.settings import detect, host_and_port, store_url
-from kfcomm.types import Layout
+from kfcomm.types import Layout, override
 
 Run = Callable[[], Awaitable[Sequence[Any]]]
 
 
-class Caller(Protocol):
+class Caller(ABC):
     """The world of one rank, through one of the interfaces.
 
     Attributes:
-        session: what the communicator is over; its ``devices`` say what the ranks have.
+        session: of the communicator; its ``devices`` are those of the ranks.
     """
 
-    rank: int
-    size: int
-    layout: Layout
-    session: Session
+    def __init__(self, comm: Any, session: Session) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.layout: Layout = comm.layout
+        self.session = session
+        self._comm = comm
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """See ``Communicator.empty``."""
+        """Make an array in symmetric memory, as ``Communicator.empty`` does."""
+        return self._comm.empty(shape, dtype)
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
-        """What does the calls once, in order; ``mode`` says whether each waits for the one before."""
+        """Return a function that makes the calls once, in order; ``mode``: whether each waits for the one before."""
+        makers = {Mode.FUSED: self._fused, Mode.ALL_AT_ONCE: self._all_at_once, Mode.ONE_BY_ONE: self._one_by_one}
+        return makers[mode or Mode.ONE_BY_ONE](calls)
 
+    def _bound(self, calls: Sequence[Call], suffix: str = "") -> list[Callable[[], Any]]:
+        return [partial(getattr(self._comm, f"{call.verb}{suffix}"), **call.arguments) for call in calls]
+
+    def _many(self, calls: Sequence[Call]) -> Callable[[], Any]:
+        """All calls as one ``all_reduce_many``, whose results have memory of their own."""
+        return partial(self._comm.all_reduce_many, {call.name: call.x for call in calls}, **calls[0].options)
+
+    @abstractmethod
     async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        """Any one call on the communicator."""
+        """Make any call of the communicator, and return its result."""
+
+    @abstractmethod
+    def _one_by_one(self, calls: Sequence[Call]) -> Run: ...
+
+    @abstractmethod
+    def _all_at_once(self, calls: Sequence[Call]) -> Run: ...
+
+    @abstractmethod
+    def _fused(self, calls: Sequence[Call]) -> Run: ...
 
 
-class AsyncCaller:
+class AsyncCaller(Caller):
     """The verbs of ``kfcomm.Communicator``, which are begun and then awaited."""
 
     def __init__(self, comm: Any) -> None:
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.layout: Layout = comm.layout
-        self.session: Session = comm._session
-        self._comm = comm
+        super().__init__(comm, comm._session)
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        """See `Caller`."""
-        return self._comm.empty(shape, dtype)
+    @override
+    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        return await getattr(self._comm, verb)(*arguments, **options)
 
-    def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
-        """See `Caller`."""
-        begins = [partial(getattr(self._comm, call.verb), **call.arguments) for call in calls]
+    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls)
 
-        async def one_by_one() -> Sequence[Any]:
+        async def run() -> Sequence[Any]:
             return [await begin() for begin in begins]
 
-        async def all_at_once() -> Sequence[Any]:
+        return run
+
+    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls)
+
+        async def run() -> Sequence[Any]:
             handles = [begin() for begin in begins]
             return [await handle for handle in handles]
 
-        async def fused() -> Sequence[Any]:
+        return run
+
+    def _fused(self, calls: Sequence[Call]) -> Run:
+        many = self._many(calls)
+
+        async def run() -> Sequence[Any]:
             return [*(await many()).values()]
 
-        many = _many(self._comm, calls)
-        return {Mode.FUSED: fused, Mode.ALL_AT_ONCE: all_at_once}.get(mode or Mode.ONE_BY_ONE, one_by_one)
-
-    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        """See `Caller`."""
-        return await getattr(self._comm, verb)(*arguments, **options)
+        return run
 
 
-class BlockingCaller:
+class BlockingCaller(Caller):
     """The verbs of ``kfcomm.sync.Communicator``, which return when they are done."""
 
     def __init__(self, comm: Any) -> None:
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.layout: Layout = comm.layout
-        self.session: Session = comm._inner._session
-        self._comm = comm
+        super().__init__(comm, comm._inner._session)
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        """See `Caller`."""
-        return self._comm.empty(shape, dtype)
+    @override
+    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._comm, verb)(*arguments, **options)
 
-    def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
-        """See `Caller`."""
-        verbs = [partial(getattr(self._comm, call.verb), **call.arguments) for call in calls]
-        begins = [partial(getattr(self._comm, f"{call.verb}_async"), **call.arguments) for call in calls]
+    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+        verbs = self._bound(calls)
 
-        async def one_by_one() -> Sequence[Any]:
+        async def run() -> Sequence[Any]:
             return [verb() for verb in verbs]
 
-        async def all_at_once() -> Sequence[Any]:
+        return run
+
+    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls, "_async")
+
+        async def run() -> Sequence[Any]:
             handles = [begin() for begin in begins]
             return [handle.wait() for handle in handles]
 
-        async def fused() -> Sequence[Any]:
+        return run
+
+    def _fused(self, calls: Sequence[Call]) -> Run:
+        many = self._many(calls)
+
+        async def run() -> Sequence[Any]:
             return [*many().values()]
 
-        many = _many(self._comm, calls)
-        return {Mode.FUSED: fused, Mode.ALL_AT_ONCE: all_at_once}.get(mode or Mode.ONE_BY_ONE, one_by_one)
-
-    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        """See `Caller`."""
-        return getattr(self._comm, verb)(*arguments, **options)
-
-
-def _many(comm: Any, calls: Sequence[Call]) -> Callable[[], Any]:
-    """All calls as one ``all_reduce_many``, whose results have memory of their own."""
-    return partial(comm.all_reduce_many, {call.name: call.x for call in calls}, **calls[0].options)
+        return run
 
 
 @asynccontextmanager
@@ -127,7 +144,7 @@ async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Cal
     """Join the world of this process over one kind of links, for the ``number``-th time.
 
     Raises:
-        ConfigError, RendezvousError: see ``kfcomm.init``.
+        ConfigError, RendezvousError: as from ``kfcomm.init``.
     """
     device, (store, token) = _device(suite.device), _store(number)
     if suite.blocking:
@@ -139,7 +156,7 @@ async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Cal
 
 
 def _device(place: Place) -> str:
-    """What is asked for: no library is loaded for a device that nothing is measured on."""
+    """The device to ask for: none unless arrays are on it, so that no library is loaded."""
     if place is not Place.GPU:
         return "none"
     asked = detect(os.environ).device
@@ -147,10 +164,10 @@ def _device(place: Place) -> str:
 
 
 def _store(number: int) -> tuple[str | None, bytes | None]:
-    """Where the world meets, and with which token; None for what the environment says.
+    """Store and token of the world; None for those of the environment.
 
-    A store that rank 0 serves ends with each world. So that no rank, early for the next one, takes the last one's
-    for it, each is served at a port of its own.
+    A store that rank 0 serves ends with each world. Each is served at its own port, so that no early rank of the next
+    world joins the store of the last one.
     """
     settings = detect(os.environ)
     if settings.store is None or not settings.serve:

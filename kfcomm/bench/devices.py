@@ -1,6 +1,6 @@
-"""The devices of a benchmark's ranks: the memory that its arrays are in, and what the report says of them.
+"""Devices of a benchmark's ranks: the memory of the arrays, and their description in the report.
 
-Nothing is asked of a device here: what its rank told the others when it joined is known to all.
+No device is queried here: each rank described its own to the others when it joined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kfcomm.types import Layout
 
 
 def memory_of(place: Place, device: Device | None, empty: Callable[..., Array]) -> Memory:
-    """Where the arrays of this rank are made, which has this device; ``empty``: see ``Communicator``.
+    """Return the memory for the arrays of this rank, which has this device; ``empty``: of its ``Communicator``.
 
     Raises:
         ConfigError: CuPy cannot use the device.
@@ -29,7 +29,7 @@ def memory_of(place: Place, device: Device | None, empty: Callable[..., Array]) 
 
 
 def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:
-    """What the report says of the devices of all ranks, and of the way that their memory goes.
+    """Describe the devices of all ranks, and the routes of their memory, for the report.
 
     Returns:
         ``devices``, alike ones together, each with its ranks; ``routes`` by transport, each with its reason.
@@ -55,7 +55,7 @@ def described(reports: Sequence[DeviceReport], layout: Layout, transports: Itera
 
 
 def in_words(devices: dict[str, Any]) -> str:
-    """What `described` returned, in a line."""
+    """One line for the result of `described`."""
     kinds = [f"{one['physical']} {one['model']}, {one['backend'] or 'no NCCL'}" for one in devices["devices"]]
     routes = {name: route_in_words(one) for name, one in devices["routes"].items()}
     if len(set(routes.values())) == 1:
@@ -64,5 +64,5 @@ def in_words(devices: dict[str, Any]) -> str:
 
 
 def route_in_words(route: dict[str, Any]) -> str:
-    """One of the routes of `described`."""
+    """One route of `described` in words."""
     return f"{route['route']} ({route['because']})"

@@ -1,6 +1,6 @@
-"""What rank 0 tells of a running benchmark, one line of JSON for each event, and the way back.
+"""Events of a running benchmark, as rank 0 writes them: a line of JSON each, and back.
 
-A line that is no event, such as what a library prints, reads as None.
+Other lines, such as the output of a library, read as None.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Begun:
         size: number of ranks.
         total: number of cases.
         hosts: descriptions of the hosts, each with the ``ranks`` on it.
-        devices: those that the arrays are on, and the way that they go; None where they are on the hosts.
+        devices: those that hold the arrays, and their routes; None where the arrays are on the hosts.
     """
 
     size: int
@@ -49,7 +49,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It is over: a result was wrong."""
+    """The benchmark ended: a result was wrong."""
 
     message: str
 
@@ -59,7 +59,7 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 def to_line(event: Event) -> str:
-    """The event as a line, without its end."""
+    """The event as a line, without its line break."""
     return json.dumps({_TAG: type(event).__name__, **asdict(event)})
 
 

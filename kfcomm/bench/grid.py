@@ -1,6 +1,6 @@
-"""Times by strategy and size: who is fastest where, and what to set.
+"""Times by strategy and size, the fastest at each size, and advice.
 
-Pure: it knows neither how times came about nor how they are shown.
+Pure: does not depend on how times are measured or shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
 TOLERANCE = 1.05
-"""What is slower by up to this factor is as good as the fastest, if it saves a rule."""
+"""A strategy that is slower by up to this factor counts as the fastest, if that saves a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What to take for some sizes.
+    """Strategy for a range of sizes.
 
     Attributes:
         sizes: those of the grid for which it holds, ascending.
         upto: largest size in bytes; None for no limit.
-        strategy: what to take.
+        strategy: its name.
         lead: how many times as long the fastest of the others takes, the geometric mean over ``sizes``.
     """
 
@@ -86,17 +86,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to set, by size.
+    """Strategies to set, by size.
 
     Attributes:
-        rules: with ascending bounds; the last one has none.
+        rules: with ascending bounds; the last one is unbounded.
     """
 
     rules: tuple[Rule, ...]
 
     @classmethod
     def of(cls, grid: Grid) -> Self:
-        """The fewest rules of which each is at all its sizes within `TOLERANCE` of the fastest."""
+        """The fewest rules that stay within `TOLERANCE` of the fastest at all sizes."""
         rules: list[Rule] = []
         left = grid.sizes
         while left:
@@ -116,7 +116,7 @@ class Advice:
         return "; ".join([*parts, f"{'above' if parts else 'at all sizes'}: {last.describe()}"])
 
     def as_setting(self) -> str:
-        """What to give as ``strategy``: a name, or rules such as ``<=64KiB: star, else: ring``."""
+        """The value of ``strategy``: a name, or rules such as ``<=64KiB: star, else: ring``."""
         *bounded, last = self.rules
         if not bounded:
             return last.strategy
@@ -124,7 +124,7 @@ class Advice:
         return ", ".join([*rules, f"else: {last.strategy}"])
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The advice as JSON."""
         rules = [
             {"upto_nbytes": rule.upto, "strategy": rule.strategy, "lead": round(rule.lead, 4)} for rule in self.rules
         ]

@@ -21,12 +21,12 @@ from kfcomm.types import Verb
 _ROOT = 0
 _ROOTED = (Verb.REDUCE, Verb.BROADCAST, Verb.GATHER, Verb.SCATTER)
 _STRIDE = 17
-"""Tensors of a workload begin in different places of the pattern, so that a mix-up shows."""
+"""Tensors of a workload begin at different places of the pattern, so that confused tensors are noticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a stretch of a flat array must be: ``values`` repeated, from element ``start`` of the repetition on."""
+    """Expected stretch of a flat array: ``values`` repeated, from element ``start`` of the repetition on."""
 
     begin: int
     end: int
@@ -34,7 +34,7 @@ class Part:
     start: int
 
     def fault(self, flat: Array) -> str | None:
-        """What is wrong with the first wrong element, or None."""
+        """Describe the first wrong element; None if all are right."""
         found = first_wrong(flat[self.begin : self.end], self.values, self.start)
         if found is None:
             return None
@@ -49,11 +49,11 @@ class Call:
     Attributes:
         verb: the collective.
         name: its name.
-        x: this rank's input, an array of the memory; None where the verb takes none here.
-        out: where the result goes, of the same memory; None where there is none here.
+        x: this rank's input, an array of the memory; None where the verb takes no input here.
+        out: where the result goes, of the same memory; None without a result here.
         options: further arguments of the verb.
-        due: what the result must be.
-        given: what the input is.
+        due: the expected result.
+        given: the input.
     """
 
     verb: Verb
@@ -91,14 +91,14 @@ class Load:
         self.memory.settle()
 
     def fault(self, results: Sequence[Any]) -> str | None:
-        """What is wrong with the results of an iteration, or None."""
+        """Describe what is wrong with the results of an iteration; None if they are right."""
         return self._first(
             None if call.out is None else self._fault(result, call.due)
             for call, result in zip(self.calls, results, strict=True)
         )
 
     def input_fault(self) -> str | None:
-        """What has changed in the inputs, or None."""
+        """Describe what has changed in the inputs; None if they are intact."""
         found = self._first(None if call.x is None else self._fault(call.x, call.given) for call in self.calls)
         return None if found is None else f"the input was changed: {found}"
 
@@ -155,7 +155,7 @@ class _Maker:
                 return Part(0, count, self._values[self._rank], start)
 
     def _due(self, count: int, start: int) -> tuple[Part, ...]:
-        """This rank's result; nothing where it gets none."""
+        """This rank's expected result; empty if it gets no result."""
         each = count // self._size
         mine = start + self._rank * each
         match self._verb:

@@ -1,8 +1,8 @@
-"""What every rank runs: the cases one after the other, timed together, every result compared.
+"""Measurement on every rank: the cases one after the other, timed together, every result compared.
 
 An iteration begins with a barrier and is timed on each rank, by the clock of the memory where the arrays are; its time
-is that of the slowest. Results are looked at after every iteration, outside of the time. If one is wrong, on any rank,
-all ranks learn of it and raise.
+is that of the slowest. Results are checked after every iteration, outside of the time. If one is wrong on any rank, all
+ranks raise.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def run_rank(suite: Suite, emit: Emit) -> int:
 
 
 async def run(suite: Suite, emit: Emit) -> None:
-    """Measure all cases among the ranks of this world; rank 0 tells of them by ``emit``.
+    """Measure all cases among the ranks of this world; rank 0 reports them by ``emit``.
 
     Raises:
         ConfigError: the suite cannot work among so many ranks, or the settings of the process do not.
-        WrongResult: a result was wrong; ``emit`` has been told.
-        KfcommError: the world does not come about, or a collective failed.
+        WrongResult: a result was wrong; ``emit`` has reported it.
+        KfcommError: the ranks could not join, or a collective failed.
     """
     for number, transport in enumerate(suite.transports):
         async with opened(suite, transport, number) as caller:
@@ -72,7 +72,7 @@ async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory 
     """Measure the cases in the world of ``caller``, on arrays in ``memory``, of the host by default.
 
     Raises:
-        WrongResult: see `run`.
+        WrongResult: as from `run`.
     """
     memory, strategy = memory or HostMemory(), None
     for case in cases:
@@ -101,27 +101,27 @@ async def _measured(caller: Caller, case: Case, memory: Memory, emit: Emit) -> R
 
 
 async def _agree(caller: Caller, case: Case, fault: str | None, emit: Emit) -> None:
-    """Raise on every rank if there is a fault on any, once rank 0 has told of it."""
+    """Raise on every rank if there is a fault on any, after rank 0 has reported it."""
     faults = await caller.do("all_gather_object", fault)
     found = [f"rank {rank}: {each}" for rank, each in enumerate(faults) if each is not None]
     if not found:
         return
     message = f"wrong result of {case.describe()}: {'; '.join(found)}"
     _tell(caller, emit, Failed(message))
-    # whoever watches the ranks ends them all when the first has failed
+    # The launcher ends all ranks when the first has failed: rank 0 writes its report before that.
     await caller.do("barrier")
     raise WrongResult(message)
 
 
 async def _hosts(caller: Caller) -> tuple[dict[str, Any], ...]:
-    """The description of each host, with the ranks on it."""
+    """Description of each host, with the ranks on it."""
     layout: Layout = caller.layout
     described = await caller.do("all_gather_object", machine.describe())
     return tuple({"ranks": layout.ranks_of(host), **described[master]} for host, master in enumerate(layout.masters))
 
 
 def _devices(caller: Caller, suite: Suite) -> dict[str, Any] | None:
-    """What the report says of the devices, where arrays are on them."""
+    """The devices in the report; None where arrays are on the hosts."""
     if not suite.is_on_device:
         return None
     return described(caller.session.devices.reports, caller.layout, suite.transports)

@@ -1,4 +1,4 @@
-"""Where the arrays of a benchmark are, and the clock that fits them: on the host, in symmetric memory, on a device.
+"""Memory of a benchmark's arrays, with a fitting clock: host, symmetric memory or device.
 
 A benchmark makes, overwrites, reads and times arrays through a `Memory`, so that it does not depend on where they are.
 
@@ -29,10 +29,10 @@ _ALL_ONES = 0xFF
 
 
 class Stopwatch(Protocol):
-    """Times one thing after the other."""
+    """Clock for one piece of work after the other."""
 
     def start(self) -> None:
-        """From here on. Everything that the memory was told before is done."""
+        """Start the clock, after all earlier work of the memory."""
 
     async def elapsed_s(self) -> float:
         """Seconds from the start until what was called since is done: on a device, behind it on the caller's stream."""
@@ -51,17 +51,17 @@ class Memory(Protocol):
         ...
 
     def spoil(self, array: Any) -> None:
-        """Overwrite with what no result is, so that a result left from before is not taken for a new one."""
+        """Overwrite with values that no result has, so that an old result is not taken for a new one."""
 
     def settle(self) -> None:
-        """Returns when everything that was spoiled is."""
+        """Wait until everything is overwritten that `spoil` was called with."""
 
     def read(self, array: Any) -> Array:
-        """The values, for NumPy. Nothing else works on the array any more."""
+        """Return the values for NumPy; all work on the array is done."""
         ...
 
     def stopwatch(self) -> Stopwatch:
-        """A clock for what works on these arrays."""
+        """Make a clock for work on these arrays."""
         ...
 
 
@@ -139,7 +139,7 @@ def num_devices() -> int:
         text = " ".join(str(error).split())
         raise ConfigError(f"CuPy finds no GPU that it can use ({text}); is there an NVIDIA driver?") from error
     if not count:
-        raise ConfigError("there is no CUDA device here (or CUDA_VISIBLE_DEVICES hides it)")
+        raise ConfigError("no CUDA device found (or CUDA_VISIBLE_DEVICES hides it)")
     return count
 
 

@@ -1,4 +1,4 @@
-"""Values whose reduction is known exactly, and the search for the first element that is not as it must be.
+"""Values with an exactly known reduction, and the search for the first wrong element.
 
 Every rank can derive the values of every other. They repeat with a period that is prime, so that no chunk, row or
 tensor boundary coincides with it and data in a wrong place shows. They are small integers: all sums are exact in
@@ -41,7 +41,7 @@ def contributions(dtype: np.dtype[Any], op: Op | None, size: int) -> Array:
 
 
 def reduced(values: Array, op: Op) -> Array:
-    """One period of what the ranks' ``values`` become, computed exactly and rounded once."""
+    """One period of the reduction of the ranks' ``values``, computed exactly and rounded once."""
     exact = values.astype(np.float64) if values.dtype.kind not in "biuc" else values
     match op:
         case Op.SUM:
@@ -84,7 +84,7 @@ def first_wrong(found: Array, values: Array, start: int) -> tuple[int, Any, Any]
 
 
 def spoil(array: Array) -> None:
-    """Overwrite with what no result is, so that a result left from before is not taken for a new one."""
+    """Overwrite with values that no result has, so that an old result is not taken for a new one."""
     if array.dtype.kind in "iu":
         array.fill(np.iinfo(array.dtype).max)
     else:

@@ -1,4 +1,4 @@
-"""The report of a benchmark: what has been measured so far, and its forms as text, JSON and page."""
+"""Report of a benchmark: results so far, as text, JSON and page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FORMAT = 1
 
 @dataclass(slots=True)
 class Report:
-    """Gathers events.
+    """Report of the events so far.
 
     Attributes:
-        suite: what was asked for.
+        suite: the cases asked for.
         begun: the world, once it is complete.
-        results: what has been measured.
-        failure: what was wrong, if something was.
+        results: so far.
+        failure: the wrong result, if there is one.
     """
 
     suite: Suite
@@ -48,7 +48,7 @@ class Report:
                 pass
 
     def world(self) -> str:
-        """Where it was measured, in a line."""
+        """One line on the ranks, hosts and interface."""
         if self.begun is None:
             return ""
         hosts = self.begun.hosts
@@ -60,7 +60,7 @@ class Report:
         return f"{self.begun.size} ranks on {where} ({kinds}){devices}; {interface}{symmetric}"
 
     def as_text(self) -> str:
-        """World and table; nothing if nothing was measured."""
+        """World and table; empty without results."""
         return f"{self.world()}\n{Table.of(self.results, COLUMNS).as_text()}\n" if self.results else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -83,27 +83,27 @@ class Report:
 
 
 class Shown(Protocol):
-    """What can be written into files."""
+    """Report that `Files` can write."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Its data."""
 
     def as_html(self) -> str:
-        """A page, for which matplotlib is needed."""
+        """Its page; needs matplotlib."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a report is written; None for nowhere."""
+    """Files of a report; None for those that are not wanted."""
 
     json: Path | None = None
     html: Path | None = None
 
     def check(self) -> None:
-        """Refuse before anything is measured what could not be written afterwards.
+        """Check that the files can be written, before anything is measured.
 
         Raises:
-            ConfigError: a file cannot be written, or what draws the page is not installed.
+            ConfigError: a file cannot be written, or matplotlib, which draws the page, is not installed.
         """
         for path in (self.json, self.html):
             if path is not None:

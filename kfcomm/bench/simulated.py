@@ -30,10 +30,10 @@ COLUMNS: Final[tuple[Column[Result], ...]] = (
 
 @dataclass(slots=True)
 class Simulations:
-    """Gathers results; implements ``report.Shown``.
+    """Report of simulations; implements ``report.Shown``.
 
     Attributes:
-        network: what was simulated; hosts that it does not list are like its default.
+        network: the simulated one; hosts that it does not list are like its default.
         source: where it is described.
         dtype: of the elements.
         results: so far.
@@ -45,7 +45,7 @@ class Simulations:
     results: list[Result] = field(default_factory=list)
 
     def title(self) -> str:
-        """What this is, in a line."""
+        """One line on what was simulated."""
         return f"simulated all_reduce of {self.dtype}; network: {self.source}"
 
     def as_text(self) -> str:

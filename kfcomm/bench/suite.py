@@ -1,6 +1,6 @@
-"""What a benchmark is to measure: the options as a `Suite`, and the `Case`s they unfold into.
+"""Options of a benchmark as a `Suite`, and the `Case`s that it unfolds into.
 
-A case fixes everything but the numbers that come out. Every rank derives the same cases from the same suite and
+A case fixes everything but the results. Every rank derives the same cases from the same suite and
 the size of the world. Pure: nothing is measured or allocated here.
 """
 
@@ -37,7 +37,7 @@ class Mode(StrEnum):
 
 
 class Place(StrEnum):
-    """Where the arrays are."""
+    """Memory of the arrays."""
 
     CPU = "cpu"
     SYMMETRIC = "symmetric"
@@ -47,7 +47,7 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is particular to a collective.
+    """Properties of a collective.
 
     Attributes:
         reduces: it combines values, by an op.
@@ -119,7 +119,7 @@ class Case:
         return f"{what}{op}, {self.dtype}, strategy {self.strategy}, transport {self.transport}"
 
     def shapes(self, size: int) -> tuple[Shape, ...]:
-        """The tensors: a workload's, or one of which every rank's part is as large, in elements."""
+        """Shapes of the tensors: a workload's, or one that divides into equal parts for the ranks."""
         if self.workload is not None:
             return WORKLOADS[self.workload]()
         count = self.nbytes // dtype_of(self.dtype).itemsize
@@ -141,7 +141,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What was asked for; every combination is measured.
+    """Options of a benchmark; every combination is measured.
 
     Attributes:
         collectives: the verbs to measure at each of ``sizes``.
@@ -155,7 +155,7 @@ class Suite:
         iterations: timed runs of each case; None for as many as its size makes reasonable.
         warmup: runs before them.
         blocking: measure ``kfcomm.sync`` instead of the asynchronous interface.
-        device: where the arrays are.
+        device: memory of the arrays.
     """
 
     collectives: tuple[Verb, ...] = (Verb.ALL_REDUCE,)
@@ -177,7 +177,7 @@ class Suite:
         return self.device is Place.GPU
 
     def check(self, size: int) -> None:
-        """Refuse what cannot be measured among ``size`` ranks, before anything is begun.
+        """Check that it can be measured among ``size`` ranks, before anything begins.
 
         Raises:
             ConfigError: a name is unknown, the op does not suit a dtype, or a size leaves a rank without an element.
@@ -201,7 +201,7 @@ class Suite:
         for verb, nbytes, dtype in itertools.product(self.collectives, self.sizes, self.dtypes):
             if not _rounded(verb, nbytes, dtype, size):
                 parts = f" for each of {size} ranks" if COLLECTIVES[verb].shares else ""
-                raise ConfigError(f"size {show_size(nbytes)}: {verb} needs room for one {dtype}{parts}")
+                raise ConfigError(f"size {show_size(nbytes)}: {verb} needs at least one {dtype}{parts}")
 
     def cases(self, size: int) -> list[Case]:
         """All cases, in the order in which they are measured; those of one transport follow each other."""

@@ -1,6 +1,6 @@
 """Results as a table: the same cells for the terminal and for a page.
 
-What is the same in all lines is said once, above them.
+Settings that are equal in all lines stand once, above them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Column(Generic[Row]):
     """One column.
 
     Attributes:
-        title: what it shows.
+        title: its head.
         unit: of its numbers; empty for words.
         cell: the text for a row.
-        is_setting: it says what was measured, not what came out.
+        is_setting: it shows an option, not a result.
         is_word: it shows words, which are set to the left.
         always: it is shown even if all rows say the same.
     """
@@ -104,5 +104,5 @@ class Table:
         return "\n".join([above, *lines] if above else lines)
 
     def settings(self) -> str:
-        """What is the same in all lines."""
+        """Settings that are equal in all lines."""
         return ", ".join(f"{title} {value}" for title, value in self.common)

@@ -1,4 +1,4 @@
-"""Which strategy is fastest at which size, measured or simulated: the reports of ``kfcomm bench topologies``."""
+"""Reports of ``kfcomm bench topologies``: the fastest strategy at each size, measured or simulated."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Twins = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A grid and what follows from it.
+    """A grid and the advice that follows from it.
 
     Attributes:
         grid: at least one strategy at one size.
-        twins: see ``Twins``; empty tuples for those without.
+        twins: strategies with the same graphs, by strategy; empty tuples for those without.
         left_out: strategies that were not timed, and why.
     """
 
@@ -37,7 +37,7 @@ class Findings:
 
     @property
     def advice(self) -> Advice:
-        """What to set."""
+        """Strategies to set."""
         return Advice.of(self.grid)
 
     def as_text(self) -> str:
@@ -45,7 +45,7 @@ class Findings:
         return "\n".join([times(self.grid).as_text(), LEGEND, "", "Advice: " + "\n".join(self.lines()), ""])
 
     def lines(self) -> list[str]:
-        """What is to be said in words."""
+        """Advice, setting and notes, a line each."""
         advice = self.advice
         lines = [f"{advice.in_words()}.", f"As setting: --strategy '{advice.as_setting()}'"]
         for name, others in self.twins.items():
@@ -82,30 +82,30 @@ class MeasuredTopologies(Report):
     """Topologies among real ranks.
 
     Attributes:
-        twins: see `Findings`.
+        twins: as in `Findings`.
     """
 
     twins: Twins = field(default_factory=dict)
 
     def findings(self) -> Findings:
-        """What was found; of at least one result. Times are medians."""
+        """Findings of at least one result; times are medians."""
         cells = ((result.case.strategy, result.case.nbytes, result.p50_s) for result in self.results)
         return Findings(Grid.of(cells), self.twins)
 
     def settings(self) -> str:
-        """What is the same for all."""
+        """Settings that all results share."""
         suite = self.suite
         return f"all_reduce, op {suite.op}, dtype {suite.dtypes[0]}, transport {suite.transports[0]}: p50"
 
     def as_text(self) -> str:
-        """World, times and advice; nothing if nothing was measured."""
+        """World, times and advice; empty without results."""
         if not self.results:
             return ""
         return f"{self.world()}\n{self.settings()}\n{self.findings().as_text()}"
 
     def as_json(self) -> dict[str, Any]:
-        """As that of any benchmark, and what follows."""
-        # the zero-argument form of super does not work in a dataclass with slots
+        """As that of any benchmark, with winners and advice."""
+        # super() without arguments does not work in a dataclass with slots.
         return {**Report.as_json(self), **self.findings().as_json()}
 
     def as_html(self) -> str:
@@ -120,30 +120,30 @@ class SimulatedTopologies(Simulations):
     """Topologies on a simulated network, with one world.
 
     Attributes:
-        twins, left_out: see `Findings`.
+        twins, left_out: as in `Findings`.
     """
 
     twins: Twins = field(default_factory=dict)
     left_out: Sequence[str] = ()
 
     def findings(self) -> Findings:
-        """What was found; of at least one result."""
+        """Findings of at least one result."""
         cells = ((result.strategy, result.nbytes, result.seconds) for result in self.results)
         reason = f"Left out, since they have a graph pair for each rank: {', '.join(self.left_out)}."
         return Findings(Grid.of(cells), self.twins, reason if self.left_out else "")
 
     def world(self) -> str:
-        """What was simulated."""
+        """One line on the simulated world."""
         result = self.results[0]
         hosts = f"{result.num_hosts} host{'s' if result.num_hosts > 1 else ''}"
         return f"{result.size} ranks on {hosts}, {self.title()}"
 
     def as_text(self) -> str:
-        """World, times and advice; nothing if nothing was simulated."""
+        """World, times and advice; empty without results."""
         return f"{self.world()}\n{self.findings().as_text()}" if self.results else ""
 
     def as_json(self) -> dict[str, Any]:
-        """As that of any simulation, and what follows."""
+        """As that of any simulation, with winners and advice."""
         return {**Simulations.as_json(self), **self.findings().as_json()}
 
     def as_html(self) -> str:

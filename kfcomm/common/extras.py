@@ -31,7 +31,7 @@ def is_installed(package: str) -> bool:
 
 
 def require(what: str, package: str) -> None:
-    """Refuse to go on without a package. Imports nothing.
+    """Check that a package is installed. Imports nothing.
 
     Raises:
         ModuleNotFoundError: it is not installed; says how to install it.

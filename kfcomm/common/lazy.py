@@ -1,4 +1,4 @@
-"""Names that a package has before what is behind them is imported (PEP 562).
+"""Names of a package that are imported when they are first used (PEP 562).
 
 A process pays for what it uses: the launcher not for the runtime, a rank not for policies that it does not have. A
 package says its names twice, to type checkers by imports, to the interpreter by a table::

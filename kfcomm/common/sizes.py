@@ -52,7 +52,7 @@ def parse_size(word: str) -> int:
     As everywhere in GNU: 1MiB and 1M are 1048576 bytes, 1MB is 1000000.
 
     Raises:
-        ConfigError: it is no size, or larger than a TiB.
+        ConfigError: it is not a size, or larger than a TiB.
     """
     match = _SIZE.fullmatch(word)
     scale = _UNITS.get(match[2].upper()) if match else None
@@ -68,7 +68,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Bytes of each message of ``text``: a list with commas, whose members are sizes or ranges that double.
 
     Raises:
-        ConfigError: a member is no size, or is 0, or its range is empty.
+        ConfigError: a member is not a size, or is 0, or its range is empty.
     """
     found: list[int] = []
     for member in text.split(","):
@@ -97,7 +97,7 @@ def seconds_of(timeout: None) -> None: ...
 @overload
 def seconds_of(timeout: Seconds) -> float: ...
 def seconds_of(timeout: Any) -> float | None:
-    """A timeout in seconds, as callers give it: a number or a ``timedelta``; None stands for a default.
+    """A timeout in seconds, as callers give it: a number or a ``timedelta``; None for the default.
 
     Raises:
         ConfigError: it is neither, or negative.

@@ -33,7 +33,7 @@ async def accept_all(
     Args:
         listening: a non-blocking socket that listens.
         begin: gets each connection, and owns it; says whether there are too many.
-        turn_away: gets, for a moment, one for which there is no descriptor left, to say so; it is closed then.
+        turn_away: gets a connection that is closed for lack of descriptors, to tell the peer why.
         failed: told why a connection could not be accepted.
     """
     reserve: int | None = _reserved()

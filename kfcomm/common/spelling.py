@@ -24,7 +24,7 @@ def meant(given: object, known: Iterable[str], *, like: float = _LIKE) -> list[s
 
 
 def hint(given: object, known: Iterable[str]) -> str:
-    """``; did you mean 'ring'?``, to follow what is wrong; nothing if no word is like it."""
+    """``; did you mean 'ring'?``, to follow an error; empty if no word is similar."""
     found = meant(given, known)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 

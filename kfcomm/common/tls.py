@@ -27,7 +27,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class Tls(NamedTuple):
-    """What connections are secured with.
+    """TLS contexts of a process.
 
     Attributes:
         client: for those that this process opens.
@@ -42,14 +42,14 @@ def load(given: str) -> Tls:
     """The contexts of a folder that `make` has made, or of ``CERT,KEY,CA``, three files in PEM.
 
     Raises:
-        ConfigError: a file is missing, is none, or the key is not the certificate's; names it.
+        ConfigError: a file is missing or unreadable, or the key is not the certificate's; names it.
     """
     paths = [Path(part) for part in given.split(",")] if "," in given else _in_folder(Path(given))
     if len(paths) != 3:
         raise ConfigError(f"tls={given!r} names {len(paths)} files: {_HOW}")
     for path in paths:
         if not path.is_file():
-            raise ConfigError(f"tls={given!r}: there is no file {path}; {_HOW}")
+            raise ConfigError(f"tls={given!r}: file {path} does not exist; {_HOW}")
     certificate, key, authority = paths
     if key.stat().st_mode & 0o077:
         logger.warning("%s, a private key, can be read by others than its owner: chmod 600 it", key)
@@ -79,7 +79,7 @@ def _in_folder(folder: Path) -> list[Path]:
 def make(folder: Path, *, days: int = DAYS) -> None:
     """Make an authority for one job and a certificate that it signs, into a new folder that its owner alone can read.
 
-    The authority's key is not kept: nobody can sign another certificate.
+    The authority's key is not kept, so that no other certificate can be signed.
 
     Raises:
         ConfigError: the folder holds such files already, cannot be written, or the library is missing.

@@ -1,8 +1,8 @@
 """Fields of a TOML file, taken one by one, with errors that name file, line and field.
 
-``tomllib`` tells lines of what is no TOML only. Where a value is TOML, but not what the field needs, its line is looked
-up in the text: tables and keys as people write them are found, of others the line is left out. Knows which kinds of
-values there are (rates, times, counts), not which fields.
+``tomllib`` gives the lines of syntax errors only. Where a value is valid TOML, but not valid for its field, its line is
+looked up in the text; unusual spellings of tables and keys are not found, and the line is left out. Knows kinds of
+values (rates, times, counts), not fields.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def parse_rate(text: object) -> float:
     """Bytes per second of a rate as people write it: ``200 Mbit/s``, ``5 GB/s``, ``512 MiB/s``.
 
     Raises:
-        ValueError: it is none, or is 0; the message says what would do.
+        ValueError: it is not a rate, or is 0; the message gives examples.
     """
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is no rate; {_RATE_HELP}")
+        raise ValueError(f"expected a rate, got {text!r}; {_RATE_HELP}")
     prefix = (match[2] or "").lower()
     # "b" alone would not tell bits from bytes, hence a whole word for the one and a capital for the other
     if match[3].lower() == "b/s" and match[3] != "B/s":
-        raise ValueError(f"{text!r} is no rate: bytes are written B/s and bits bit/s; {_RATE_HELP}")
+        raise ValueError(f"expected a rate in B/s (bytes) or bit/s (bits), got {text!r}; {_RATE_HELP}")
     scale = _BINARY[prefix] if prefix in _BINARY else _PREFIXES[prefix]
     rate = float(match[1]) * scale / (1 if match[3] == "B/s" else 8)
     if not 0 < rate < float("inf"):
-        raise ValueError(f"{text!r} is no rate at which anything arrives; {_RATE_HELP}")
+        raise ValueError(f"expected a rate above 0, got {text!r}; {_RATE_HELP}")
     return rate
 
 
@@ -50,11 +50,11 @@ def parse_time_s(text: object) -> float:
     """Seconds of a time as people write it: ``100 us``, ``0.5 ms``.
 
     Raises:
-        ValueError: it is none; the message says what would do.
+        ValueError: it is not a time; the message gives examples.
     """
     match = _TIME.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is no time; {_TIME_HELP}")
+        raise ValueError(f"expected a time, got {text!r}; {_TIME_HELP}")
     return float(match[1]) / _PER_S[match[2]]
 
 
@@ -66,7 +66,7 @@ class Table:
         document: the file.
         title: how errors call it, for example ``host``.
         number: of the tables with this title, 0 for the first.
-        values: what is in it.
+        values: its fields.
     """
 
     document: Document
@@ -99,32 +99,32 @@ class Table:
         if value is None:
             raise self.wrong(key, "is missing")
         if type(value) is not int or value < least:
-            raise self.wrong(key, f"{value!r} is no whole number of at least {least}")
+            raise self.wrong(key, f"expected a whole number of at least {least}, got {value!r}")
         return value
 
     def share(self, key: str, default: float) -> float:
         """A number above 0 and up to 1."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 < value <= 1:
-            raise self.wrong(key, f"{value!r} is no share: a number above 0, at most 1")
+            raise self.wrong(key, f"expected a number above 0 and at most 1, got {value!r}")
         return float(value)
 
     def word(self, key: str, default: str) -> str:
         """A string that is not empty."""
         value = self._take(key, default)
         if not isinstance(value, str) or not value:
-            raise self.wrong(key, f"{value!r} is no name")
+            raise self.wrong(key, f"expected a name, got {value!r}")
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
-        """A list of strings, without which the table makes no sense."""
+        """A list of strings; it must be there."""
         value = self._take(key, None)
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.wrong(key, "is missing" if value is None else f"{value!r} is no list of names")
+            raise self.wrong(key, "is missing" if value is None else f"expected a list of names, got {value!r}")
         return tuple(value)
 
     def end(self) -> None:
-        """Refuse fields that nobody took."""
+        """Check that all fields were taken."""
         for key in self.values:
             if key not in self._known:
                 raise self.wrong(key, f"is unknown; {_nearest(key, self._known)}")
@@ -155,7 +155,7 @@ class Document:
         name: of the file, for errors.
 
     Raises:
-        ConfigError: it is no TOML.
+        ConfigError: it is not TOML.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -168,7 +168,7 @@ class Document:
             raise ConfigError(self._undecodable(str(error))) from error
 
     def table(self, title: str) -> Table:
-        """The table ``[title]``; an empty one if there is none."""
+        """The table ``[title]``; an empty one if it is missing."""
         self._known.append(title)
         values = self._tables.get(title, {})
         if not isinstance(values, dict):
@@ -188,7 +188,7 @@ class Document:
         return isinstance(self._tables.get(title), dict)
 
     def end(self) -> None:
-        """Refuse tables that nobody asked for."""
+        """Check that all tables were asked for."""
         for title in self._tables:
             if title not in self._known:
                 raise self.wrong(title, f"is unknown; {_nearest(title, self._known)}", title)
@@ -213,7 +213,7 @@ class Document:
         return found[number] + 1
 
     def _undecodable(self, message: str) -> str:
-        """What ``tomllib`` says, with its line in front."""
+        """The message of ``tomllib``, with its line in front."""
         match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
         if match is None:
             return f"{self._name}:{max(len(self._lines), 1)}: {message}"

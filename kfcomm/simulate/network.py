@@ -1,4 +1,4 @@
-"""The network of a simulation, or of a test bed: hosts with ports, what lies between them, what a rank costs.
+"""Network of a simulation or a test bed: hosts with ports, links between them, costs of a rank.
 
 A file describes it, in TOML::
 
@@ -40,7 +40,7 @@ A file describes it, in TOML::
 
 Everything may be left out. Defaults are those of ``strategies.cost.NetworkModel``: 10 Gbit/s Ethernet and shared
 memory.
-This module owns the values and the file; what they mean over time is in ``ports``.
+This module reads the file; ``ports`` gives the values their meaning over time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is particular between two hosts, in each direction; None where nothing is."""
+    """Link between two hosts that differs from the default, in each direction; None where it does not."""
 
     between: tuple[str, str]
     bandwidth: float | None = None
@@ -99,7 +99,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What is inside a host, and what a rank costs.
+    """Links inside a host, and costs of a rank.
 
     Attributes:
         bandwidth: bytes per second that a rank sends to the others of its host, and as many that it receives from them.
@@ -207,7 +207,7 @@ class SimulatedNetwork:
 
     @property
     def layout(self) -> Layout:
-        """Where the ranks are: in blocks, in the order of the hosts."""
+        """Layout of the ranks: in blocks, in the order of the hosts."""
         if not self.hosts:
             raise ConfigError("a network without hosts has no ranks: see of_hosts")
         cpus = min(host.cpus for host in self.hosts)
@@ -316,4 +316,4 @@ def _check_known(table: Table, key: str, names: tuple[str, ...], known: set[str]
     for name in names:
         if name not in known:
             listed = ", ".join(sorted(known)) or "none: list them as [[host]]"
-            raise table.wrong(key, f"{name!r} is no host of this file (hosts are {listed})")
+            raise table.wrong(key, f"expected a host of this file, got {name!r} (hosts are {listed})")

@@ -1,6 +1,6 @@
-"""Ports, whose rate is shared fairly among what passes, and flows, each of which passes several at once.
+"""Ports, which share their rate fairly, and flows, which pass several ports at once.
 
-A *flow* is what one rank sends to another: chunks, one after the other. On its way lie *ports*: out of the host,
+A *flow* is the traffic from one rank to another: chunks, one after the other. On its way lie *ports*: out of the host,
 perhaps up to a core of the network and down again, into the other host; or the memory inside one. Invariants:
 
 - A port divides its rate equally among the flows that have a chunk in it, at every moment. Two flows that share a
@@ -10,9 +10,9 @@ perhaps up to a core of the network and down again, into the other host; or the 
 - A flow does not begin a chunk before the last one has passed. So what a distant port holds up does not pile up before
   it: it leaves the nearer ports to others, as a window of the transport does.
 
-Why so. Exact rates (max-min fairness over all ports, recomputed whenever a flow begins or ends) cost O(flows) for each
+Reason: exact rates (max-min fairness over all ports, recomputed whenever a flow begins or ends) cost O(flows) for each
 of a million chunks. Here each event concerns one port, and costs O(log flows in it): a port counts the bytes that each
-of its flows was given (virtual time, of which the heap below holds the ends), and needs one event, for its next end.
+of its flows was given (virtual time; the heap below holds the ends), and needs one event, for its next end.
 Flows whose narrowest port is the same are treated exactly, and in the long run the others nearly so: a flow that is
 narrower elsewhere has a chunk here for a part of the time only, and leaves the rest of the rate to those that are
 narrowest here. In 400 random networks every flow ended within 21 % of where max-min fairness has it (the worst flow of
@@ -34,7 +34,7 @@ from typing import Any
 from kfcomm.simulate.agenda import Agenda
 
 _NO_BYTES = 1e-3
-"""What is left of a chunk when only rounding is."""
+"""Rest of a chunk that is rounding only."""
 
 
 class Port:
@@ -126,7 +126,7 @@ class Port:
 
 
 class Flow:
-    """What one rank sends to another.
+    """Traffic from one rank to another.
 
     Args:
         agenda: virtual time.

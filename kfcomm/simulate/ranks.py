@@ -1,4 +1,4 @@
-"""A rank of a simulation: a core machine, and the processor time that its effects take.
+"""Rank of a simulation: a core machine, and the processor time of its effects.
 
 Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
 does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
@@ -6,7 +6,7 @@ fold takes that of its bytes. What a chunk makes
 it send leaves when all that the chunk made it do is done, like the frames of a burst; within one flow, chunks leave in
 the order in which the machine emitted them.
 
-Where the ranks of a host are more than its processors, they take turns: whoever waits longest is next.
+Where the ranks of a host are more than its processors, they take turns: the rank that waits longest is next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kfcomm.simulate.ports import Flow
 
 
 class Chunk(NamedTuple):
-    """A chunk on its way: what its frame says of it."""
+    """Chunk under way: the contents of its frame."""
 
     lane: int
     number: int
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What it costs a rank to take part.
+    """Costs of a rank's work.
 
     Attributes:
         overhead_s: of each message that it sends or receives.
@@ -54,7 +54,7 @@ class Work:
     hosts: tuple[int, ...]
 
     def message_s(self, rank: int, other: int, nbytes: int) -> float:
-        """What it costs ``rank`` to exchange a message with another."""
+        """Seconds of work for ``rank`` to exchange a message with another."""
         if not self.copy_s_per_byte or self.hosts[rank] == self.hosts[other]:
             return self.overhead_s
         return self.overhead_s + self.copy_s_per_byte * nbytes
@@ -66,7 +66,7 @@ that chunk's payload. By it the data of a collective can be carried along."""
 
 
 class Processors:
-    """Those that some ranks share."""
+    """Processors that some ranks share."""
 
     __slots__ = ("_agenda", "_free", "_waiting")
 
@@ -76,7 +76,7 @@ class Processors:
         self._waiting: deque[Rank] = deque()
 
     def take(self, rank: Rank) -> bool:
-        """Whether ``rank`` may work now; if not, it will be told when."""
+        """Whether ``rank`` may work now; else it is called later."""
         if self._free:
             self._free -= 1
             return True
@@ -86,7 +86,7 @@ class Processors:
     def give(self) -> None:
         """A rank has finished what it did."""
         if self._waiting:
-            # not by a call: each of thousands may have nothing to do that takes time, and give it on at once
+            # An event, not a call: thousands of ranks may pass the processor on at once, and calls would nest as deep.
             self._agenda.at(self._agenda.now_s, Rank.work, self._waiting.popleft())
         else:
             self._free += 1
@@ -142,7 +142,7 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """Which one it is."""
+        """Number of the rank."""
         return self._rank
 
     def post(self) -> None:
@@ -150,7 +150,7 @@ class Rank:
         self.arrived(None)
 
     def arrived(self, chunk: Chunk | None) -> None:
-        """A chunk is here; it is looked at when there is time."""
+        """A chunk has arrived; it is handled when there is time."""
         self._inbox.append(chunk)
         if not self._is_busy:
             self._is_busy = True
@@ -165,7 +165,7 @@ class Rank:
             self.done_s = self._agenda.now_s
 
     def work(self) -> None:
-        """Do what is next; a processor is there."""
+        """Do the next piece of work on a free processor."""
         while True:
             sends, busy_s = self._do(self._inbox.popleft())
             if busy_s:
@@ -177,7 +177,7 @@ class Rank:
                 return
 
     def _do(self, chunk: Chunk | None) -> tuple[list[tuple[int, Chunk]], float]:
-        """Take in a chunk, or begin if there is none; what is to be sent then, and how long all that takes."""
+        """Take in a chunk, or begin without one; returns what to send then, and the seconds of work."""
         effects: Effects = []
         busy_s = 0.0
         if chunk is None:
@@ -221,7 +221,7 @@ class Rank:
         self.num_messages += len(sends)
 
     def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
-        """Carry out effects; returns what is to be sent after them, and how long all that takes."""
+        """Carry out effects; returns what to send after them, and the seconds of work."""
         work, rank, carry, sizes = self._work, self._rank, self._carry, self._work.sizes
         sends: list[tuple[int, Chunk]] = []
         seconds = 0.0

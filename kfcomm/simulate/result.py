@@ -1,4 +1,4 @@
-"""What a simulation has found."""
+"""Results of simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What went through one port.
+    """Traffic through one port.
 
     Attributes:
         port: its name.
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def bound_s(self) -> float:
-        """No faster can it be with these graphs: the time that the busiest port needs."""
+        """Lower bound with these graphs: the time that the busiest port needs."""
         return self.busiest.seconds
 
     @property

@@ -1,4 +1,4 @@
-"""Which ports lie between two ranks, and how far they are from each other.
+"""Routes between ranks: their ports and latencies.
 
 Owns the ports of one simulation. Flows know their ports, not the network.
 """

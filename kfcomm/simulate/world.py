@@ -1,4 +1,4 @@
-"""A whole world of simulated ranks, from a strategy and a network to a `Result`.
+"""World of simulated ranks, from a strategy and a network to a `Result`.
 
 The machines are those of ``core.machine``, with the programs that ``collectives.plans`` makes for real ranks. Only the
 links, the processors and the time are simulated, see ``ports`` and ``ranks``.
@@ -70,7 +70,7 @@ def simulate(
 
 
 def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> int:
-    """How many messages `simulate` will have to move: what its time grows with.
+    """Number of messages that `simulate` moves; its time grows with it.
 
     Raises:
         ConfigError: an unknown dtype, or a message without an element.
@@ -90,10 +90,10 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
 
 
 def _plans(strategy: AnyStrategy, ranks: int, size: int, nbytes: int, dtype: str, key: str) -> list[Plan]:
-    """What each of the first ``ranks`` ranks does: the plans that real ranks make."""
+    """Plans of the first ``ranks`` ranks, made as by real ranks."""
     element = dtype_of(dtype)
     if nbytes < element.itemsize:
-        raise ConfigError(f"a message of {nbytes} bytes has no room for one {element}")
+        raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
     shape = (nbytes // element.itemsize,)
     plans = (Plans(Planner(rank, size, strategy)) for rank in range(ranks))
     return [each.all_reduce(element, shape, Op.SUM, key) for each in plans]
@@ -118,7 +118,7 @@ def _ranks(
 
 
 def _processors(agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> list[Processors | None]:
-    """Those of each host, if its ranks have to share them; on a test bed, the same for all."""
+    """Shared processors of each host; on a test bed, the same for all."""
     if network.cpus:
         return [Processors(agenda, network.cpus)] * layout.num_hosts
     num_ranks = [0] * layout.num_hosts
@@ -155,7 +155,7 @@ def _result(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Millions of lanes and events, none of which is garbage: looking for it again and again doubles the time."""
+    """No garbage collection inside: millions of lanes and events stay alive, and the search doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -72,7 +72,7 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
             or as text (``"<=64KiB: star, else: ring"``); or a ready-made strategy, graph pair or graph, which must have
             the layout's size (a graph is used in both directions).
         layout: where the ranks are.
-        others: tells of further names, and how each is built; asked only for a name that is not of `names`.
+        others: returns builders of further names; called only for a name that is not in `names`.
 
     Raises:
         ConfigError: an unknown name (the message suggests the nearest), rules that cannot be, a wrong size, or

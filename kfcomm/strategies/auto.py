@@ -1,7 +1,7 @@
-"""The choice that is made where the user makes none: the cheapest strategy for each size of message.
+"""The default strategy: the cheapest of all others for each size of message.
 
-Owns the comparison; the time model is in `cost`, the candidates are all strategies of `registry`. The result
-depends on the layout and the constants alone, so that all ranks come to the same one by themselves.
+The time model is in `cost`, the candidates are those of `registry`. The result depends on the layout and the
+constants alone, so that all ranks choose the same without a message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a strategy is: the graph pairs that share the bytes of a collective among them.
+"""Strategies: graph pairs that share the bytes of a collective among them.
 
 Owns the two kinds of strategy and the ways to make one by hand. A `Strategy` is a non-empty tuple of graph
 pairs of one size; a `SizedStrategy` picks one of several by the size of the message. Both are immutable
@@ -43,14 +43,14 @@ class Strategy:
     """Graph pairs over the same ranks; each carries its share of a message, by default an equal part.
 
     Attributes:
-        name: for people; it is no part of the digest.
+        name: for people; not part of the digest.
         pairs: at least one, all of one size.
         is_whole: no message is shared out: an all_reduce goes whole along one of the pairs, which its key picks. Else
             only those of few elements do (``core.chunk.WHOLE_BELOW``).
         shares: how much of a message each pair carries, relative to the others; of the messages that go whole, how
             many. In lowest terms; empty for equal parts.
-        direct: ranks make the result of an all_reduce of what all of them show; see `direct`.
-        for_long: what is in the place of a direct strategy for messages of more than `DIRECT_NBYTES`, if anything.
+        direct: how ranks make the result of an all_reduce from all contributions; see `builtin.direct`.
+        for_long: replaces a direct strategy for messages of more than `DIRECT_NBYTES`, if given.
 
     Raises:
         ConfigError: no pair, pairs of different sizes, or shares that are not one positive integer for each pair or
@@ -101,7 +101,7 @@ class Strategy:
 
     @property
     def goes_whole(self) -> bool:
-        """Every rank gets all that every other gives."""
+        """Whether every rank gets the whole contribution of every other."""
         return self.direct in (Direct.ONE_STEP, Direct.STAR)
 
     @property
@@ -148,7 +148,7 @@ class SizedStrategy:
     """Strategies by message size: the first rule whose bound is not exceeded holds.
 
     Attributes:
-        name: for people; it is no part of the digest.
+        name: for people; not part of the digest.
         rules: ``(largest nbytes, strategy)`` with ascending bounds; the last bound is None (no limit).
 
     Raises:

@@ -1,9 +1,9 @@
-"""Hosts found in measured matrices: which ranks are near each other. Owns that clustering.
+"""Clustering of ranks into hosts by measured matrices.
 
 Ranks are joined, nearest first, as long as the next nearest are not much farther (single linkage, cut at the widest
 gap). The distance of two ranks is their latency, divided by what part of their ports the link between them can fill: so
-that a host whose port is slow is not taken for a far one, since all its links are as slow as the port. (Hence a host of
-one rank is told from others by latency alone.)
+that a host with a slow port is not taken for a far one: all its links are as slow as the port. (Hence a host of one
+rank differs from others by latency alone.)
 
 Source: P. Sneath, "The application of computers to taxonomy" (1957), for single linkage.
 """
@@ -33,7 +33,7 @@ def hosts_of(latency_s: Matrix, bandwidth: Matrix) -> Layout:
         bandwidth: bytes/s from rank (row) to rank (column).
 
     Raises:
-        ConfigError: a matrix is not square, they are of different sizes, or an entry is no latency or bandwidth.
+        ConfigError: a matrix is not square, they are of different sizes, or an entry is not a latency or bandwidth.
     """
     latencies = checked_latency(latency_s)
     size = len(latencies)
@@ -64,7 +64,7 @@ def _of_size(bandwidth: Matrix, size: int) -> Matrix:
 
 
 def _joins(size: int, pairs: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """Those pairs, nearest first, that join what was apart: the edges of a minimum spanning tree."""
+    """The pairs that join separate groups, nearest first: the edges of a minimum spanning tree."""
     groups = list(range(size))
     joins = []
     for distance, a, b in pairs:

@@ -1,9 +1,8 @@
-"""What a strategy costs: counted on its graphs, and foretold in seconds.
+"""Cost of a strategy: counted on its graphs, and predicted in seconds.
 
 Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_reduce whose message is shared
-out among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
-the two agree is a test. `predict_seconds` turns counts into time with a `NetworkModel`, which is what ``auto``
-compares. Both look at graphs and layouts only; neither knows links, clocks, or how a message is really cut.
+out among the pairs. `predict_seconds` turns counts into time with a `NetworkModel`, which ``auto`` compares.
+Both look at graphs and layouts only, not at links, clocks, or how a message is really cut.
 
 The model is the Hockney (alpha-beta) model with LogGP's overhead for each message and the work of reduction:
 
@@ -16,12 +15,12 @@ The model is the Hockney (alpha-beta) model with LogGP's overhead for each messa
 
 where a way goes from a leaf to the root and on to a leaf, and *chain* is the time in which one chunk passes
 along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
-and links come near the slower of the two. Where a host has fewer processors than ranks, all that they do together
-counts: then few messages and copies beat idle ports. Copies are those through shared memory: a contribution that a leaf
-gives, a result that is shown (to all at once), and each that is kept; partial results are made where they are shown. A
-host has one network port for all its ranks; ports are full duplex. Where hosts are unlike (``NetworkModel.rates``),
-each port and each link between two hosts takes its own time, the chain that of the hosts on the slowest way, and the
-latencies are those of the quickest links between the same hosts.
+and links come near the slower of the two. Where a host has fewer processors than ranks, the work of all
+its ranks counts: then few messages and copies beat idle ports. Copies are those through shared memory: a leaf's
+contribution, a result that is shown (to all at once), and each that is kept; partial results are made where they are
+shown. A host has one network port for all its ranks; ports are full duplex. Where hosts are unlike
+(``NetworkModel.rates``), each port and each link between two hosts takes its own time, the chain that of the hosts on
+the slowest way, and the latencies are those of the quickest links between the same hosts.
 Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
 """
 
@@ -47,7 +46,7 @@ class Cost:
     """Steps and bytes of one unpipelined all_reduce.
 
     Attributes:
-        steps: edges on the longest chain of sends of which each waits for the one before.
+        steps: edges on the longest chain of sends that wait for each other.
         bytes: what the busiest rank sends or receives (the greater), per byte of message.
         cross_host_bytes: what the busiest host sends to or receives from other hosts, per byte of message.
     """
@@ -87,12 +86,12 @@ class NetworkModel:
 
     @classmethod
     def of(cls, costs: Costs) -> NetworkModel:
-        """What was measured, and the defaults for the rest."""
+        """The measured constants, and the defaults for the rest."""
         return cls(**{name: value for name, value in costs._asdict().items() if value is not None})
 
 
 class Load(NamedTuple):
-    """What one part that goes along one pair makes of work.
+    """Work that one part of a message causes along one pair.
 
     Attributes:
         ways: see `Profile`.
@@ -140,11 +139,11 @@ class Load(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """All that the time model needs of a strategy on a layout; counts are of equal parts of the message.
+    """Input of the time model: a strategy on a layout, counted in equal parts of the message.
 
     Attributes:
         num_pairs: among how many pairs the message is shared out.
-        num_parts: of how many parts it consists: one for each pair, or the sum of the shares.
+        num_parts: number of parts: one for each pair, or the sum of the shares.
         largest: parts of the pair that has most.
         ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
         messages: what the busiest rank sends and receives, whatever its size.
@@ -210,7 +209,7 @@ class Profile(NamedTuple):
         """Of messages that every rank gets, in parts of an n-th.
 
         On one host they are shown, not sent: to use a slot costs about as much as to send a message and to receive one.
-        What is given each rank copies in, folds for its part, shows, and copies for the other parts. All that is shown
+        Each rank copies its contribution in, folds its own part, shows it, and copies the other parts. Shown data
         stays in the cache, so that two of these copies cost what one does elsewhere.
         """
         size = layout.size
@@ -236,7 +235,7 @@ class Profile(NamedTuple):
 
     @classmethod
     def _of_the_worst(cls, ones: Sequence[Profile]) -> Profile:
-        """Of messages each of which goes one of these ways."""
+        """Of messages that go whole, each along one of these ways."""
         crowds = zip(*(one.crowd for one in ones), strict=True)
         most_messages, most_folds, most_copies = map(max, crowds)
         return cls(
@@ -325,7 +324,7 @@ def network_of(
         fold_s_per_byte: seconds of work for each byte that is folded, by rank.
 
     Raises:
-        ConfigError: a matrix is not square or of another size than the layout, or an entry is none of its kind.
+        ConfigError: a matrix is not square or of another size than the layout, or an entry is out of range.
     """
     costs = costs_of(layout, latency_s, bandwidth, overhead_s, fold_s_per_byte)
     return replace(NetworkModel.of(costs), rates=Rates.of(layout, bandwidth, checked_latency(latency_s, layout.size)))
@@ -335,7 +334,7 @@ def costs_of(
     layout: Layout, latency_s: Matrix, bandwidth: Matrix, overhead_s: Matrix | None = None,
     fold_s_per_byte: Sequence[float] | None = None,
 ) -> Costs:  # fmt: skip
-    """What is usual among what was measured, see `network_of`: medians. The latency is what the work leaves of it."""
+    """Medians of the measured values, arguments as in `network_of`; work is subtracted from latency."""
     latencies, rates = checked_latency(latency_s, layout.size), checked_bandwidth(bandwidth, layout.size)
     works = None if overhead_s is None else checked_latency(overhead_s, layout.size)
     pairs = [(a, b) for a in range(layout.size) for b in range(layout.size) if a != b]
@@ -428,7 +427,7 @@ def _alone(strategy: Strategy) -> list[Strategy]:
 
 
 def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
-    """What the ranks of each host count together."""
+    """Sum over the ranks of each host."""
     if layout.num_hosts == 1:
         return [sum(counts)]
     sums = [0] * layout.num_hosts
@@ -493,7 +492,7 @@ def _hops(graph: Graph, hosts: Sequence[int]) -> set[tuple[int, int]]:
 
 
 def _longest(ways: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Those ways that no other equals or exceeds in both kinds of hop."""
+    """The ways that no other equals or exceeds in both kinds of hop."""
     kept: list[tuple[int, int]] = []
     for near, far in sorted(ways, key=lambda way: (-way[1], -way[0])):
         if not kept or near > kept[-1][0]:

@@ -33,7 +33,7 @@ def as_text(strategy: AnyStrategy, layout: Layout, pair: int | None = None) -> s
         pair: which graph pair to draw; None draws the first and says how the others differ.
 
     Raises:
-        ConfigError: sizes differ, or there is no such pair.
+        ConfigError: sizes differ, or the pair does not exist.
     """
     if strategy.size != layout.size:
         raise ConfigError(f"strategy {strategy.name!r} is for {strategy.size} ranks, not for {layout.size}")

@@ -1,7 +1,7 @@
-"""Measured matrices: what is taken for one, and the rates of ports and links that follow from it.
+"""Measured matrices: checks, and the rates of ports and links.
 
-Owns the checks of what comes from a measurement, or from a user's hand, and nothing of what is made of it. A matrix is
-a sequence of rows; entry ``[a][b]`` is about the way from rank ``a`` to rank ``b``, and the diagonal does not matter.
+A matrix comes from a measurement or from a user. It is a sequence of rows; entry ``[a][b]`` is about the way from rank
+``a`` to rank ``b``, and the diagonal does not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def checked_latency(latency_s: Matrix, size: int | None = None) -> list[list[flo
     """Latencies in seconds, with a diagonal of 0.
 
     Raises:
-        ConfigError: it is no square matrix (of ``size`` rows), or an entry is no finite number from 0 on.
+        ConfigError: the matrix is not square (of ``size`` rows), or an entry is not a finite number from 0 on.
     """
     rows = _square("latency", latency_s, size)
     for a, row in enumerate(rows):
@@ -38,7 +38,7 @@ def checked_bandwidth(bandwidth: Matrix, size: int | None = None) -> list[list[f
     """Bandwidths in bytes per second, with a diagonal of infinity.
 
     Raises:
-        ConfigError: it is no square matrix (of ``size`` rows), or an entry off the diagonal is not above 0 and finite.
+        ConfigError: the matrix is not square (of ``size`` rows), or a rate off the diagonal is not above 0 and finite.
     """
     rows = _square("bandwidth", bandwidth, size)
     for a, row in enumerate(rows):
@@ -68,7 +68,7 @@ def _square(what: str, matrix: Matrix, size: int | None) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What hosts can send and receive, and what lies between them: all that a heterogeneous network adds to a model.
+    """Rates of ports and links between hosts of a heterogeneous network.
 
     The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
     port of the one that receives it, and the link between the two.

@@ -34,7 +34,7 @@ def as_svg(strategy: Strategy, layout: Layout, pair: int = 0) -> str:
     """A picture of one graph pair, as the text of an SVG file.
 
     Raises:
-        ConfigError: sizes differ, or there is no such pair.
+        ConfigError: sizes differ, or the pair does not exist.
     """
     if strategy.size != layout.size:
         raise ConfigError(f"strategy {strategy.name!r} is for {strategy.size} ranks, not for {layout.size}")

@@ -1,4 +1,4 @@
-"""Where the ranks of a drawn graph go: coordinates for circles, boxes for hosts.
+"""Placement of a drawn graph: coordinates of ranks, boxes of hosts.
 
 Three arrangements. A chain goes round one circle. A tree on one host spreads from its root in the middle. A tree
 over several hosts has a box for each: inside it the tree's parts fan out below their uppermost ranks, and the

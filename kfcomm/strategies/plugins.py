@@ -1,8 +1,8 @@
-"""Strategies that other distributions bring: found by name, through the entry points of ``kfcomm.strategies``.
+"""Strategies of other distributions, by the entry points of ``kfcomm.strategies``.
 
-An entry point names a function from a `Layout` to whatever ``kfcomm.strategies.build`` takes. Nothing is searched for,
-nor the means to search imported, until a name is met that is none of kfcomm's own; then nothing is imported but what is
-named. Names of kfcomm's own always mean its own strategies.
+An entry point names a function from a `Layout` to whatever ``kfcomm.strategies.build`` takes. The search begins
+with the first name that is not kfcomm's own, and then only that plugin is imported. Names of kfcomm's own always mean
+its own strategies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Plugin:
 
     @property
     def origin(self) -> str:
-        """Which distribution it is from, in words."""
+        """Its entry point and distribution, in words."""
         dist = self.entry.dist
         return f"{self.entry.value}, of {dist.name} {dist.version}" if dist is not None else self.entry.value
 
@@ -53,7 +53,7 @@ class Plugin:
 
 
 def found() -> dict[str, Plugin]:
-    """The strategies of other distributions, by name. Reads the metadata of all that is installed: milliseconds.
+    """The strategies of other distributions, by name. Reads the metadata of all distributions: milliseconds.
 
     Of several with one name the first is taken, and none with a name of kfcomm's own: see ``overlooked``.
     """
@@ -61,7 +61,7 @@ def found() -> dict[str, Plugin]:
 
 
 def overlooked() -> list[str]:
-    """What other distributions bring and nobody gets, since its name is taken; a line for each."""
+    """Plugins that cannot be used since their name is taken; a line for each."""
     return _sorted_out()[1]
 
 
@@ -82,10 +82,10 @@ def _sorted_out() -> tuple[dict[str, Plugin], list[str]]:
 
 
 def build(spec: StrategySpec, layout: Layout) -> AnyStrategy:
-    """The strategy that ``spec`` means, be it of kfcomm or of another distribution: see ``kfcomm.strategies.build``.
+    """Build a strategy of kfcomm or of another distribution, as ``kfcomm.strategies.build`` does.
 
     Raises:
-        ConfigError: there is no such strategy, it cannot be built, or it is for another number of ranks.
+        ConfigError: the strategy is unknown, cannot be built, or is for another number of ranks.
     """
     return strategies.build(spec, layout, found)
 

@@ -1,6 +1,6 @@
 """Strategies by message size, as people write them: ``<=64KiB: star, else: ring``.
 
-Owns the notation and its meaning. Rules are a mapping from a condition to whatever `build` takes, or that mapping in
+Rules are a mapping from a condition to whatever `build` takes, or that mapping in
 one line of text, as settings carry it. Their order has no meaning: a message belongs to the lowest bound that it does
 not exceed. Where a rule's strategy has rules itself (``auto`` has), those of its own range hold within it.
 """
@@ -91,5 +91,5 @@ def _bound(condition: Any) -> int | None:
     if condition == ELSE:
         return None
     if not isinstance(condition, str) or not condition.strip().startswith(_AT_MOST):
-        raise ConfigError(f"{condition!r} is no condition on a size: there are '<=SIZE' and {ELSE!r}; {_HELP}")
+        raise ConfigError(f"expected a condition '<=SIZE' or {ELSE!r}, got {condition!r}; {_HELP}")
     return parse_size(condition.strip().removeprefix(_AT_MOST))

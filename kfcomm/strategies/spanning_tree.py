@@ -1,4 +1,4 @@
-"""Minimum spanning tree by measured latency. Owns that graph.
+"""Minimum spanning tree by measured latency.
 
 One pair: of all trees the one whose edges add up to the least latency, so that no slow link is used where a way round
 it is quicker. It hangs from its centre, the rank from which the farthest is nearest. For short messages in networks

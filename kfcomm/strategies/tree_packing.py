@@ -1,7 +1,7 @@
-"""Packed trees: several trees with different roots, each as wide as the network lets it be. Owns those graphs.
+"""Packed trees: several trees with different roots, weighted by the measured rates of ports and links.
 
 The model: a host sends and receives at most at the rates of its port, whatever the ranks on it and the trees do at the
-same time. Of each byte a host sends at least one copy, or nobody would know its part of the sum, and receives at least
+same time. Of each byte a host sends at least one copy, its part of the sum, and receives at least
 one; and all h hosts together send at least 2(h−1), since each needs to hear, directly or not, of each other (that is
 gossip by one-way calls). With ports of ``s[i]`` and ``r[i]`` bytes/s, S bytes thus take at least
 
@@ -104,7 +104,7 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
 
 
 def bound_seconds(layout: Layout, bandwidth: Matrix, nbytes: int) -> float:
-    """What an all_reduce of ``nbytes`` bytes takes at least, by the ports of the hosts; see the module's docstring.
+    """Lower bound of the time of an all_reduce of ``nbytes`` bytes, by the ports of the hosts (see the module).
 
     Nothing is counted of latencies, of work, or of what happens inside of hosts. Where all ranks are on one host, every
     rank counts as a host with a port of its own. 0 for a single rank.

@@ -61,7 +61,7 @@ def test_the_table_has_every_step_and_every_strategy() -> None:
 @pytest.mark.netns
 @pytest.mark.slow
 def test_the_program_adapts_across_hosts() -> None:
-    """Whatever it decides there, all ranks decide it, and the results are right."""
+    """All ranks make the same decisions, and the results are right."""
     with Netlab(even(2, 400e6)) as lab:
         records = conduct(lab, "bench.netlab.adapting", [Step("adaptive", 1 << 16)] * 3)
     assert [len(record["times"]) for record in records] == [3, 3]

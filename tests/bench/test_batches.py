@@ -30,7 +30,7 @@ def ran(batch: int, time_s: float, *, is_reached: bool = True) -> Figure:
     ],
     ids=["reached", "slower than the best", "as slow as the worst", "never", "the worst never", "no other"],
 )
-def test_what_is_wanted(adaptive: Figure, others: list[Figure], reached: bool) -> None:
+def test_outcome_reaches_ratio_and_excess(adaptive: Figure, others: list[Figure], reached: bool) -> None:
     found = verdict([*others, adaptive])
     assert found["reached"] is reached
     assert (found["worst"], found["worst_is_reached"]) == (others[-1].batch, others[-1].is_reached)

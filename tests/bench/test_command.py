@@ -82,7 +82,7 @@ def test_a_wrong_result_is_told_and_gives_exit_code_1(start: tuple[str, ...], tm
     assert not data.exists()
 
 
-def test_what_a_rank_prints_is_passed_on(tmp_path: Path) -> None:
+def test_output_of_a_rank_is_passed_on(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text('import os\nif "KFCOMM_RANK" in os.environ: print("hello")\n')
     env = environ(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     done = finished("bench", "-n", "2", *TINY, env=env)

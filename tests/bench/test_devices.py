@@ -232,7 +232,7 @@ async def test_time_is_that_between_two_events(cupy: Any) -> None:
     assert await stopwatch.elapsed_s() == 0.25
 
 
-def test_what_the_device_cannot_hold_is_refused(cupy: Any) -> None:
+def test_arrays_too_large_for_the_device_are_refused(cupy: Any) -> None:
     with pytest.raises(ConfigError, match="no 8 MiB left"):
         CudaMemory(0).empty(1 << 21, np.dtype("float32"))
     with pytest.raises(ConfigError, match="no arrays of float16"):

@@ -1,4 +1,4 @@
-"""The figures of devices, as far as they need none: rows, verdicts, the description, and the refusal without a GPU."""
+"""Figures of devices, without a device: rows and their aims, the description, and the refusal without a GPU."""
 
 from __future__ import annotations
 

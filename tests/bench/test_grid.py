@@ -55,7 +55,7 @@ def test_one_strategy_for_all_is_a_name() -> None:
     assert advice.as_setting() == "star"
 
 
-def test_what_is_as_good_saves_a_rule() -> None:
+def test_equally_good_strategy_saves_a_rule() -> None:
     advice = Advice.of(grid(star=(1.0, 1.0, 1.0), ring=(0.97, 1.5, 0.99)))
     assert advice.as_setting() == "star"
 

@@ -10,7 +10,7 @@ from bench.netlab.hybrid import figure, formula_nbytes, measured, table, verdict
 from bench.netlab.lab import Netlab
 
 
-def test_what_a_rank_sends() -> None:
+def test_bytes_sent_follow_the_formula() -> None:
     """By hand: 4 bytes, 7 others, 32 samples, the sums of both sides; and 2 · 7/8 of all weights."""
     assert formula_nbytes(HYBRID, 8, 32, 1) == 4 * 7 * 32 * (4096 + 25088 + 4096 + 4096 + 1000 + 4096)
     assert formula_nbytes(WHOLE, 8, 32, 1) == 4 * 1.75 * (4096 * 25088 + 4096 * 4096 + 1000 * 4096)
@@ -21,7 +21,7 @@ def test_what_a_rank_sends() -> None:
 @pytest.mark.parametrize(
     ("whole_s", "sent_nbytes", "reached"), [(3.0, 1010, True), (2.9, 1010, False), (3.0, 1030, False)]
 )
-def test_what_is_wanted(whole_s: float, sent_nbytes: int, reached: bool) -> None:
+def test_outcome_reaches_ratio_and_bytes(whole_s: float, sent_nbytes: int, reached: bool) -> None:
     found = {}
     for way, end_s in ((HYBRID, 2.0), (WHOLE, whole_s), (TOLD, 0.5)):
         one = {"start_s": 0.0, "end_s": end_s, "cpu_s": 1.0, "sent_nbytes": sent_nbytes}

@@ -89,7 +89,7 @@ def test_rates_are_read(text: str, rate: float | None) -> None:
 @pytest.mark.parametrize(
     "text", ["", "200", "200mbps", "25MB/s", "-1mbit", "1e9bit", "fast", "1bit", "0bit", "101gbit"]
 )
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_malformed_rate_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="rate "):
         parse_rate(text)
 
@@ -221,7 +221,7 @@ def test_tools_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("tc -n", "the kernel limits no rates (modules sch_htb and cls_u32)"),
     ],
 )
-def test_what_the_kernel_refuses_is_named(fails: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_what_the_kernel_refuses(fails: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "check_tools", lambda: None)
 
     def pretended(*line: str, text: str = "") -> str:
@@ -278,7 +278,7 @@ def test_a_partition_leaves_each_side_with_itself_until_it_is_healed() -> None:
 
 
 def _greeting(address: str) -> str:
-    """A shell command that succeeds if a host answers, be it by refusing."""
+    """A shell command that succeeds if a host answers, also with a refusal."""
     code = f"import socket, sys; sys.exit(socket.socket().connect_ex(('{address}', 9)) != 111)"
     return f'{sys.executable} -c "{code}"'
 
@@ -335,7 +335,7 @@ def test_a_program_that_fails_says_where_and_how() -> None:
         assert outcome.exit_code == 5
         with pytest.raises(NetlabError, match=r"(?s)h1: 5.*oh no"):
             outcome.check()
-        with pytest.raises(ConfigError, match="there is no program to run"):
+        with pytest.raises(ConfigError, match="expected a program to run"):
             bed.run([])
 
 
@@ -382,7 +382,7 @@ def test_a_step_that_fails_is_told_with_what_the_ranks_wrote() -> None:
 
 
 @NETNS
-def test_nothing_is_left_after_an_exception() -> None:
+def test_exception_leaves_no_namespace() -> None:
     inside: list[subprocess.Popen[bytes]] = []
 
     def fail(bed: Netlab) -> None:
@@ -396,7 +396,7 @@ def test_nothing_is_left_after_an_exception() -> None:
 
 
 @NETNS
-def test_nothing_is_left_after_half_a_bed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_bed_leaves_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*line: str) -> None:
         raise NetlabError("no more")
 
@@ -410,7 +410,7 @@ def test_nothing_is_left_after_half_a_bed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_nothing_is_left_after_a_signal(number: signal.Signals, code: int) -> None:
+def test_signal_leaves_no_namespace(number: signal.Signals, code: int) -> None:
     with holding(PROGRAM) as process:
         assert process.stdout is not None
         assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]

@@ -77,7 +77,7 @@ def test_one_wrong_element_is_found_wherever_it_is(count: int, start: int, where
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED_NAMES if name != "bool"])
-def test_what_was_not_written_is_wrong(name: str) -> None:
+def test_unwritten_result_is_wrong(name: str) -> None:
     values = reduced(contributions(dtype_of(name), Op.SUM, 3), Op.SUM)
     found = tiled(values, 0, PERIOD)
     spoil(found)

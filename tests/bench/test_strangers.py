@@ -1,4 +1,4 @@
-"""Strangers at the ports of a job that works: the benchmark runs, and a rank joins beside them."""
+"""Unauthenticated connections at the ports of a working job: the benchmark runs, and a rank joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked for becomes cases, the same ones in every process; what cannot work is refused."""
+"""Options become cases, the same ones in every process; impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_factors_are_those_of_nccl_tests(size: int) -> None:
         ({"sizes": (12,)}, "each of 4 ranks"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(changes: dict[str, object], words: str) -> None:
+def test_impossible_option_is_refused_by_name(changes: dict[str, object], words: str) -> None:
     FULL.check(4)
     with pytest.raises(ConfigError, match=words):
         replace(FULL, **changes).check(4)  # type: ignore[arg-type]

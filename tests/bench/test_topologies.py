@@ -107,11 +107,11 @@ def test_the_heat_map_shows_every_time_and_is_the_same_each_time() -> None:
         (["--simulate", "eight"], "expected a number of hosts and ranks, got 'eight'"),
         (["--simulate", "8x1", "--strategy", "rign"], "unknown strategy 'rign'; did you mean ring"),
         (["-n", "2", "--strategy", "rign"], "unknown strategy 'rign'; did you mean ring"),
-        (["-n", "2", "--sizes", "2B"], "needs room for one float32"),
+        (["-n", "2", "--sizes", "2B"], "needs at least one float32"),
         (["--simulate", "8x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),
     ],
 )
-def test_what_cannot_work_is_one_line(arguments: list[str], message: str | None) -> None:
+def test_usage_error_is_one_line(arguments: list[str], message: str | None) -> None:
     if message is None:  # the number of ranks may be left out
         assert run(*arguments, "--sizes", "1KiB", "--strategy", "star").exit_code == 0
         return

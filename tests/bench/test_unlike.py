@@ -33,7 +33,7 @@ def figure(strategy: str, median_s: float, share: float) -> Figure:
     return Figure(strategy, median_s, median_s, median_s, 5.0, share, share, (median_s,))
 
 
-def test_what_tc_lets_through() -> None:
+def test_bandwidth_is_the_slower_of_two_links() -> None:
     assert bandwidth_of(with_rate(even(3, 80e6), "h1", 8e6)) == [[1e7, 1e6, 1e7], [1e6, 1e6, 1e6], [1e7, 1e6, 1e7]]
     for specs in (even(2), (HostSpec("a", 8e6, ranks=2),)):
         with pytest.raises(ValueError, match="one rank and a rate"):
@@ -41,7 +41,7 @@ def test_what_tc_lets_through() -> None:
 
 
 @pytest.mark.parametrize(("packed_s", "share", "reached"), [(6.0, 0.9, True), (6.0, 0.79, False), (7.0, 0.9, False)])
-def test_what_is_wanted(packed_s: float, share: float, reached: bool) -> None:
+def test_outcome_reaches_ratio_and_share(packed_s: float, share: float, reached: bool) -> None:
     found = [figure("ring", 10.0, 0.5), figure("star", 9.9, 0.5), figure(PACKED, packed_s, share)]
     said = verdict(found)
     assert said["ratio"] == round(9.9 / packed_s, 3)

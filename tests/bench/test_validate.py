@@ -16,7 +16,7 @@ OVERHEAD_S, COPY_S_PER_BYTE, LATENCY_S = 5e-5, 2e-9, 4e-5
 
 
 def record() -> dict[str, Any]:
-    """What a bed would record whose times are those of the simulator."""
+    """Record of a bed whose times are those of the simulator."""
     hosts = tuple(Host(f"h{number}", 25e6, LATENCY_S) for number in range(4))
     local = Local(overhead_s=OVERHEAD_S, copy=1 / COPY_S_PER_BYTE)
     network = SimulatedNetwork(hosts=hosts, local=local, efficiency=0.9, cpus=2, burst_nbytes=16000)
@@ -36,7 +36,7 @@ def record() -> dict[str, Any]:
     }
 
 
-def test_what_processors_do_is_found_from_their_time() -> None:
+def test_costs_of_messages_and_bytes_are_found_from_processor_time() -> None:
     results = simulated(record(), bed_of(record(), LATENCY_S))
     assert processor_costs(record(), results) == pytest.approx((OVERHEAD_S, COPY_S_PER_BYTE))
 

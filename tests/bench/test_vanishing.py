@@ -13,6 +13,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.netns
-def test_those_that_are_left_have_their_result(tmp_path: Path) -> None:
+def test_survivors_have_their_result(tmp_path: Path) -> None:
     with Netlab(even(vanishing.HOSTS), network="10.79.4.0/24") as lab:
         assert vanishing.once(lab, Random(1), tmp_path, 4000) > 0

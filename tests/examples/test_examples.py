@@ -28,7 +28,7 @@ def one_process(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a job printed, sorted, as ranks print in any order; it must have gone well."""
+    """Sorted output of a job, since ranks print in any order; the job must succeed."""
     assert (done.returncode, done.stderr) == (0, "")
     return sorted(done.stdout.splitlines())
 
@@ -55,7 +55,7 @@ def test_two_groups() -> None:
 
 
 def test_adaptive() -> None:
-    """Every strategy is tried, one is kept, and the slow rank is found; how fast they are is for nobody to say."""
+    """Every strategy is tried, one is kept, and the slow rank is found; times are not judged."""
     said = "\n".join(four_ranks("adaptive.py").stdout.splitlines())
     assert "step 0: AutoStrategy: strategy auto -> star" in said
     tried = re.findall(
@@ -122,7 +122,7 @@ def test_decisions_that_are_near_have_one_mark(adaptive_page: ModuleType) -> Non
 def test_runs_stand_beside_each_other(
     adaptive_page: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that adapts first; without an answer to the slow link it is no success."""
+    """The adapting run first; it must answer the slow link."""
     rows = [adaptive_page.Row(n, 4 - n, 50.0 + n, 24 << n, 100.0, 3 + n // 2) for n in range(4)]
     adaptive = adaptive_page.Run("adaptive", rows, slow_s=1.0)
     rows = [adaptive_page.Row(n, 4.0, 60.0, 24, 50.0, 3) for n in range(4)]
@@ -150,7 +150,7 @@ def test_alone_it_is_a_world_of_one(name: str) -> None:
 
 
 def digest(done: subprocess.CompletedProcess[str]) -> str:
-    """That of a training which went well; losses and the change of strategy were shown."""
+    """Output of a successful training, with losses and the change of strategy."""
     out = re.sub(r"^\[0\] ", "", done.stdout, flags=re.MULTILINE)
     assert done.returncode == 0, done
     assert re.findall(r"^epoch +(\d+): loss \d\.\d{4}$", out, re.MULTILINE) == ["1", "2", "3", "4", "5"]

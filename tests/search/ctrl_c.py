@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a job's life: all that it started is gone within a bound, and nothing but that is said.
+"""Ctrl-C at any moment of a job's life: all its processes end within a bound, and only that is reported.
 
     python -m tests.search.ctrl_c --seconds 60 --seed 1
 
@@ -26,7 +26,7 @@ import psutil
 import kfcomm
 
 BOUND_S = 10.0
-"""Beyond this it is no bound any more, however busy the machine is."""
+"""Upper limit of the bound, however busy the machine is."""
 IDLE_BOUND_S = 2.0
 """Beyond this, what a job said is shown: on an idle machine it tells why."""
 LATEST_S = 1.5
@@ -63,7 +63,7 @@ async def work_async(comm: Any) -> None:
 
 
 def as_rank(interface: str) -> None:
-    """What each rank of a job does."""
+    """Program of each rank."""
     if interface == "blocking":
         with kfcomm.sync.init() as comm:
             work(comm)
@@ -121,12 +121,12 @@ def once(chance: Random) -> tuple[str, float]:
 
 
 def shown(line: list[str], whom: str) -> str:
-    """What was run, for people."""
+    """Description of the run."""
     return f"{' '.join(line[1:])}, SIGINT to {whom}"
 
 
 def _is_rank(part: psutil.Process) -> bool:
-    """Whether it is none of the launcher's own, which hear no Ctrl-C."""
+    """Whether it is not a helper of the launcher: those ignore Ctrl-C."""
     try:
         return part.cmdline()[1:3] == ["-m", "tests.search.ctrl_c"]
     except psutil.Error:

@@ -1,8 +1,8 @@
-"""Coverage-guided search of what reads bytes of strangers and peers (atheris): each reads them, or says what is wrong.
+"""Coverage-guided search of the decoders of bytes from the network (atheris): each decodes them, or raises its error.
 
     python -m tests.search.decoders --seconds 60 --seed 1
 
-Where atheris does not install, bytes are drawn by chance alone, which is said.
+Where atheris does not install, bytes are random, and the output says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interpreters that C code holds for 20 s: nobody takes that for a loss, whoever waits for whom, and sums are right.
+"""Interpreters that C code holds for 20 s: no rank is declared lost, and sums are right.
 
     python -m tests.search.held --seconds 3600 --transport tcp
 
@@ -29,7 +29,7 @@ def hold(seconds: float) -> None:
 
 
 def work(comm: Any, seconds: float, seed: int, held_s: float) -> int:
-    """Sums, before each of which one or two ranks are held; returns how many there were."""
+    """Make sums while one or two ranks are held before each; returns their number."""
     random, began_s, number = Random(seed), time.monotonic(), 0
     while float(comm.broadcast(np.array([time.monotonic() - began_s]), 0, name="clock")[0]) < seconds:
         number += 1
@@ -54,7 +54,7 @@ def main() -> int:
     from tests.search.held import work  # of the module as the ranks import it
 
     said = in_processes(work, given.seconds, given.seed, HELD_S, transport=transport)
-    click.echo(f"held: {said[0]} times for {HELD_S:g} s over {transport}, nobody was lost")
+    click.echo(f"held: {said[0]} times for {HELD_S:g} s over {transport}, no rank was lost")
     return 0
 
 

@@ -12,7 +12,7 @@ RANKS = 3
 
 
 def in_processes(work: Callable[..., Any], *args: Any, transport: str) -> list[Any]:
-    """What each rank returned of ``work(comm, *args)``, blocking; the first error that one raised is raised here.
+    """Results of all ranks of ``work(comm, *args)``, blocking; the first error that one raised is raised here.
 
     Args:
         work: of a module as the ranks import it.

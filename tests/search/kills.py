@@ -20,7 +20,7 @@ from kfcomm.testing.process_world import process_world
 
 LOST_AFTER_S = 2.0
 BOUNDS_S = {"kill": 10.0, "stop": LOST_AFTER_S + 10.0}
-"""Beyond this it is no bound any more, however busy the machine is."""
+"""Upper limit of the bound, however busy the machine is."""
 
 
 def work(comm: Any, num_elements: int) -> str:
@@ -38,7 +38,7 @@ def work(comm: Any, num_elements: int) -> str:
 
 
 def once(random: Random) -> tuple[str, float]:
-    """One world, one victim; what befell it, and how long the last of the others took to know."""
+    """One world with one killed rank: how it ended, and how long the last of the others took to know."""
     from tests.search.kills import work  # of the module as the ranks import it
 
     size, what = random.choice([2, 3, 4]), random.choice(list(BOUNDS_S))

@@ -24,7 +24,7 @@ from kfcomm.errors import PeerLost
 HOSTS = 3
 LOST_AFTER_S = 2.0
 BOUND_S = LOST_AFTER_S + 10.0
-"""Beyond this it is no bound any more, however busy the machine is; on an idle one it is one second more."""
+"""Upper limit of the bound, however busy the machine is; on an idle one it is one second more."""
 
 
 def as_rank(num_elements: int, folder: Path) -> None:
@@ -75,7 +75,7 @@ def once(lab: Netlab, chance: Random) -> float:
 
 
 def found_by_all(program: Program, folder: Path, pattern: str) -> list[Path]:
-    """What all ranks have written; the program must not end before, or take long."""
+    """Output of all ranks; the program must not end before, or take long."""
     until_s = time.monotonic() + 60
     while len(found := list(folder.glob(pattern))) < HOSTS:
         if program.wait_for(0.01):

@@ -63,7 +63,7 @@ def main() -> int:
         searching = search(time.monotonic() + given.seconds, Random(given.seed), str(Path(folder, "tls")))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             harmed, total = runner.run(searching)
-    click.echo(f"{harmed} harms: {dict(total)}, none wrong, nobody lost")
+    click.echo(f"{harmed} harms: {dict(total)}, none wrong, no rank lost")
     return 0
 
 

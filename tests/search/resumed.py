@@ -62,14 +62,12 @@ class SlowCheckpoint(checkpoint.Checkpoint):
     random = Random(0)
 
     async def find(self) -> Any:
-        """See `Checkpoint`."""
         await asyncio.sleep(self.random.uniform(0, 0.01))
         found = await super().find()
         await asyncio.sleep(self.random.uniform(0, 0.01))
         return found
 
     async def read(self) -> Any:
-        """See `Checkpoint`."""
         await asyncio.sleep(self.random.uniform(0, 0.01))
         place = await super().read()
         await asyncio.sleep(self.random.uniform(0, 0.01))

@@ -39,7 +39,7 @@ Sample = tuple[float, int, int]
 
 
 def pss_nbytes() -> int:
-    """Of this process, without files: its part of what it shares of those changes with whoever else runs Python."""
+    """Memory of this process, without files: its part of shared files changes with other Python processes."""
     text = Path("/proc/self/smaps_rollup").read_text("ascii")
     return 1024 * sum(int(found) for found in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE))
 

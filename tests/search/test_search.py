@@ -31,7 +31,7 @@ def test_decoders_read_what_they_are_given_first() -> None:
         decoders.read(data)
 
 
-def test_whatever_else_a_decoder_raises_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_of_decoders_are_defects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "READERS", (lambda data: data[9],))
     with pytest.raises(IndexError):
         decoders.read(b"\0short")
@@ -44,7 +44,7 @@ def test_a_killed_rank_is_found_lost_by_all_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_of_a_job_that_was_interrupted_is_left(seed: int) -> None:
+def test_interrupted_job_leaves_no_process(seed: int) -> None:
     whom, seconds = ctrl_c.once(Random(seed))
     assert whom in ("all", "launcher", "rank")
     assert seconds >= 0
@@ -71,7 +71,7 @@ def test_processes_that_are_killed_before_their_first_step_are_outlived(tmp_path
     assert restarts.Job(Random(1), tmp_path).run()["outlived a death before the first step"]
 
 
-def test_what_goes_up_and_down_is_level_and_what_is_kept_is_not() -> None:
+def test_growth_is_told_from_fluctuation() -> None:
     random = Random(1)
     for kept in (0, 50):  # bytes a second
         samples = [(float(s), 60_000_000 + kept * s + random.choice([0, 25_000_000]), 9) for s in range(600, 7200, 14)]
@@ -87,7 +87,7 @@ def test_hosts_that_are_cut_off_are_found_lost_by_all_ranks() -> None:
         assert partitions.once(lab, Random(1)) >= 0
 
 
-def test_what_is_found_ends_it_with_the_command_that_repeats_it() -> None:
+def test_failure_ends_search_with_command_to_repeat_it() -> None:
     program = (
         "import sys; from tests.search import __main__ as search; "
         "search.PARTS['kills'] = lambda random, seed: ['-c', 'raise SystemExit(3)']; "

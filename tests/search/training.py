@@ -90,7 +90,7 @@ def processes(random: Random, folder: Path) -> str:
 
 
 def _ended(command: list[str]) -> tuple[int | None, str, str]:
-    """The exit code of a job, None if it hangs, and all that it has said."""
+    """The exit code of a job, None if it hangs, and its output."""
     try:
         done = subprocess.run(command, env=environ(), capture_output=True, timeout=HANG_S)
     except subprocess.TimeoutExpired as hung:

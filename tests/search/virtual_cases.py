@@ -1,7 +1,7 @@
-"""What is run in virtual time, and what has to be true of it afterwards, whatever happened.
+"""Programs for virtual time, and their checks after any events.
 
-Ranks that nothing has cut off, and that are more than half of all, come to their end, with one story; who was cut off
-for long is told so. Nobody hangs: a call that ended by its timeout is a mistake.
+Ranks that were never cut off, and that are more than half of all, finish with the same history; ranks that were cut off
+for long get an error that says so. No rank hangs: a call that ends by its timeout is a defect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ON_LOSS = ("finish", "finish", "raise", "restart_step")
 
 
 class Case(Protocol):
-    """A program with what happens to it.
+    """A program and its events.
 
     Attributes:
         size: number of ranks in the beginning.
@@ -41,19 +41,19 @@ class Case(Protocol):
     strategy: str
 
     def events(self, random: Random) -> Sequence[Event]:
-        """What happens."""
+        """Events."""
 
     async def main(self, comm: Any) -> Any:
-        """One rank's life."""
+        """Program of one rank."""
 
     def check(self, run: VirtualRun) -> None:
-        """Raises ``AssertionError`` if it is not as it should be."""
+        """Raise ``AssertionError`` if an outcome is wrong."""
 
 
 def check_ends(run: VirtualRun, size: int) -> None:
-    """Whoever has failed was told why, and those that had to come to a good end have."""
+    """Failed ranks were told why, and all ranks that had to succeed have."""
     # a program that ends by an error waits for none of its other calls, and is told so
-    assert run.failed or not run.unheard, f"errors that nobody heard: {run.unheard}"
+    assert run.failed or not run.unheard, f"unheard errors: {run.unheard}"
     well = ending_well(run.events, size)
     for rank, error in run.failed.items():
         is_told = isinstance(error, (PeerLost, EpochChanged, Partitioned, SessionClosed))
@@ -62,7 +62,7 @@ def check_ends(run: VirtualRun, size: int) -> None:
 
 
 def ending_well(events: Sequence[Event], size: int) -> set[int]:
-    """The greater part of the ranks, if they were never cut off: they have to come to their end, unless killed."""
+    """The majority of the ranks, if they were never cut off: they have to finish, unless killed."""
     if any(isinstance(one, (Join, Release, Resize)) for one in events):
         return set()  # who was more than half then?
     cuts = [one for one in events if isinstance(one, (Stop, Partition)) and one.for_s > LOST_AFTER_S]
@@ -94,18 +94,16 @@ class Training:
         self._plan = programs.Plan(self.size, steps, [], [], [], random.choice(ON_LOSS), length)
 
     def events(self, random: Random) -> Sequence[Event]:
-        """See `Case`."""
         return random_events(random, self.size, horizon_s=0.05, elastic=random.random() < 0.6)
 
     async def main(self, comm: Any) -> Any:
-        """See `Case`."""
         birth = comm.births[comm.rank]
         one = programs.Training(comm, birth, self._plan, Random(self._seed + birth))
         await one.run()
         return one
 
     def check(self, run: VirtualRun) -> None:
-        """One story of all that came to the end: see `programs.check`."""
+        """All ranks that finished have one history: see `programs.check`."""
         whole = [one for one in run.results.values() if isinstance(one, programs.Training)]
         for one in whole:
             for (step, number), got in one.got.items():
@@ -123,11 +121,9 @@ class TwoSamplers:
         self._turns = Turns(random)
 
     def events(self, random: Random) -> Sequence[Event]:
-        """See `Case`."""
         return random_events(random, self.size, horizon_s=0.15, elastic=random.random() < 0.6)
 
     async def main(self, comm: Any) -> Any:
-        """See `Case`."""
         return await self._turns.run(comm)
 
     def check(self, run: VirtualRun) -> None:
@@ -142,7 +138,6 @@ class Attacked(Training):
     """The same, while ranks cancel calls of every verb, refuse them, are late and time out."""
 
     async def main(self, comm: Any) -> Any:
-        """See `Case`."""
         one = attacks.Training(ElasticCommunicator(comm), self._plan, self._seed)
         await one.run()
         return one
@@ -172,11 +167,9 @@ class Shrinking:
         self._rounds = [[draw_call(random, self.size) for _ in range(random.randrange(1, 4))] for _ in range(3)]
 
     def events(self, random: Random) -> Sequence[Event]:
-        """See `Case`."""
         return random_events(random, self.size, horizon_s=0.03)
 
     async def main(self, comm: Any) -> list[Round]:
-        """See `Case`."""
         me = comm.rank
         random, rounds = Random(self._seed + me), []
         for number, calls in enumerate(self._rounds):
@@ -191,7 +184,7 @@ class Shrinking:
         return rounds
 
     def check(self, run: VirtualRun) -> None:
-        """All that came to the end went the same way, and what anybody got was right."""
+        """All ranks that finished took the same steps, with right results."""
         check_ends(run, self.size)
         ended = {rank: rounds for rank, rounds in run.results.items() if isinstance(rounds, list)}
         ways = {tuple((one.births, one.agreed) for one in rounds) for rounds in ended.values()}
@@ -219,7 +212,7 @@ async def _got(handle: Any) -> programs.Got:
 
 
 class Walking:
-    """A right program of all verbs, groups, messages and swaps, in which nobody is lost: all results are right."""
+    """A right program of all verbs, groups, messages and swaps without losses: all results are right."""
 
     def __init__(self, random: Random) -> None:
         self.size = random.choice(SIZES)
@@ -227,17 +220,15 @@ class Walking:
         self._program = generator.program(random.randrange(1 << 31), random.choice([5, 10]), self.size)
 
     def events(self, random: Random) -> Sequence[Event]:
-        """See `Case`."""
         found = random_events(random, self.size, horizon_s=0.03)
         return [one for one in found if not isinstance(one, Kill) and getattr(one, "for_s", 0) < LOST_AFTER_S]
 
     async def main(self, comm: Any) -> Any:
-        """See `Case`."""
         return await run_awaiting(comm, self._program)
 
     def check(self, run: VirtualRun) -> None:
-        """Nobody has found anything wrong."""
-        assert not run.unheard, f"errors that nobody heard: {run.unheard}"
+        """No rank has found anything wrong."""
+        assert not run.unheard, f"unheard errors: {run.unheard}"
         assert run.results == dict.fromkeys(range(self.size)), str(run.results)
 
 
@@ -245,12 +236,11 @@ class Losing(Walking):
     """Such a program while ranks are lost: each ends, with right results up to an error that says what happened."""
 
     def events(self, random: Random) -> Sequence[Event]:
-        """See `Case`."""
         return random_events(random, self.size, horizon_s=0.03)
 
     def check(self, run: VirtualRun) -> None:
-        """Whoever has stopped before the end was told of a loss, by the program or at the end of the world."""
-        assert not run.unheard, f"errors that nobody heard: {run.unheard}"
+        """A rank that stopped before the end was told of a loss, by the program or at the end of the world."""
+        assert not run.unheard, f"unheard errors: {run.unheard}"
         for rank, report in run.results.items():
             if report is not None:
                 told = "" if isinstance(report, BaseException) else report.text.partition(":")[0]

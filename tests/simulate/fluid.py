@@ -6,7 +6,7 @@ Way = Sequence[int]
 
 
 def end_times(rates: Sequence[float], ways: Sequence[Way], nbytes: Sequence[float]) -> list[float]:
-    """When each flow ends that begins at 0: flow ``f`` brings ``nbytes[f]`` through the ports ``ways[f]``."""
+    """End of each flow that begins at 0: flow ``f`` brings ``nbytes[f]`` through the ports ``ways[f]``."""
     left = dict(enumerate(map(float, nbytes)))
     ends_s = [0.0] * len(ways)
     now_s = 0.0

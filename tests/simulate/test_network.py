@@ -1,4 +1,4 @@
-"""The network file: what it means, and what is said of files that are wrong."""
+"""The network file: its meaning, and the errors about wrong files."""
 
 import pytest
 
@@ -124,7 +124,10 @@ def test_no_hosts_at_all():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[host]]\n\nbandwidth = "200 Mbit"', "net.toml:3: host.bandwidth: '200 Mbit' is no rate; write a number"),
+        (
+            '[[host]]\n\nbandwidth = "200 Mbit"',
+            "net.toml:3: host.bandwidth: expected a rate, got '200 Mbit'; write",
+        ),
         ('[[host]]\n[[host]]\nbandwith = "1 bit/s"', "net.toml:3: host.bandwith: is unknown; did you mean bandwidth?"),
         ("[default]", "net.toml:1: default: is unknown; did you mean defaults?"),
         ("# a\n[defaults\n", "net.toml:2: Expected ']'"),
@@ -132,25 +135,28 @@ def test_no_hosts_at_all():
         ('a = "', "net.toml:1: "),
         ("host = 3", "net.toml:1: host: must be tables"),
         ("[[defaults]]", "net.toml:1: defaults: must be one table"),
-        ("[local]\ncpus = -1", "net.toml:2: local.cpus: -1 is no whole number of at least 0"),
-        ("[defaults]\nranks = true", "net.toml:2: defaults.ranks: True is no whole number"),
-        ("[local]\noverhead = 10", "net.toml:2: local.overhead: 10 is no time"),
-        ("[defaults]\nefficiency = 2", "net.toml:2: defaults.efficiency: 2 is no share"),
-        ("[[host]]\nname = 3", "net.toml:2: host.name: 3 is no name"),
+        ("[local]\ncpus = -1", "net.toml:2: local.cpus: expected a whole number of at least 0, got -1"),
+        ("[defaults]\nranks = true", "net.toml:2: defaults.ranks: expected a whole number of at least 1, got True"),
+        ("[local]\noverhead = 10", "net.toml:2: local.overhead: expected a time, got 10"),
+        (
+            "[defaults]\nefficiency = 2",
+            "net.toml:2: defaults.efficiency: expected a number above 0 and at most 1",
+        ),
+        ("[[host]]\nname = 3", "net.toml:2: host.name: expected a name, got 3"),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "net.toml:4: host.name: 'a' is the name of another host"),
-        ('[[link]]\nbetween = ["a", "b"]', "net.toml:2: link.between: 'a' is no host of this file"),
+        ('[[link]]\nbetween = ["a", "b"]', "net.toml:2: link.between: expected a host of this file, got 'a'"),
         ("[[link]]\n", "net.toml:1: link.between: is missing"),
         ('[[host]]\ncount = 2\n[[link]]\nbetween = ["h0", "h0"]', "net.toml:4: link.between: .* is not two hosts"),
         ('[[host]]\ncount = 2\n[[link]]\nbetween = ["h0", "h1"]', "net.toml:3: link.bandwidth: is missing"),
         ('[switch]\nuplink = "1 GB/s"', "net.toml:1: switch.hosts: is missing"),
         ("[[host]]\n[[switch]]\nhosts = ['h0']", "net.toml:2: switch.uplink: is missing"),
-        ("[[switch]]\nhosts = 'h0'", "net.toml:2: switch.hosts: 'h0' is no list"),
+        ("[[switch]]\nhosts = 'h0'", "net.toml:2: switch.hosts: expected a list of names, got 'h0'"),
         (
             "[[host]]\n" + "[[switch]]\nhosts = ['h0']\nuplink = '1 GB/s'\n" * 2,
             "net.toml:6: switch.hosts: 'h0' is behind a switch already",
         ),
-        ("defaults = { ranks = 0 }", "net.toml:1: defaults.ranks: 0 is no whole number"),
-        ("defaults.ranks = 0", "net.toml: defaults.ranks: 0 is no whole number"),
+        ("defaults = { ranks = 0 }", "net.toml:1: defaults.ranks: expected a whole number of at least 1, got 0"),
+        ("defaults.ranks = 0", "net.toml: defaults.ranks: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_a_malformed_file_names_line_and_field(text, message):

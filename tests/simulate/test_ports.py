@@ -59,7 +59,7 @@ def test_the_shorter_of_two_leaves_the_rest_to_the_longer():
     assert wires.run() == {"short": 0.5, "long": 1.25}
 
 
-def test_who_comes_later_shares_from_then_on():
+def test_later_flow_shares_from_its_start():
     wires = Wires(RATE)
     late = wires.flow(0)
     wires.flow(0).send("early", 1024)
@@ -67,7 +67,7 @@ def test_who_comes_later_shares_from_then_on():
     assert wires.run() == {"early": 1.5, "late": 2.0}
 
 
-def test_who_comes_later_and_is_shorter_goes_before():
+def test_later_but_shorter_flow_ends_first():
     wires = Wires(RATE)
     late = wires.flow(0)
     wires.flow(0).send("early", 1024)
@@ -81,7 +81,7 @@ def test_the_narrowest_port_decides_and_ports_are_cut_through():
     assert wires.run() == {"a": 4.0}
 
 
-def test_what_is_held_up_elsewhere_leaves_the_port_to_others():
+def test_flow_held_up_elsewhere_leaves_port_to_others():
     wires = Wires(RATE, RATE / 16, RATE)
     slow, fast = wires.flow(0, 1), wires.flow(0, 2)
     for number in range(16):
@@ -124,7 +124,7 @@ def test_after_a_pause_a_token_bucket_lets_a_burst_through():
     assert wires.run() == {"first": 0.5, "after a pause": 4.5, "after a shorter one": 5.5}
 
 
-def test_what_happens_at_the_same_time_keeps_its_order():
+def test_simultaneous_events_keep_their_order():
     wires = Wires(*[RATE] * 5)
     for sender in (3, 1, 4, 0, 2):
         wires.flow(sender).send(sender, 1024)

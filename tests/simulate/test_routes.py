@@ -1,4 +1,4 @@
-"""What lies between two ranks."""
+"""Routes between two ranks."""
 
 import pytest
 

@@ -45,13 +45,13 @@ def test_latency_counts_on_every_step():
     assert seconds("ring", 4, on=network(latency_s=0.5)) == pytest.approx(6 * (0.5 + NBYTES / 4 / RATE))
 
 
-def test_what_a_rank_does_takes_time():
+def test_work_of_a_rank_takes_time():
     local = Local(bandwidth=RATE, latency_s=0.0, overhead_s=0.25, fold=RATE / 16)
     # send; receive, fold and send; receive
     assert seconds("star", 2, on=network(local=local)) == 4 * 0.25 + 16 * NBYTES / RATE + 2 * NBYTES / RATE
 
 
-def test_what_crosses_hosts_is_copied_by_both():
+def test_messages_between_hosts_are_copied_by_both():
     local = Local(bandwidth=RATE, latency_s=0.0, overhead_s=0.0, fold=float("inf"), copy=RATE / 8)
     assert seconds("star", 2, on=network(local=local)) == 4 * 8 * NBYTES / RATE + 2 * NBYTES / RATE
     assert seconds("star", 2, on=network(local=local), hosts=1) == 2 * NBYTES / RATE
@@ -147,7 +147,7 @@ def test_a_strategy_by_size_is_the_one_for_this_size():
     assert simulate(sized, layout, NBYTES + 4, network()).graphs == "ring"
 
 
-def test_what_goes_whole_takes_the_way_that_its_key_picks():
+def test_whole_message_takes_the_pair_of_its_key():
     layout = Layout.even(3, 3)
     pairs = (build("star", layout).pairs[0], GraphPair.of(from_parents([0, 0, 1]).pairs[0].reduce))
     either = Strategy("either", pairs, is_whole=True)
@@ -216,7 +216,7 @@ def test_direct_is_one_step_where_each_rank_has_a_processor(num_cpus, messages):
 
 
 def test_messages_of_fewer_bytes_than_an_element():
-    with pytest.raises(ConfigError, match="a message of 3 bytes has no room for one float32"):
+    with pytest.raises(ConfigError, match="a message of 3 bytes has less than one float32"):
         simulate("ring", Layout.even(2), 3)
 
 

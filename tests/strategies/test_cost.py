@@ -270,7 +270,7 @@ def test_a_message_left_whole_costs_what_its_pair_does() -> None:
         assert whole.digest != clique.digest
 
 
-def test_where_processors_are_few_all_that_a_host_does_counts() -> None:
+def test_with_few_processors_the_whole_work_of_a_host_counts() -> None:
     clique = build("clique", Layout.even(4))
     # 48 messages, 12 folds and 28 copies of 4 bytes among 2 processors; see the test above for one rank's.
     crowded = 2 + (48 * 0.25 + 12 * 4 * 0.125 + 28 * 4 * 0.5) / 2

@@ -35,7 +35,7 @@ EIGHT = Layout.even(8, 8)
 
 
 def between_ports(send: list[float], receive: list[float] | None = None) -> Rows:
-    """What is measured between hosts of one rank each, whose ports have these rates."""
+    """Bandwidth between hosts of one rank each, with these rates of their ports."""
     return [[0.0 if a == b else min(s, r) for b, r in enumerate(receive or send)] for a, s in enumerate(send)]
 
 
@@ -120,7 +120,7 @@ def test_packed_trees_reach_the_bound_of_the_ports(network: tuple[Layout, Rows])
 
 @settings(max_examples=60)
 @given(networks(), st.sampled_from(["ring", "star", "clique", "tree", "binomial", "multi_binary_tree_star"]))
-def test_nothing_is_quicker_than_the_bound(network: tuple[Layout, Rows], name: str) -> None:
+def test_bound_is_a_lower_bound(network: tuple[Layout, Rows], name: str) -> None:
     layout, bandwidth = network
     bound = bound_seconds(layout, bandwidth, NBYTES)
     other = build(name, layout).select(NBYTES)
@@ -158,7 +158,7 @@ def test_a_link_that_is_slow_but_little_used_is_left_alone() -> None:
     assert packed_trees(EIGHT, bandwidth).digest == build("clique", EIGHT).digest
 
 
-def test_where_no_way_round_is_better_the_trees_stay_flat() -> None:
+def test_trees_stay_flat_without_a_better_detour() -> None:
     bandwidth = between_ports([200 * MBIT] * 4)
     for a, b in itertools.permutations(range(4), 2):
         if {a, b} != {0, 1}:
@@ -169,7 +169,7 @@ def test_where_no_way_round_is_better_the_trees_stay_flat() -> None:
 
 
 def test_a_root_without_one_good_link_is_a_star() -> None:
-    """Host 0 reaches nobody well, and the others have nobody through whom to reach it."""
+    """All links of host 0 are slow, and no detour helps."""
     bandwidth = between_ports([200 * MBIT] * 3)
     bandwidth[0][1], bandwidth[0][2], bandwidth[2][0] = 1 * MBIT, 60 * MBIT, 1 * MBIT
     packed = packed_trees(Layout.even(3, 3), bandwidth)

@@ -1,4 +1,4 @@
-"""What each strategy means, told by the structure of its graphs, not by the code that makes them."""
+"""Structure of each strategy's graphs, independent of the code that makes them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_binomial_crosses_hosts_as_little_as_can_be(hosts: int, ranks: int) -> N
 
 
 def _sums(pair: GraphPair) -> list[int]:
-    """What every rank holds after rank ``r`` gave ``2**r``: every bit exactly once, or it is no all_reduce."""
+    """The sum at every rank after rank ``r`` gave ``2**r``: an all_reduce has every bit exactly once."""
     held = [1 << rank for rank in range(pair.size)]
     for rank in reversed(pair.reduce.preorder[1:]):
         held[pair.reduce.parents[rank]] += held[rank]

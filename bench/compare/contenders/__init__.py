@@ -1,1 +1,1 @@
-"""What each contender does in its worker processes, one file each; see `base`."""
+"""Contenders in their worker processes, one file each; see `base`."""

@@ -1,7 +1,7 @@
-"""What a contender must be able to do, and how its turns are timed.
+"""Interface of a contender, and the timing of its turns.
 
 A turn: the arrays are filled, all ranks meet, the clock starts, the work is done, the clock stops, all ranks meet
-again (so that nobody's check slows down a rank that is still at it), the results are checked. Clocks are
+again (so that no check slows down a rank that still works), the results are checked. Clocks are
 ``CLOCK_MONOTONIC``, one for all processes of a host.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from bench.compare.data import Array, Data, Tensors, zeros
 from bench.compare.works import Mode
+from kfcomm.types import override
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class Library(Contender):
 
     @abstractmethod
     def wrap(self, number: int, array: Array) -> Any:
-        """What the calls take: a view of ``array``, the tensor ``number`` of its work. Not timed."""
+        """Argument of the calls: a view of ``array``, the tensor ``number`` of its work. Not timed."""
 
     @abstractmethod
     def all_reduce(self, item: Any) -> object:
@@ -85,8 +86,8 @@ class Library(Contender):
     def all_reduce_all(self, items: Sequence[Any]) -> None:
         """Begins a collective for each, then waits for all."""
 
+    @override
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
-        """See the base class."""
         work = self._prepared(mode, data.prepare(calls))
         self.barrier()
         with Stopwatch() as watch:

@@ -12,6 +12,7 @@ import numpy as np
 from bench.compare.contenders.base import Contender, Stopwatch, WrongResultError
 from bench.compare.data import Array, Data
 from bench.compare.works import Mode
+from kfcomm.types import override
 
 PIECE_NBYTES = 4 << 20
 """Of 64 KiB to 4 MiB, with one thread and with one for each direction, the fastest, and the cheapest in CPU time."""
@@ -26,8 +27,8 @@ class Copy(Contender):
         self._ring = Ring(self.rank, self.size, Path(os.environ["COMPARE_MEETING"]))
         self._outputs: dict[str, list[Array]] = {}
 
+    @override
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
-        """See the base class."""
         sets = data.prepare(calls)
         outputs = self._outputs.setdefault(data.work.name, [np.empty_like(one) for one in sets[0].arrays])
         self._ring.barrier()
@@ -40,12 +41,12 @@ class Copy(Contender):
             raise WrongResultError("a copy is not what was copied")
         return watch
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         return {"numpy": np.__version__}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         self._ring.close()
 
 
@@ -61,8 +62,8 @@ class Sockets(Contender):
         self._ring = Ring(self.rank, self.size, Path(os.environ["COMPARE_MEETING"]))
         self._outputs: dict[str, Array] = {}
 
+    @override
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
-        """See the base class."""
         sets = data.prepare(calls)
         source = sets[0].flat
         output = self._outputs.setdefault(data.work.name, np.empty_like(source))
@@ -77,12 +78,12 @@ class Sockets(Contender):
             raise WrongResultError("the bytes that came are not those of the rank before")
         return watch
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         return {"numpy": np.__version__}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         self._ring.close()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bench.compare.contenders.base import Library
 from bench.compare.data import Array
+from kfcomm.types import override
 
 
 class Gloo(Library):
@@ -23,27 +24,27 @@ class Gloo(Library):
         meeting = f"file://{os.environ['COMPARE_MEETING']}/store"
         dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.size)
 
+    @override
     def barrier(self) -> None:
-        """See the base class."""
         dist.barrier()
 
     def wrap(self, number: int, array: Array) -> Any:
         """A tensor that shares the array's memory."""
         return torch.from_numpy(array)
 
+    @override
     def all_reduce(self, item: Any) -> object:
-        """See the base class."""
         return dist.all_reduce(item)
 
+    @override
     def all_reduce_all(self, items: Sequence[Any]) -> None:
-        """See the base class."""
         for pending in [dist.all_reduce(item, async_op=True) for item in items]:
             pending.wait()
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         return {"torch": torch.__version__}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         dist.destroy_process_group()

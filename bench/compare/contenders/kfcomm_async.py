@@ -14,6 +14,7 @@ from bench.compare.contenders.base import Contender, Stopwatch, WrongResultError
 from bench.compare.data import Array, Data, Tensors
 from bench.compare.works import Mode
 from kfcomm.bench.harness import loop_factory
+from kfcomm.types import override
 
 
 class Async(Contender):
@@ -25,8 +26,8 @@ class Async(Contender):
         self.rank = self._comm.rank
         self.size = self._comm.size
 
+    @override
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
-        """See the base class."""
         sets = data.prepare(calls)
         if mode is Mode.MANY:
             watch, results = self._runner.run(self._many(sets))
@@ -67,12 +68,12 @@ class Async(Contender):
         await self._comm.barrier("bench/meet")
         return watch, [list(result.values()) for result in results]
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         return {"kfcomm": kfcomm.__version__, "loop": type(self._runner.get_loop()).__module__}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         self._runner.run(self._comm.close())
         self._runner.close()
 

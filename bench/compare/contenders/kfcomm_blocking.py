@@ -9,6 +9,7 @@ import kfcomm
 from bench.compare.contenders.base import Library, Stopwatch, WrongResultError
 from bench.compare.data import Array, Data
 from bench.compare.works import Mode
+from kfcomm.types import override
 
 
 class Blocking(Library):
@@ -19,45 +20,45 @@ class Blocking(Library):
         self.rank = self._comm.rank
         self.size = self._comm.size
 
+    @override
     def barrier(self) -> None:
-        """See the base class."""
         self._comm.barrier("bench/meet")
 
     def wrap(self, number: int, array: Array) -> Any:
         """A name and the array."""
         return f"bench/{number}", array
 
+    @override
     def all_reduce(self, item: Any) -> object:
-        """See the base class."""
         name, array = item
         return self._comm.all_reduce(array, name, out=array)
 
+    @override
     def all_reduce_all(self, items: Sequence[Any]) -> None:
-        """See the base class."""
         begin = self._comm.all_reduce_async
         for pending in [begin(array, name, out=array) for name, array in items]:
             pending.wait()
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         return {"kfcomm": kfcomm.__version__}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         self._comm.close()
 
 
 class Symmetric(Blocking):
     """The same with tensors in symmetric memory."""
 
+    @override
     def room(self, count: int) -> Array:
-        """See the base class."""
         room: Array = self._comm.empty(count)
         room[:] = 0
         return room
 
+    @override
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
-        """See the base class."""
         if mode is not Mode.SHARED:
             return super().turn(mode, data, calls)
         sets = data.prepare(calls)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from bench.compare.contenders.base import Library
 from bench.compare.data import Array
+from kfcomm.types import override
 
 
 class Mpi(Library):
@@ -20,29 +21,29 @@ class Mpi(Library):
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
 
+    @override
     def barrier(self) -> None:
-        """See the base class."""
         self._comm.Barrier()
 
     def wrap(self, number: int, array: Array) -> Any:
         """Buffer, count and type: mpi4py has nothing left to find out."""
         return [array, array.size, MPI.FLOAT]
 
+    @override
     def all_reduce(self, item: Any) -> object:
-        """See the base class."""
         self._comm.Allreduce(MPI.IN_PLACE, item)
         return None
 
+    @override
     def all_reduce_all(self, items: Sequence[Any]) -> None:
-        """See the base class."""
         begin = self._comm.Iallreduce
         MPI.Request.Waitall([begin(MPI.IN_PLACE, item) for item in items])
 
+    @override
     def versions(self) -> dict[str, str]:
-        """See the base class."""
         library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
         return {"mpi4py": mpi4py.__version__, "mpi": " ".join(library.split(",")[0].split())}
 
+    @override
     def close(self) -> None:
-        """See the base class."""
         MPI.Finalize()

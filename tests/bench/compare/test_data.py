@@ -27,7 +27,7 @@ def test_arrays_are_apart_aligned_and_filled() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SIZES)))
-def test_what_is_wrong_anywhere_is_found(number: int) -> None:
+def test_wrong_element_anywhere_is_found(number: int) -> None:
     tensors = Tensors(SIZES, zeros)
     tensors.fill(0)
     tensors.arrays[number][-1] += 1

@@ -61,7 +61,7 @@ def test_everybody_takes_turns_and_medians_count() -> None:
 
 
 @pytest.mark.parametrize("good_turns", [0, 1, 2, 3])
-def test_who_fails_is_left_out_and_the_others_go_on(good_turns: int) -> None:
+def test_failing_contender_is_left_out_and_others_continue(good_turns: int) -> None:
     failed: list[Entry] = []
     worlds = {"a": Scripted("a", [], [1.0] * good_turns), "b": Scripted("b", [], [1.0] * 4)}
     given = dict(worlds)

@@ -1,4 +1,4 @@
-"""Ratios, verdicts, the text of the table, and the record."""
+"""Ratios, whether they reach their aim, the text of the table, and the record."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from bench.compare.launch import LAUNCHES, Pythons
-from bench.compare.record import from_record, to_record, write
+from bench.compare.record import from_record, to_record
 from bench.compare.rounds import Figures
 from bench.compare.rows import BLOCKING, ROWS, Case, Rival, Row, best_of, cases, floor, rival
 from bench.compare.table import Results, Verdict, aligned, idle_share, lines, render, seconds
 from bench.compare.worker import CONTENDERS
 from bench.compare.works import WORKS, Entry, Mode
+from bench.records import write
 
 
 def figures(median_s: float) -> Figures:
@@ -45,7 +46,7 @@ def test_the_ratio_is_how_many_times_faster_we_are(theirs: float, verdict: Verdi
     assert (copies.ratio, copies.verdict) == (0.6, Verdict.MINIMUM)
 
 
-def test_what_was_not_measured_has_no_ratio() -> None:
+def test_unmeasured_entry_has_no_ratio() -> None:
     assert [one.ratio for one in lines(results(gloo=1.0), (ROW,))] == [None, None, None]
     assert [one.theirs for one in lines(results(ours=1.0), (ROW,))] == [None, None, None]
     assert lines({}, (ROW,)) == []

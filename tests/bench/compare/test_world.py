@@ -46,7 +46,7 @@ def test_a_rank_that_fails_ends_its_world(tmp_path: Path) -> None:
         world.turn(WORKS["1KiB"], Mode.MANY, 1)
 
 
-def test_who_is_not_installed_is_not_started(tmp_path: Path) -> None:
+def test_contender_that_is_not_installed_is_not_started(tmp_path: Path) -> None:
     launch: Launch = LAUNCHES["openmpi"]
     with pytest.raises(LookupError, match="Open MPI shared memory is not installed"):
         World(launch, 2, Pythons(), tmp_path / "world")
