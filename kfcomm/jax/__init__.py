@@ -1,6 +1,6 @@
-"""Collectives of pytrees for programs written with JAX: eager, inside ``jit``, and through ``grad``.
+"""Training with JAX: collectives of pytrees, eager, inside ``jit`` and through ``grad``, and optimizers.
 
-Everything is imported when it is first used, JAX with it.
+A name here is imported, and JAX with it, when it is first used.
 """
 
 from typing import TYPE_CHECKING

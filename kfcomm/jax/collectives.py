@@ -3,17 +3,15 @@
 Outside of transformations the arrays are read where they are (DLPack), and results are new arrays. Inside, a collective
 is one ``io_callback`` for a whole tree, whose arrays travel all at once.
 
-Such a callback blocks a thread of XLA's pool, which has one for each processor: on two processors JAX 0.10 runs two of
-many independent callbacks at a time, in an order that changes from run to run. So ranks could come to hold all their
-threads in collectives that the others cannot begin. Therefore callbacks are *ordered*: one at a time, in the order of
-the program, which is the same on every rank that traces the same function. What shall travel together goes into one
-tree.
+Such a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10 runs two of many
+independent callbacks at a time, in an order that changes from run to run. Ranks could then hold all their threads in
+collectives that the others cannot begin. Therefore callbacks are *ordered*: one at a time, in the order of the program,
+which is the same on every rank that traces the same function. Arrays that are to travel together go into one tree.
 
-Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks
-follow each other on a device, whichever thread has begun them.
+Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks run
+one after the other on a device, whichever thread has begun them.
 
-Invariants: a collective inside ``jit`` runs once for each time that the program says so; it is never left out, though
-nobody uses its result.
+Invariants: a collective inside ``jit`` runs exactly as often as the program calls it, also where its result is unused.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ from kfcomm.sync.skin import Skin
 Tree = TypeVar("Tree")
 
 AGAIN = "/gradient"
-"""After the name of a collective: that of its gradient."""
+"""Suffix of a collective's name for that of its gradient."""
 LINEAR = ("sum", "avg")
 
 
 def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") -> Tree:
-    """Every rank gets, for each array of the tree, what ``Communicator.all_reduce_many`` gives.
+    """Reduce each array of the tree over all ranks, as ``Communicator.all_reduce_many`` does.
 
-    Its gradient is an all_reduce with the same ``op``: that of the ranks' losses together.
+    Its gradient is an all_reduce with the same ``op``, which is the gradient of all ranks' losses combined.
 
     Args:
         tree: a pytree of arrays; the same structure, shapes and dtypes on every rank.
@@ -52,7 +50,7 @@ def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") ->
 
     Raises:
         ConfigError: ``comm`` does not block; or a gradient is asked for of another op than sum and avg.
-        CollectiveError: it failed. Inside ``jit`` JAX logs that one, and raises an error of its own.
+        CollectiveError: it failed. Inside ``jit`` JAX logs this error, and raises one of its own.
 
     Cost: an ``all_reduce_many``; inside ``jit`` also a copy of the results.
     """
@@ -60,7 +58,7 @@ def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") ->
 
 
 def broadcast(tree: Tree, comm: Any, root: int = 0, *, name: str = "tree") -> Tree:
-    """Every rank gets the arrays of rank ``root``; the gradient there is the sum of all ranks', and 0 elsewhere.
+    """Copy the arrays of rank ``root`` to all ranks; the gradient is the sum of all ranks' there, and 0 elsewhere.
 
     Args:
         tree: as in ``all_reduce``; only the root's values matter.
@@ -75,7 +73,7 @@ def broadcast(tree: Tree, comm: Any, root: int = 0, *, name: str = "tree") -> Tr
 
 
 def all_gather(tree: Tree, comm: Any, *, name: str = "tree") -> Tree:
-    """Every rank gets the arrays of all ranks, stacked: a new first axis is the rank.
+    """Gather the arrays of all ranks on every rank, stacked: a new first axis is the rank.
 
     Its gradient is the sum of all ranks' gradients of this rank's part.
 
@@ -98,13 +96,13 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
 
 
 def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
-    """The call itself if these are arrays; a callback that makes it, where they will be there later.
+    """Make a call on arrays, or for traced ones a callback that makes it.
 
     Args:
-        comm: of the call; it is not closed before the callbacks of computations that were begun.
+        comm: of the call; it is not closed before the callbacks of computations that were begun have run.
         call: from arrays to arrays.
-        leaves: what it is given.
-        ranks: results have one more axis, of this size.
+        leaves: its arguments.
+        ranks: size of an additional first axis of the results; None for no such axis.
     """
     if not leaves:
         return []
@@ -122,7 +120,7 @@ def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any],
 
 
 def _of_gradients(change: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> tuple[list[Any]]:
-    """What ``change`` makes of them, but of those of integers: there are none, for which JAX has a dtype."""
+    """Apply ``change`` to gradients, except to those of integers, which JAX marks by a dtype without values."""
     places = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
     found = list(gradients)
     for place, one in zip(places, change([gradients[place] for place in places]), strict=True):

@@ -1,17 +1,17 @@
-"""Ways to agree as transformations of updates, such as optax chains; optax itself is not needed.
+"""Distributed training algorithms as gradient transformations like those of optax, which is not needed.
 
 ::
 
     optimizer = optax.chain(optax.clip(1.0), kfcomm.jax.optimizers.synchronous_sgd(comm), optax.adam(1e-3))
     optimizer = optax.chain(optax.sgd(0.1), kfcomm.jax.optimizers.sma(comm, alpha=0.1))
 
-Those that agree on gradients come before an optimizer; those that agree on models come after it, and need ``params``;
-``adasgd`` and ``local_adaalter`` do both, and take the optimizer. What such a transformation knows is in its state,
-which is a pytree: it is saved and compiled with the rest. ``update`` works on arrays and inside ``jit``, see
-``kfcomm.jax.all_reduce``; the formulas are those of ``kfcomm.train``.
+Those that exchange gradients come before an optimizer; those that exchange models come after it, and need ``params``;
+``adasgd`` and ``local_adaalter`` do both, and take the optimizer. All state is in the transformation's state, a pytree
+that is saved and compiled with the rest. ``update`` works on arrays and inside ``jit``, see ``kfcomm.jax.all_reduce``.
+The formulas are those of ``kfcomm.train``; the steps around them are pure functions here, since ``jit`` needs that.
 
-Invariant: ``init`` is called by all ranks, and meets there: they agree in the same way, and begin with the same
-``params``. Whoever differs is an error on all.
+Invariant: all ranks call ``init``, which compares their algorithms and their ``params``; a difference is an error on
+all ranks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Transformation(NamedTuple):
     """A pair of functions, as optax's ``GradientTransformation`` is.
 
     Attributes:
-        init: ``init(params)`` gives the state at the beginning.
-        update: ``update(updates, state, params)`` gives the updates to go on with, and the next state.
+        init: ``init(params)`` gives the first state.
+        update: ``update(updates, state, params)`` gives the new updates and the next state.
     """
 
     init: Callable[[Tree], Any]
@@ -53,14 +53,14 @@ class Transformation(NamedTuple):
 
 
 class Optimizer(Protocol):
-    """What has these two functions: one of optax, say."""
+    """Object with these two functions, such as an optimizer of optax."""
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
 
 
 class NoState(NamedTuple):
-    """Of a transformation that knows nothing."""
+    """Empty state."""
 
 
 class Elastic(NamedTuple):
@@ -106,7 +106,7 @@ class Accumulated(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """State of what counts steps.
+    """State of a transformation that counts steps.
 
     Attributes:
         count: so far.
@@ -118,51 +118,51 @@ class Counted(NamedTuple):
 
 
 def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transformation:
-    """Gradients become their mean over all ranks, or with ``adasum`` what that makes of them: before an optimizer.
+    """Replace gradients by their mean over all ranks, or their Adasum; comes before an optimizer.
 
     Args:
         comm: a communicator of ``kfcomm.sync``.
         op: ``avg`` or ``adasum``.
-        name: of the collectives; another one for each transformation of a communicator.
+        name: of the collectives; transformations of one communicator need different names.
 
     Raises:
         ConfigError: ``comm`` does not block, or a number is out of its range: then ``init`` raises it on the other
             ranks.
-        CollectiveMismatch: from ``init``, on all ranks: they agree in different ways.
+        CollectiveMismatch: from ``init``, on all ranks: they have different algorithms.
 
     Cost: an ``all_reduce`` of the gradients, S bytes, at each step.
     """
     problem = None if op in ("avg", "adasum") else f"op is 'avg' or 'adasum', not {op!r}"
-    way = _Way(comm, name, f"synchronous_sgd(op={op!r})", problem)
+    algorithm = _Algorithm(comm, name, f"synchronous_sgd(op={op!r})", problem)
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
-        return way.reduced(updates, "gradients", op), state
+        return algorithm.reduced(updates, "gradients", op), state
 
-    return Transformation(way.starting(lambda _: NoState()), update)
+    return Transformation(algorithm.starting(lambda _: NoState()), update)
 
 
 def sma(comm: Any, alpha: float = 0.1, *, name: str = NAME) -> Transformation:
-    """Models are drawn to their mean: after an optimizer. See ``synchronous_sgd`` and `kfcomm.train.SMA`."""
-    way = _Way(comm, name, f"sma(alpha={alpha!r})", alpha_problem(alpha))
+    """Move models towards their mean; comes after an optimizer. `kfcomm.train.SMA`, errors as ``synchronous_sgd``."""
+    algorithm = _Algorithm(comm, name, f"sma(alpha={alpha!r})", alpha_problem(alpha))
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
-        mean = way.reduced(params, "model")
+        mean = algorithm.reduced(params, "model")
         return _moved(updates, params, jax.tree.map(lambda x, m: towards(x, m, alpha), params, mean)), state
 
-    return Transformation(way.starting(lambda _: NoState()), way.on_models(update))
+    return Transformation(algorithm.starting(lambda _: NoState()), algorithm.on_models(update))
 
 
 def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NAME) -> Transformation:
-    """Models and a center are drawn to each other at every H-th step: after an optimizer.
+    """Move models and a center towards each other at every H-th step; comes after an optimizer.
 
-    See ``synchronous_sgd`` and `kfcomm.train.ElasticAveraging`. The center is in the state.
+    `kfcomm.train.ElasticAveraging`; errors as ``synchronous_sgd``. The center is in the state.
     """
     problem = alpha_problem(alpha, 1 / comm.size) or count_problem("every", every)
-    way = _Way(comm, name, f"elastic_averaging(alpha={alpha!r}, every={every!r})", problem)
+    algorithm = _Algorithm(comm, name, f"elastic_averaging(alpha={alpha!r}, every={every!r})", problem)
 
     def update(updates: Tree, state: Elastic, params: Tree = None) -> tuple[Tree, Elastic]:
         def meet() -> tuple[Tree, Tree]:
-            mean = way.reduced(params, "model")
+            mean = algorithm.reduced(params, "model")
             center = jax.tree.map(lambda z, m: towards(z, m, alpha * comm.size), state.center, mean)
             return jax.tree.map(lambda x, z: towards(x, z, alpha), params, state.center), center
 
@@ -170,32 +170,32 @@ def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NA
         target, center = _if(count % every == 0, meet, lambda: (params, state.center))
         return _moved(updates, params, target), Elastic(count, center)
 
-    return Transformation(way.starting(lambda params: Elastic(_zero(), params)), way.on_models(update))
+    return Transformation(algorithm.starting(lambda params: Elastic(_zero(), params)), algorithm.on_models(update))
 
 
 def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
-    """Models become their mean at every H-th step: after an optimizer.
+    """Replace models by their mean at every H-th step; comes after an optimizer.
 
-    See ``synchronous_sgd`` and `kfcomm.train.LocalSGD`. The step's own update comes on top of the mean.
+    `kfcomm.train.LocalSGD`; errors as ``synchronous_sgd``. The step's own update is added to the mean.
     """
-    way = _Way(comm, name, f"local_sgd(every={every!r})", count_problem("every", every))
+    algorithm = _Algorithm(comm, name, f"local_sgd(every={every!r})", count_problem("every", every))
 
     def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
         count = state.count + 1
-        target = _if(count % every == 0, lambda: way.reduced(params, "model"), lambda: params)
+        target = _if(count % every == 0, lambda: algorithm.reduced(params, "model"), lambda: params)
         return _moved(updates, params, target), Counted(count)
 
-    return Transformation(way.starting(lambda _: Counted(_zero())), way.on_models(update))
+    return Transformation(algorithm.starting(lambda _: Counted(_zero())), algorithm.on_models(update))
 
 
 def diloco(comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9, name: str = NAME) -> Transformation:
-    """An outer step of Nesterov's momentum for H of the optimizer: after one. See `kfcomm.train.DiLoCo`."""
+    """An outer step with Nesterov momentum per H steps of an optimizer; comes after it. `kfcomm.train.DiLoCo`."""
     said = f"diloco(every={every!r}, lr={lr!r}, momentum={momentum!r})"
-    way = _Way(comm, name, said, outer_problem(every, lr, momentum))
+    algorithm = _Algorithm(comm, name, said, outer_problem(every, lr, momentum))
 
     def update(updates: Tree, state: Outer, params: Tree = None) -> tuple[Tree, Outer]:
         def meet() -> tuple[Tree, Tree]:
-            mean = way.reduced(params, "model")
+            mean = algorithm.reduced(params, "model")
             gradient = jax.tree.map(pseudo_gradient, state.model, mean)
             both = [
                 nesterov(x, v, g, lr, momentum)
@@ -213,7 +213,7 @@ def diloco(comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.
     def start(params: Tree) -> Outer:
         return Outer(_zero(), params, jax.tree.map(jnp.zeros_like, params))
 
-    return Transformation(way.starting(start), way.on_models(update))
+    return Transformation(algorithm.starting(start), algorithm.on_models(update))
 
 
 def local_adaalter(
@@ -221,10 +221,10 @@ def local_adaalter(
 ) -> Transformation:
     """An optimizer (plain SGD) along g / √(B² + tε²), with models and accumulators averaged at every H-th step.
 
-    See ``synchronous_sgd`` and `kfcomm.train.LocalAdaAlter`.
+    `kfcomm.train.LocalAdaAlter`; errors as ``synchronous_sgd``.
     """
     said = f"local_adaalter(every={every!r}, epsilon={epsilon!r}, initial={initial!r})"
-    way = _Way(comm, name, said, accumulator_problem(every, epsilon, initial))
+    algorithm = _Algorithm(comm, name, said, accumulator_problem(every, epsilon, initial))
 
     def update(updates: Tree, state: Accumulated, params: Tree = None) -> tuple[Tree, Accumulated]:
         num_local = state.count % every + 1
@@ -233,7 +233,7 @@ def local_adaalter(
         steps, inner = optimizer.update(along, state.inner, params)
 
         def meet() -> tuple[Tree, Tree, Tree]:
-            model, accumulators = way.reduced((params, own), "model")
+            model, accumulators = algorithm.reduced((params, own), "model")
             return model, accumulators, accumulators
 
         target, next_own, shared = _if(num_local == every, meet, lambda: (params, own, state.shared))
@@ -243,47 +243,49 @@ def local_adaalter(
         full = jax.tree.map(lambda x: jnp.full_like(x, initial), params)
         return Accumulated(_zero(), full, full, optimizer.init(params))
 
-    return Transformation(way.starting(start), way.on_models(update))
+    return Transformation(algorithm.starting(start), algorithm.on_models(update))
 
 
 def adasgd(comm: Any, optimizer: Optimizer, alpha: float = 0.1, *, after: int, name: str = NAME) -> Transformation:
-    """An optimizer with SMA for so many steps, and with the mean of all gradients from then on.
+    """An optimizer with SMA for ``after`` steps, and with the mean of all gradients from then on.
 
-    See ``synchronous_sgd`` and `kfcomm.train.AdaSGD`. At the change all ranks get rank 0's state of the optimizer: else
-    equal gradients would lead equal models apart. Updates are differences, so that the models with which the second
-    part begins are equal to rounding; ``kfcomm.jax.broadcast`` makes them so to the bit.
+    `kfcomm.train.AdaSGD`; errors as ``synchronous_sgd``. At the change all ranks get rank 0's state of the optimizer:
+    with different states equal gradients would make equal models different. Updates are differences, so that the models
+    at the change are equal up to rounding; ``kfcomm.jax.broadcast`` makes them equal to the bit.
     """
     problem = alpha_problem(alpha) or count_problem("after", after)
-    way = _Way(comm, name, f"adasgd(alpha={alpha!r}, after={after!r})", problem)
+    algorithm = _Algorithm(comm, name, f"adasgd(alpha={alpha!r}, after={after!r})", problem)
 
     def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
         count = state.count + 1
         share = jnp.where(count <= after, alpha, 1.0)
 
         def draw() -> Tree:
-            mean = way.reduced(params, "model")
+            mean = algorithm.reduced(params, "model")
             return jax.tree.map(lambda x, m: towards(x, m, share.astype(x.dtype)), params, mean)
 
         target = _if(count <= after + 1, draw, lambda: params)
-        gradients = _if(count > after, lambda: way.reduced(updates, "gradients"), lambda: updates)
-        before = _if(count == after + 1, lambda: way.of_first(state.inner, "state"), lambda: state.inner)
+        gradients = _if(count > after, lambda: algorithm.reduced(updates, "gradients"), lambda: updates)
+        before = _if(count == after + 1, lambda: algorithm.of_first(state.inner, "state"), lambda: state.inner)
         steps, inner = optimizer.update(gradients, before, params)
         return _moved(steps, params, target), Counted(count, inner)
 
-    return Transformation(way.starting(lambda params: Counted(_zero(), optimizer.init(params))), way.on_models(update))
+    return Transformation(
+        algorithm.starting(lambda params: Counted(_zero(), optimizer.init(params))), algorithm.on_models(update)
+    )
 
 
 def pair_averaging(
     comm: Any, *, weights: Sequence[float] | None = None, max_staleness: float = 100.0, seed: int = 0,
     name: str = NAME,
 ) -> Transformation:  # fmt: skip
-    """The mean with one peer's model at each step, and no barrier: after an optimizer.
+    """The mean with one peer's model at each step, without a barrier; comes after an optimizer.
 
-    See ``synchronous_sgd`` and `kfcomm.train.PairAveraging`, which this calls: what it knows is in the process, and not
-    in the state. Ranks meet once at the end, as each may be asked until then.
+    It calls `kfcomm.train.PairAveraging`, whose state is in the process and not in the transformation's; errors as
+    ``synchronous_sgd``. Ranks wait for each other once at the end, since each may be asked for its model until then.
     """
     problem = pairs_problem(comm, weights, max_staleness)
-    way = _Way(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
+    algorithm = _Algorithm(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
     begun: list[PairAveraging] = []
 
     def call(model: list[Any]) -> list[Any]:
@@ -296,11 +298,11 @@ def pair_averaging(
         leaves, structure = jax.tree.flatten(params)
         return _moved(updates, params, structure.unflatten(called(comm, call, leaves))), state
 
-    return Transformation(way.starting(lambda _: NoState()), way.on_models(update))
+    return Transformation(algorithm.starting(lambda _: NoState()), algorithm.on_models(update))
 
 
-class _Way:
-    """A way to agree on this rank: what it is called, and how it meets the others."""
+class _Algorithm:
+    """An algorithm on this rank: its description, its comparison with the other ranks, and its collectives."""
 
     def __init__(self, comm: Any, name: str, said: str, problem: str | None) -> None:
         if not isinstance(comm, Skin):
@@ -316,7 +318,7 @@ class _Way:
         return f"{self._name}/introduction"
 
     def starting(self, start: Callable[[Tree], T]) -> Callable[[Tree], T]:
-        """An ``init`` that meets the other ranks first."""
+        """An ``init`` that first compares this rank with the others."""
 
         def init(params: Tree) -> T:
             Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
@@ -341,21 +343,21 @@ class _Way:
         return checked
 
     def reduced(self, tree: Tree, what: str, op: str = "avg") -> Tree:
-        """What all ranks' arrays are together."""
+        """The tree, reduced over all ranks."""
         return all_reduce(tree, self._comm, name=f"{self._name}/{what}", op=op)
 
     def of_first(self, tree: Tree, what: str) -> Tree:
-        """What rank 0 has."""
+        """The tree of rank 0."""
         return broadcast(tree, self._comm, name=f"{self._name}/{what}")
 
 
 def _moved(updates: Tree, params: Tree, target: Tree) -> Tree:
-    """Updates that take ``params`` to ``target``, and from there on."""
+    """Updates that add the way from ``params`` to ``target``."""
     return jax.tree.map(lambda u, x, to: u + (to - x), updates, params, target)
 
 
 def _if(condition: Any, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """One of two, also where it is not known yet which."""
+    """The result of one of two functions, also for a traced condition."""
     if isinstance(condition, jax.core.Tracer):
         found: T = jax.lax.cond(condition, then, otherwise)
         return found

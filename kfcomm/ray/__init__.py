@@ -1,7 +1,8 @@
-"""For programs written with Ray: ``ray.util.collective`` over kfcomm.
+"""Training with Ray: ``ray.util.collective`` over kfcomm.
 
-``register()`` makes the backend known to a process; Ray asks for that in every actor, and on drivers that make groups.
-Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. Everything is imported when it is used, Ray with it.
+``register()`` makes the backend known to a process; Ray needs that in every actor, and on drivers that make groups.
+Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. A name here is imported, and Ray with it, when it is
+first used.
 """
 
 from typing import TYPE_CHECKING

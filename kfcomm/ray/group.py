@@ -49,7 +49,7 @@ def communicator(group_name: str = "default") -> Communicator:
 
 
 class Group(Base):  # type: ignore[misc]
-    """What Ray calls, with lists of one array each: of NumPy, torch, CuPy or JAX, which is changed in place.
+    """A group as Ray calls it, with lists of one array each (NumPy, torch, CuPy or JAX), changed in place.
 
     Args:
         world_size: number of actors.
@@ -63,12 +63,12 @@ class Group(Base):  # type: ignore[misc]
 
     @classmethod
     def backend(cls) -> str:
-        """Its name."""
+        """Return its name."""
         return NAME
 
     @classmethod
     def check_backend_availability(cls) -> bool:
-        """It is there."""
+        """Return True."""
         return True
 
     def destroy_group(self) -> None:
@@ -76,16 +76,16 @@ class Group(Base):  # type: ignore[misc]
         self.communicator.close()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
-        """See ``ray.util.collective.allreduce``."""
+        """Implement ``ray.util.collective.allreduce``."""
         (x,) = tensor
         self.communicator.all_reduce(x, op=OPS[allreduce_options.reduceOp], out=x)
 
     def barrier(self, barrier_options: Any = BarrierOptions) -> None:
-        """See ``ray.util.collective.barrier``."""
+        """Implement ``ray.util.collective.barrier``."""
         self.communicator.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
-        """See ``ray.util.collective.reduce``."""
+        """Implement ``ray.util.collective.reduce``."""
         (x,), root = tensor, reduce_options.root_rank
         out = {"out": x} if root == self.rank else {}
         self.communicator.reduce(x, root, op=OPS[reduce_options.reduceOp], **out)
@@ -93,28 +93,28 @@ class Group(Base):  # type: ignore[misc]
     def allgather(
         self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = AllGatherOptions
     ) -> None:
-        """See ``ray.util.collective.allgather``."""
+        """Implement ``ray.util.collective.allgather``."""
         (into,), (x,) = tensor_list, tensor
         self.communicator.all_gather(x, out=into)
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
-        """See ``ray.util.collective.broadcast``."""
+        """Implement ``ray.util.collective.broadcast``."""
         (x,) = tensor
         self.communicator.broadcast(x, broadcast_options.root_rank, out=x)
 
     def reducescatter(
         self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any = ReduceScatterOptions
     ) -> None:
-        """See ``ray.util.collective.reducescatter``."""
+        """Implement ``ray.util.collective.reducescatter``."""
         (out,), (given,) = tensor, tensor_list
         self.communicator.reduce_scatter(given, op=OPS[reducescatter_options.reduceOp], out=out)
 
     def send(self, tensor: list[Any], send_options: SendOptions) -> None:
-        """See ``ray.util.collective.send``."""
+        """Implement ``ray.util.collective.send``."""
         (x,) = tensor
         self.communicator.send(x, send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: RecvOptions) -> None:
-        """See ``ray.util.collective.recv``."""
+        """Implement ``ray.util.collective.recv``."""
         (x,) = tensor
         self.communicator.recv(recv_options.src_rank, out=x)

@@ -1,7 +1,8 @@
-"""How the actors of a group find each other: by the key-value store of Ray's cluster, and no port besides their own.
+"""Rendezvous of the actors of a group through the key-value store of Ray's cluster, with no ports besides their own.
 
-Rank 0 says where it is, a number for this meeting, and a token, which whoever can reach the cluster can read. Then all
-tell of themselves. When all have met, nothing is left in the store, so that a group of the same name can be made again.
+Rank 0 writes its address, a number for this rendezvous, and a token, which every process that can reach the cluster
+can read. Then all ranks write their addresses. At the end the store is empty again, so that another group of the same
+name can be made.
 """
 
 from __future__ import annotations
@@ -23,47 +24,47 @@ from kfcomm.rendezvous.settings import store_url
 from kfcomm.sync.communicator import Communicator, join
 
 TIMEOUT_S = 60.0
-"""For the others to come."""
+"""Wait for the other ranks."""
 PAUSE_S = 20e-3
 
 
 def meet(name: str, rank: int, size: int) -> Communicator:
-    """The communicator of the actors of a group; all of them call it.
+    """Make the communicator of the actors of a group; all of them call it.
 
     Args:
         name: of the group.
         rank: of this actor.
-        size: how many there are.
+        size: number of actors.
 
     Raises:
-        RendezvousError: some are missing in the end, named.
+        RendezvousError: ranks are missing at the timeout; names them.
     """
     if size == 1:
         return join(prepare(rank=0, size=1, elastic=False))
-    board = Board(name, rank, size)
-    board.open()
+    meeting = RayRendezvous(name, rank, size)
+    meeting.open()
     comm = join(
         prepare(
-            rank=rank, size=size, store=store_url(board.address, 1), serve=False, token=board.token, elastic=False
+            rank=rank, size=size, store=store_url(meeting.address, 1), serve=False, token=meeting.token, elastic=False
         ),
-        board.exchange,
+        meeting.exchange,
     )  # fmt: skip
     comm.barrier("kfcomm.ray: all have read", timeout=TIMEOUT_S)
-    board.clear()
+    meeting.clear()
     return comm
 
 
-class Board:
-    """What the ranks of one group tell each other.
+class RayRendezvous:
+    """Rendezvous of the ranks of one group.
 
     Args:
         name: of the group.
         rank: of this process.
-        size: how many ranks there are.
+        size: number of ranks.
 
     Attributes:
         address: of rank 0.
-        token: that all have.
+        token: of all ranks.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -74,7 +75,7 @@ class Board:
         self.address = self.token = ""
 
     def open(self) -> None:
-        """Rank 0 opens the meeting, the others wait for that."""
+        """Write address and token on rank 0; wait for them on others."""
         if self._rank == 0:
             said = [secrets.token_hex(8), ray.util.get_node_ip_address(), secrets.token_hex(32)]
             internal_kv._internal_kv_put(self._head, json.dumps(said))
@@ -84,11 +85,11 @@ class Board:
         self._folder = f"{self._head}/{meeting}"
 
     async def exchange(self, me: PeerInfo) -> Sequence[PeerInfo]:
-        """See ``network.Exchange``."""
+        """Give this process's address to the others, and wait for theirs; see ``network.Exchange``."""
         return await asyncio.to_thread(self._exchange, me)
 
     def clear(self) -> None:
-        """Remove what this rank has told."""
+        """Remove this rank's keys."""
         internal_kv._internal_kv_del(f"{self._folder}/{self._rank}")
         if self._rank == 0:
             internal_kv._internal_kv_del(self._head)
@@ -102,10 +103,10 @@ class Board:
             raise RendezvousError(f"Ray's store holds what no rank of this version wrote: {error}") from error
 
     def _read(self, keys: dict[str, int]) -> dict[str, Any]:
-        """What is said under these keys, each of a rank; waits for it.
+        """Wait for these keys, each of a rank, and return their values.
 
         Raises:
-            RendezvousError: some have not said it in time.
+            RendezvousError: some are missing at the timeout.
         """
         until_s = time.monotonic() + TIMEOUT_S
         found: dict[str, Any] = dict.fromkeys(keys)

@@ -1,7 +1,7 @@
-"""For programs written with torch: gradients that travel while it computes, and kfcomm below torch.distributed.
+"""Training with torch: gradient averaging during the backward pass, and a backend of ``torch.distributed``.
 
 ``init_process_group("kfcomm")`` needs no import: torch finds the backend by the entry point group
-``torch.distributed.backends``. What is behind a name is imported when it is first used, torch with it.
+``torch.distributed.backends``. A name here is imported, and torch with it, when it is first used.
 """
 
 from typing import TYPE_CHECKING

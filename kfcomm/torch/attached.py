@@ -1,16 +1,16 @@
-"""Data-parallel training whose gradients travel while the program computes.
+"""Data-parallel training with gradients that are averaged while the program computes.
 
-What happens in a step of an attached model::
+A step of an attached model::
 
-    backward pass     each gradient goes to its place as it comes; a bucket that is full leaves, by name
-    its end           what has not come leaves with zeros; ``backward()`` returns when every average is there
-    optimizer.step()  takes averages, which are the same on all ranks
+    backward pass     each gradient goes to its place as it comes; a full bucket is sent, under its own name
+    its end           missing gradients are sent as zeros; ``backward()`` returns when all averages have arrived
+    optimizer.step()  applies the averages, which are the same on all ranks
 
-So whatever the program does with gradients and parameters gives what one process gives that has the whole batch. With
-deferred updates (see `deferred`) the end of the backward pass waits for nothing, nor does the optimizer's step.
+So the program may do with gradients and parameters what it likes, and gets the result of one process with the whole
+batch. With deferred updates (see `deferred`) neither the end of the backward pass nor the optimizer's step waits.
 
-Invariants: each gradient is averaged once, on every rank; memory that travels is not written to; a step takes nothing
-that was not averaged.
+Invariants: each gradient is averaged once, on every rank; memory under way is not written to; a step applies only
+gradients that were averaged.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ def attach(
         name: of the collectives; another one for each model that is attached to one communicator.
         defer: False: when ``backward()`` returns, every ``parameter.grad`` is the average. True: gradients are under
             way until the program reads them, and a parameter is updated when the program uses it after
-            ``optimizer.step()``. It gives the same numbers, and hides more of the communication. Errors of an average
-            come where it is used. What torch does not see must follow ``wait()``: a tensor or NumPy array made earlier
-            that shares memory with a parameter, ``optimizer.state`` read by itself, code that is not Python
-            (TorchScript, an extension). It holds for optimizers whose ``step`` is torch's own, without a closure;
-            others update at once.
+            ``optimizer.step()``. The numbers are the same, and more of the communication is hidden. An average that
+            fails raises where it is used. Call ``wait()`` before uses that torch does not see: of a tensor or NumPy
+            array made earlier that shares memory with a parameter, of ``optimizer.state``, or by code that is not
+            Python (TorchScript, an extension). Only optimizers whose ``step`` is torch's own, without a closure, are
+            deferred; others update at once.
         bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves.
         wire_dtype: see ``Communicator.all_reduce``.
         compression: a kind by name, or a ``Compression`` with options, for all gradients; or by patterns of parameters'
-            names, of which the first that matches holds: ``{"*.bias": None, "*": "powersgd"}``.
+            names, where the first match holds: ``{"*.bias": None, "*": "powersgd"}``.
 
     Returns:
-        What is attached, until ``detach`` is called.
+        The attachment, which lasts until ``detach`` is called.
 
     Raises:
-        ConfigError: on all ranks, with what is different and the ranks: their models, optimizers or options differ; or
-            one of them cannot be attached: the optimizer has nothing of the model, or more; a parameter is not in host
-            memory; a compression is not known, or for names that no parameter has.
+        ConfigError: on all ranks, naming the difference and the ranks: their models, optimizers or options differ; or
+            one of them cannot be attached: the optimizer's parameters are not those of the model; a parameter is not in
+            host memory; a compression is unknown, or for names that no parameter has.
 
     Cost:
         Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
@@ -93,8 +93,8 @@ def attach(
         about |= {f"compression of {one}": str(kind) for one, kind in chosen.items() if kind is not None}
         shared = share_out_by(chosen, parameters[::-1], bucket_nbytes)
         buckets = [partial(bucket_of, comm, part, title(name, part), chosen[part[0][0]], wire_dtype) for part in shared]
-        about |= described(tensors)[0] | optimizer_said(optimizer, {one: own for own, one in parameters})
-    except Exception as error:  # noqa: BLE001  whatever it is, the others are to hear of it
+        about |= described(tensors)[0] | described_optimizer(optimizer, {one: own for own, one in parameters})
+    except Exception as error:  # noqa: BLE001  any error is reported to the other ranks
         problem = str(error)
     check_alike(comm, name, about, problem)
     broadcast_parameters(tensors, comm, name=f"{name}/state")
@@ -115,8 +115,8 @@ class Attached:
             optimizer.step()
 
     A backward pass that raises on one rank makes ``backward()`` of the others raise ``CollectiveAborted``; no rank has
-    gradients then, and all may go on with the next pass. An error before the first gradient of a pass is not seen: the
-    others wait for the next pass of that rank.
+    gradients then, and all may continue with the next pass. An error before the first gradient of a pass is not
+    noticed: the others wait for the next pass of that rank.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Attached:
         self._comm = comm
         self._syncs = True
         self._is_averaged = False
-        """A pass has been averaged since the latest step."""
+        """Whether a pass has been averaged since the latest step."""
         self._hooks: list[RemovableHandle] = [optimizer.register_step_pre_hook(self._before_step)]
         if self._deferred is not None:
             self._hooks += self._deferred.hooks(self._hooks[0])
@@ -147,7 +147,7 @@ class Attached:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here exchange nothing: for all micro-batches of a step but the last.
+        """Exchange nothing in backward passes of this block: for all micro-batches of a step but the last.
 
         ::
 
@@ -165,10 +165,10 @@ class Attached:
             self._syncs = before
 
     def wait(self) -> None:
-        """See that nothing is under way, and every ``parameter.grad`` is the average, on all ranks.
+        """Wait until nothing is under way, and every ``parameter.grad`` is the average, on all ranks.
 
-        It averages what passes in ``no_sync`` have gathered, and gradients that the program has put into
-        ``parameter.grad`` itself; then every rank calls it. With ``defer=True`` all parameters are updated then.
+        It also averages what passes in ``no_sync`` have accumulated, and gradients that the program has assigned to
+        ``parameter.grad``; then every rank has to call it. With ``defer=True`` all parameters are updated.
 
         Raises:
             CollectiveError: an average has failed, as where a peer has died, or the backward pass of another rank has.
@@ -179,7 +179,7 @@ class Attached:
             self._exchange.settle()
 
     def detach(self) -> None:
-        """Remove all hooks, after what is under way. The gradients are the program's own again."""
+        """Wait, and remove all hooks. Gradients are no longer averaged."""
         try:
             self.wait()
         finally:
@@ -190,7 +190,7 @@ class Attached:
     # ---------------------------------------------------------------- backward
 
     def _accumulated(self, bucket: Bucket, place: Place, parameter: torch.Tensor) -> None:
-        """A gradient is there, or more of it."""
+        """Take a gradient that autograd has made, or added to."""
         is_inner = self._syncs and self._passes.join()
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ConfigError(f"the gradient of {place.name} is sparse: only dense ones can be averaged here")
@@ -215,7 +215,7 @@ class Attached:
             raise
 
     def _finish(self) -> None:
-        """Nothing is under way that the library has put off."""
+        """Wait for everything that was deferred or is under way."""
         if self._deferred is not None:
             self._deferred.finish()
             self._deferred.show()
@@ -250,10 +250,10 @@ class Attached:
         return None if loss is None else mean_loss(self._comm, loss, f"{self._exchange.name}/loss")
 
     def _check(self) -> None:
-        """See that all gradients are averages.
+        """Refuse gradients that are not averages.
 
         Raises:
-            ConfigError: one is not.
+            ConfigError: there is one.
         """
         for place in self._exchange.places:
             if place.has_come and place.parameter.grad is not None:
@@ -275,7 +275,7 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
     """Parameters of the optimizer that get gradients, with their names, in the order of the model.
 
     Raises:
-        ConfigError: the optimizer has none, one is not the model's, or one cannot be averaged.
+        ConfigError: there are no such parameters, one is not the model's, or one cannot be averaged.
     """
     wanted = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]
@@ -295,21 +295,21 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
     return found
 
 
-def optimizer_said(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
-    """An optimizer in words: its class, the numbers of its groups, and its state of each parameter."""
+def described_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+    """Description of an optimizer for comparison: its class, the options of its groups, its state of each parameter."""
     said = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
-        own = {key: _said(value) for key, value in group.items() if key != "params"}
+        own = {key: _described(value) for key, value in group.items() if key != "params"}
         own["params"] = ", ".join(names.get(one, "another") for one in group["params"])
         said[f"group {number} of the optimizer"] = str(own)
     for parameter, name in names.items():
         state = optimizer.state.get(parameter)
         if state:
-            said[f"the optimizer's state of {name}"] = str({key: _said(value) for key, value in state.items()})
+            said[f"the optimizer's state of {name}"] = str({key: _described(value) for key, value in state.items()})
     return said
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     if value.numel() < 2:
@@ -320,6 +320,6 @@ def _said(value: Any) -> str:
 
 
 def title(name: str, part: Sequence[Named]) -> str:
-    """Of a bucket, for people who look at what hangs or takes long."""
+    """The name of a bucket's collective, as errors and statistics show it."""
     first = f"{name}/{part[0][0]}"
     return first if len(part) == 1 else f"{first} and {len(part) - 1} more"

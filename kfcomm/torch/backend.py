@@ -19,7 +19,7 @@ from kfcomm.torch.errors import as_torch
 from kfcomm.torch.meeting import Handle, address_of, in_order, make_world, own
 from kfcomm.torch.messages import Messages
 from kfcomm.torch.naming import Calls
-from kfcomm.torch.reducer import Rooms
+from kfcomm.torch.reducer import SharedBuffers
 from kfcomm.torch.work import MAX_COMPLETERS, NOTHING
 
 NAME = "kfcomm"
@@ -27,16 +27,16 @@ Base: Any = TorchBackend
 
 
 class Keeper(Protocol):
-    """Whoever keeps the backends of this process."""
+    """Owner of the open backends of this process."""
 
     def keep(self, backend: Backend) -> None:
-        """It is open."""
+        """Keep an open backend."""
 
     def follow(self, backend: Backend, follower: Backend) -> None:
-        """Another one is open, and will take the place of this one."""
+        """Keep ``follower``, which will take the place of ``backend``."""
 
     def forget(self, backend: Backend) -> None:
-        """It is closed."""
+        """Drop a closed backend."""
 
 
 class Backend(Collectives, Messages, Base):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         comm: of the ranks of the group; closed with it.
         store: of this group alone.
         timeout: of its calls.
-        keeper: told when it is closed, and of those made of it.
+        keeper: notified when it is closed, and of the backends made from it.
     """
 
     def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Keeper) -> None:
@@ -66,7 +66,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         """Of the ranks that are left, while the group is being shrunk."""
         self._store = store
         self._calls = Calls(store, comm.rank, comm.mismatched)
-        self._rooms = Rooms(comm) if comm.shares_memory else None
+        self._buffers = SharedBuffers(comm) if comm.shares_memory else None
 
     @property
     def communicator(self) -> Communicator:
@@ -79,31 +79,31 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """What torch asks for the timeout, and hands to a group that is split from this one."""
+        """Options as torch reads them: the timeout, which a group that is split from this one inherits."""
         return self._options
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Calls that follow have this timeout, unless they are given another."""
+        """Set the timeout of calls from now on that have none of their own."""
         self._timeout = self._options._timeout = timeout
         self._comm.set_timeout(timeout)
 
-    # torch looks these up on the class, and would ask itself for ever for those that it does not find there.
+    # torch looks these up on the class; a missing one would send its own property into endless recursion.
     supports_coalescing = supports_window = False
     supports_splitting = supports_shrinking = supports_reconfigure = True
     _supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: int) -> bool:
-        """No: tensors for exchange are allocated by torch."""
+        """Return False: tensors are allocated by torch."""
         return False
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives without a name were called."""
+        """Number of collectives called without a name."""
         return self._calls.number
 
     # ---------------------------------------------------------------- groups made of this one
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Links are opened when they are used."""
+        """Do nothing: links are opened when they are used."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> Backend:
         """The backend of some of this group's ranks, which alone call it; see ``dist.split_group``."""
@@ -112,14 +112,14 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         return made
 
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> Backend:
-        """The backend of the others of this group, which alone call it; see ``dist.shrink_group``.
+        """The backend of the remaining ranks, which alone call it; see ``dist.shrink_group``.
 
-        Those that are left out may have died, or live. What is in flight need not be aborted (``shrink_flags``): calls
-        match by name, so it holds up nothing.
+        Excluded ranks may be dead or alive. Calls in flight need not be aborted (``shrink_flags``), as calls match by
+        name.
 
         Raises:
-            CollectiveTimeout: not all that are left have called it alike.
-            PeerLost: more ranks are lost than those: leave them out, too, and call it again.
+            CollectiveTimeout: not all remaining ranks have called it with the same arguments.
+            PeerLost: further ranks are lost: exclude them too, and call it again.
         """
         births = [birth for rank, birth in enumerate(self._comm.births) if rank not in ranks_to_exclude]
         try:
@@ -128,7 +128,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         except KfcommError as error:
             raise as_torch(error) from None
         timeout = self._timeout if opts_override is None else opts_override._timeout
-        # the calls of a group are counted anew, and each one made of it by these means is smaller
+        # A new group counts its calls from 0 and needs keys of its own; its size, which only falls, makes them unique.
         store = dist.PrefixStore(f"{SHRUNK}/{len(births)}", self._store)
         made = Backend(self._latest, store, timeout, self._keeper)
         made._owned += self._owned
@@ -137,7 +137,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         return made
 
     def find_lost(self, timeout_s: float | None) -> list[int]:
-        """Which of this group's ranks are lost; the others, which agree on that, have gone on to the next epoch then.
+        """Ranks of this group that are lost. The surviving ranks agree on them, and are in the next epoch afterwards.
 
         Raises:
             ConfigError: this is not the group of all ranks.
@@ -150,15 +150,15 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- other processes
 
     def get_reconfigure_handle(self) -> str:
-        """By which the other processes find this one in ``reconfigure``."""
+        """The handle by which other processes find this one in ``reconfigure``."""
         return str(own.handle(self.rank(), address_of(self._store)))
 
     def reconfigure(self, opts: Any) -> Any:
-        """Go on with these processes; see ``dist._reconfigure``. Over when it returns.
+        """Continue with these processes; see ``dist._reconfigure``. Complete when it returns.
 
         Raises:
             ConfigError: their number, or this one's rank among them, is not the group's.
-            RendezvousError: some are missing in the end, all named.
+            RendezvousError: processes are missing at the timeout; names all of them.
         """
         timeout = self._timeout if opts.timeout is None else opts.timeout
         try:
@@ -174,7 +174,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         return NOTHING
 
     def _check_ranks(self, handles: Sequence[Handle]) -> None:
-        """Refuse what torch could not be told: its C++ keeps rank and size of a backend for good."""
+        """Refuse other ranks or another size: torch's C++ keeps those of a backend unchanged."""
         moved = [(rank, one.rank) for rank, one in enumerate(handles) if one.rank != rank]
         if moved or len(handles) != self.size():
             why = f"process {moved[0][1]} would be rank {moved[0][0]}" if moved else f"{len(handles)} processes came"
@@ -195,7 +195,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
                 comm.close()
 
     def abort(self) -> None:
-        """The same, without waiting for what the others may still need of this rank."""
+        """Close the communicator without waiting for what other ranks may still need of this one."""
         self._abort()
         self.shutdown()
 
@@ -207,7 +207,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
 
 
 class Unmet:
-    """In the place of a communicator, until ``reconfigure`` makes one.
+    """Placeholder for a communicator until ``reconfigure`` makes one.
 
     Args:
         rank: in the group.
@@ -226,38 +226,41 @@ class Unmet:
         raise ConfigError(f"{name}: the ranks of this process group have not met: call dist._reconfigure first")
 
     def mismatched(self, name: str, seq: int, message: str) -> None:
-        """There is no call."""
+        """Do nothing: no calls are made here."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """It is the backend's."""
+        """Do nothing: the backend keeps it."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
-        """The same."""
+        """Do nothing."""
 
 
 SHRUNK = "shrunk"
 
 
 def without_others(comm: Communicator, births: Collection[int], timeout_s: float) -> Communicator:
-    """The communicator of those of these births, which call it; nobody else has to.
+    """The communicator of the surviving ranks, which alone have to call it.
+
+    They make a group of their own first. If they are the rest of a world, and all of them know of the losses, the next
+    epoch follows, so that nothing is kept for the lost ranks any more.
 
     Args:
-        comm: of them and others, or of them alone, who have this already.
-        births: of those that go on, this one among them.
+        comm: of the surviving ranks and others; returned as it is if it has no others.
+        births: uids of the surviving ranks, this one's among them.
         timeout_s: for which they wait for each other.
 
     Raises:
-        CollectiveTimeout: not all have called it alike.
+        CollectiveTimeout: not all of them have called it with the same ranks.
         PeerLost: one of them is lost.
     """
     if len(births) == comm.size:
         return comm
     excluded = {rank for rank, birth in enumerate(comm.births) if birth not in births}
     left = comm.group([rank for rank in range(comm.size) if rank not in excluded], SHRUNK, timeout=timeout_s)
-    if comm.size < comm._session.layout.size:  # a group: its world goes on
+    if comm.size < comm._session.layout.size:  # comm is a group: its world continues
         return left
     knows = comm._session.engine.router.lost.keys() >= excluded
     if not left.all_reduce(np.array([knows], np.uint8), f"{SHRUNK}/known", op="min")[0]:
@@ -267,10 +270,10 @@ def without_others(comm: Communicator, births: Collection[int], timeout_s: float
 
 
 def of_those_that_live(comm: Communicator, timeout_s: float) -> Communicator:
-    """The communicator of the next epoch; the same one, if none of the ranks that live knows of a loss.
+    """The communicator of the next epoch; ``comm`` itself, if the surviving ranks know of no loss.
 
     Raises:
-        ConfigError: it is not that of all ranks of an epoch.
+        ConfigError: ``comm`` is a group, not the whole world.
         CollectiveError: see ``Communicator.shrink``.
     """
     is_whole = comm.agree(not comm._session.engine.router.lost, timeout=timeout_s)
@@ -278,10 +281,10 @@ def of_those_that_live(comm: Communicator, timeout_s: float) -> Communicator:
 
 
 def check_births(comm: Communicator, births: Collection[int]) -> None:
-    """Refuse an epoch that has not all of these.
+    """Refuse an epoch that lacks one of these uids.
 
     Raises:
-        PeerLost: ranks were lost meanwhile.
+        PeerLost: further ranks were lost.
     """
     lost = [birth for birth in births if birth not in comm.births]
     if lost:

@@ -1,11 +1,11 @@
-"""Gradients that travel together: where each has its place, and what becomes of it.
+"""Gradients that travel together: the memory of each, and its average.
 
 A bucket is flat memory as ``comm.empty`` gives it, and the gradients of its parameters are views of it: on one host
-they are read and written where they are. Of a gradient that has a bucket to itself even the tensor that autograd has
-made is read where it is, so that nothing is copied.
+ranks read and write them in place. A gradient that has a bucket to itself is even read from the tensor that autograd
+has made, so that nothing is copied.
 
-Which parameters have a gradient differs between steps and ranks. `Marks` tell all ranks for which of them any has one:
-the others are left alone, as a single process leaves them alone.
+Steps and ranks differ in which parameters have a gradient. `Marks` tell all ranks for which parameters any rank has
+one; the others are left alone, as a single process leaves them alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ALIGNED_NBYTES = 64
 """Gradients begin at multiples of this, as torch's own tensors do."""
 WORD_NBYTES = 4
 MARKS_URGENCY = 1 << 13
-"""More than any gradients have: all of them wait for the marks."""
+"""Above the priority of any gradient, since all of them wait for the marks."""
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where the gradient of one parameter belongs.
+    """Memory of the gradient of one parameter.
 
     Attributes:
         name: of the parameter.
@@ -42,7 +42,7 @@ class Place:
         view: its gradient's memory, in the bucket.
         has_come: a backward pass has brought some of it since it was averaged last.
         is_here: the backward pass under way has brought it.
-        is_used: any rank has a gradient; known when the marks are there.
+        is_used: any rank has a gradient; known when the marks have arrived.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Place:
         return gradient is not None and not self.holds(gradient)
 
     def collect(self) -> None:
-        """See that the memory holds what this rank gives: its gradient, or zeros."""
+        """Make the memory hold this rank's contribution: its gradient, or zeros."""
         gradient = self.parameter.grad
         if gradient is None:
             self.view.zero_()
@@ -69,13 +69,13 @@ class Place:
             self.show()
 
     def show(self) -> None:
-        """The memory is ``parameter.grad``: by a tensor of its own, so that one that the program keeps is noticed."""
+        """Make the memory ``parameter.grad``, by a new tensor, so that a tensor kept by the program is noticed."""
         gradient = self.parameter.grad
         if gradient is None or not self.holds(gradient):
             self.parameter.grad = self.view.detach()
 
     def take(self) -> torch.Tensor | None:
-        """The gradient where autograd has made it, if it is elsewhere and can be read there."""
+        """The tensor that autograd has made, if it is elsewhere and contiguous; it is replaced by the memory."""
         gradient: torch.Tensor | None = self.parameter.grad
         if gradient is None or self.holds(gradient) or not gradient.is_contiguous():
             return None
@@ -99,7 +99,7 @@ class Bucket:
     Attributes:
         places: by parameter, in order.
         nbytes: of the gradients.
-        is_begun: their average is under way, or there.
+        is_begun: their average is under way, or has arrived.
         is_shared: the ranks share memory, which holds them.
     """
 
@@ -117,7 +117,7 @@ class Bucket:
         self._missing = len(self.places)
         self._exchange: PersistentCollective[Any] | None = None
         self._source: np.ndarray[Any, Any] | None = None
-        """Of the latest average: kept until the next gradient is there, which else comes to new pages each step."""
+        """Source of the latest average. Kept until the next gradient exists: else that gets new pages in each step."""
         self._take_memory()
 
     def __repr__(self) -> str:
@@ -135,19 +135,19 @@ class Bucket:
         self._num_users = self._users()
 
     def _users(self) -> int:
-        """How many tensors are in the memory."""
+        """Number of tensors in the memory."""
         count: int = torch._C._storage_Use_Count(self._tensor.untyped_storage()._cdata)
         return count
 
     def prepare(self) -> None:
-        """Before the first gradient of a pass: the memory of gradients that the program has kept stays theirs."""
+        """Before the first gradient of a pass: take new memory if the program has kept gradients of the last one."""
         if self._users() == self._num_users:
             return
         if all(place.parameter.grad is None or place.is_foreign for place in self.places):
             self._take_memory()
 
     def came(self, place: Place) -> bool:
-        """The backward pass has brought a gradient; whether it was the last."""
+        """Take a gradient of the backward pass; return whether it was the last of the bucket."""
         if self._missing == len(self.places) and not place.is_here:
             self.prepare()
         if len(self.places) > 1:
@@ -161,8 +161,8 @@ class Bucket:
         """Average what the ranks have.
 
         Args:
-            urgency: priority of the collective, if ranks do not share memory: there nothing is gained, and links that
-                mind priorities are slower. Of those of several gradients the first holds.
+            urgency: priority of the collective where ranks share no memory. In shared memory nothing is gained, and
+                links with priorities are slower.
         """
         source = self._collected()
         if self._exchange is None or source is not self._source:
@@ -175,7 +175,7 @@ class Bucket:
         self.is_begun = True
 
     def _collected(self) -> np.ndarray[Any, Any]:
-        """What this rank gives: the memory of the bucket, or one gradient where it is."""
+        """This rank's contribution: the memory of the bucket, or one gradient where it is."""
         if len(self.places) == 1:
             gradient = self.places[0].take()
             if gradient is not None:
@@ -185,11 +185,11 @@ class Bucket:
         return self._flat
 
     def done(self) -> bool:
-        """Whether the average is there, or has failed."""
+        """Whether the average has arrived, or has failed."""
         return self._exchange is None or self._exchange.done()
 
     def wait(self) -> None:
-        """Wait until it is there.
+        """Wait for the average.
 
         Raises:
             CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
@@ -203,7 +203,7 @@ class Bucket:
             self._exchange.cancel()
 
     def reset(self) -> None:
-        """The average is taken, or has failed."""
+        """Begin anew, after the average was applied or has failed."""
         self.is_begun = False
         self._missing = len(self.places)
         for place in self.places:
@@ -214,12 +214,12 @@ class Marks:
     """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank.
 
     Args:
-        comm: tells them.
+        comm: sends them.
         buckets: their places.
         name: of the collective.
 
     Attributes:
-        words: of each rank, by its rank in the group; known when the marks are there.
+        words: of each rank, by its rank in the group; known when the marks have arrived.
     """
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket], name: str) -> None:
@@ -245,7 +245,7 @@ class Marks:
         return np.ndarray(self._size, np.dtype(f"<u{WORD_NBYTES}"), self._flat, self._begin_words)
 
     def done(self) -> bool:
-        """Whether they are there, or have failed."""
+        """Whether they have arrived, or have failed."""
         return self._exchange.done()
 
     def cancel(self) -> None:
@@ -253,7 +253,7 @@ class Marks:
         self._exchange.cancel()
 
     def wait(self) -> None:
-        """Wait until they are there.
+        """Wait for them.
 
         Raises:
             CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
@@ -268,7 +268,7 @@ class Marks:
 
 
 def dtype_problem(parameter: torch.Tensor) -> str | None:
-    """Why gradients of this type cannot be averaged; None if they can."""
+    """The reason why gradients of this type cannot be averaged; None if they can."""
     name = str(parameter.dtype).removeprefix("torch.")
     return None if name in SUPPORTED_NAMES else str(unsupported(name))
 
@@ -299,7 +299,7 @@ def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> li
 
 
 def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], bool]:
-    """As ``comm.empty``, which would say that this host's ranks share none; and whether they do."""
+    """Memory as of ``comm.empty``, without its warning if ranks share none; and whether they share it."""
     room = comm._session.network.room(count * dtype.itemsize) if comm.local_size == comm.size else None
     return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
 

@@ -17,12 +17,12 @@ from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.errors import as_torch
 from kfcomm.torch.naming import Call, Calls, next_name
 from kfcomm.torch.ops import add_up_sparse, meaning_of, sparse_parts, whole_mean
-from kfcomm.torch.reducer import BucketWork, Rooms, is_bucket
+from kfcomm.torch.reducer import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.tensors import place, places, read, together
 from kfcomm.torch.work import NOTHING, Ending, Work
 
 UNSET = timedelta(0)
-"""Times that are not above this mean the group's."""
+"""A timeout that is not above this means the group's."""
 
 
 class Collectives:
@@ -31,39 +31,39 @@ class Collectives:
     _comm: Communicator
     _calls: Calls
     _completers: ThreadPoolExecutor
-    _rooms: Rooms | None
+    _buffers: SharedBuffers | None
 
     # ---------------------------------------------------------------- the same shape on all ranks
 
     def allreduce(self, tensors: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_reduce``."""
+        """Implement ``dist.all_reduce``."""
         (tensor,) = tensors
         if tensor.layout is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
-        with _Told(self):
+        with _Reported(self):
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
             op, finish = whole_mean(op, finish, tensor, self._comm.size)
             is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
-            rooms = self._rooms if is_shared else None
-            room = None if rooms is None else rooms.filled(source)
-        if rooms is not None:
-            return self._reduce_bucket(rooms, room, opts, tensors, op)
+            buffers = self._buffers if is_shared else None
+            buffer = None if buffers is None else buffers.filled(source)
+        if buffers is not None:
+            return self._reduce_bucket(buffers, buffer, opts, tensors, op)
         return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_reduce_coalesced``: all tensors together, in few messages."""
-        with _Told(self):
+        """Implement ``dist.all_reduce_coalesced``: all tensors together, in few messages."""
+        with _Reported(self):
             op, factor = meaning_of(opts.reduceOp, tensors[0].dtype)
             xs, finish = places(tensors)
             sources = xs if factor is None else [read(tensor * factor) for tensor in tensors]
         return self._run("all_reduce", sources, opts, tensors, finish, op=op, out=xs)
 
     def allreduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_reduce``: the indices and values of all ranks are gathered, and added up on each."""
+        """Implement ``dist.all_reduce``: the indices and values of all ranks are gathered, and added up on each."""
         (tensor,) = tensors
-        with _Told(self, steps=2):
+        with _Reported(self, steps=2):
             indices, values = sparse_parts(tensor, opts.reduceOp)
         found: dict[str, Any] = {}
         also = AllgatherOptions()
@@ -78,10 +78,10 @@ class Collectives:
         return self._run("all_gather", values, opts, tensors, finish, concat=True, take=take)
 
     def reduce(self, tensors: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.reduce``."""
+        """Implement ``dist.reduce``."""
         (tensor,) = tensors
         root = opts.rootRank
-        with _Told(self):
+        with _Reported(self):
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
@@ -90,35 +90,35 @@ class Collectives:
         return self._run("reduce", source, opts, tensors, finish, root=root, op=op, out=x)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.broadcast``."""
+        """Implement ``dist.broadcast``."""
         (tensor,) = tensors
-        with _Told(self):
+        with _Reported(self):
             x, finish = place(tensor, as_bytes=True)
         return self._run("broadcast", x, opts, tensors, finish, root=opts.rootRank, out=x)
 
     def barrier(self, opts: Any) -> Any:
-        """See ``dist.barrier``."""
+        """Implement ``dist.barrier``."""
         return self._run("barrier", None, opts, ())
 
     # ---------------------------------------------------------------- gather
 
     def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_gather``."""
+        """Implement ``dist.all_gather``."""
         (into,), (tensor,) = outputs, inputs
-        with _Told(self):
+        with _Reported(self):
             outs, finish = places(into, as_bytes=True)
             x = read(tensor, as_bytes=True)
         return self._run("all_gather", x, opts, [into], finish, out=outs)
 
     def all_gather_single(self, output: Any, source: Any, opts: Any) -> Any:
-        """See ``dist.all_gather_into_tensor``."""
-        with _Told(self):
+        """Implement ``dist.all_gather_into_tensor``."""
+        with _Reported(self):
             (out, finish), x = self._rows(output), read(source, as_bytes=True)
         return self._run("all_gather", x, opts, [output], finish, out=out)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_gather_coalesced``: ``outputs[r][i]`` is what rank r gave as ``inputs[i]``."""
-        with _Told(self):
+        """Implement ``dist.all_gather_coalesced``: ``outputs[r][i]`` is what rank r gave as ``inputs[i]``."""
+        with _Reported(self):
             xs = [read(one, as_bytes=True) for one in inputs]
             made = [torch.empty((self._comm.size, *one.shape), dtype=one.dtype) for one in inputs]
             outs = [self._rows(whole)[0] for whole in made]
@@ -132,16 +132,16 @@ class Collectives:
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
         """Several of ``all_gather_single``, in few messages."""
-        with _Told(self):
+        with _Reported(self):
             found = [self._rows(output) for output in outputs]
             xs = [read(one, as_bytes=True) for one in inputs]
         finish = together(step for _, step in found)
         return self._run("all_gather", xs, opts, outputs, finish, out=[out for out, _ in found])
 
     def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.gather``."""
+        """Implement ``dist.gather``."""
         (tensor,), root = inputs, opts.rootRank
-        with _Told(self):
+        with _Reported(self):
             x = read(tensor, as_bytes=True)
             into = outputs[0] if root == self._comm.rank else []
             outs, finish = places(into, as_bytes=True)
@@ -149,7 +149,7 @@ class Collectives:
 
     def gather_single(self, output: Any, source: Any, opts: Any) -> Any:
         """Rank ``opts.rootRank`` gets the tensors of all ranks, one after the other."""
-        with _Told(self):
+        with _Reported(self):
             x = read(source, as_bytes=True)
             out, finish = self._rows(output) if opts.rootRank == self._comm.rank else (None, None)
         return self._run("gather", x, opts, [output], finish, root=opts.rootRank, out=out)
@@ -157,9 +157,9 @@ class Collectives:
     # ---------------------------------------------------------------- scatter
 
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
-        """See ``dist.scatter``."""
+        """Implement ``dist.scatter``."""
         (tensor,), root = outputs, opts.rootRank
-        with _Told(self, steps=2):
+        with _Reported(self, steps=2):
             out, finish = place(tensor, as_bytes=True)
             parts = None
             if root == self._comm.rank:
@@ -168,17 +168,17 @@ class Collectives:
         return self._run("scatter", parts, opts, outputs, finish, root=root, out=out)
 
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
-        """See ``dist.reduce_scatter``."""
+        """Implement ``dist.reduce_scatter``."""
         (tensor,), (given,) = outputs, inputs
-        with _Told(self):
+        with _Reported(self):
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             out, finish = place(tensor)
             xs = [read(one if factor is None else one * factor) for one in given]
         return self._run("reduce_scatter", xs, opts, outputs, finish, op=op, out=out)
 
     def reduce_scatter_single(self, output: Any, source: Any, opts: Any) -> Any:
-        """See ``dist.reduce_scatter_tensor``."""
-        with _Told(self):
+        """Implement ``dist.reduce_scatter_tensor``."""
+        with _Reported(self):
             op, factor = meaning_of(opts.reduceOp, output.dtype)
             out, finish = place(output)
             x = read(source if factor is None else source * factor)
@@ -193,8 +193,8 @@ class Collectives:
     # ---------------------------------------------------------------- all to all
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
-        """See ``dist.all_to_all``."""
-        with _Told(self, steps=2):
+        """Implement ``dist.all_to_all``."""
+        with _Reported(self, steps=2):
             outs, finish = places(outputs, as_bytes=True)
             xs = [read(one, as_bytes=True) for one in inputs]
         return self._run("all_to_all", xs, opts, outputs, finish, out=outs)
@@ -202,9 +202,9 @@ class Collectives:
     def all_to_all_single(
         self, output: Any, source: Any, output_rows: Sequence[int], input_rows: Sequence[int], opts: Any
     ) -> Any:
-        """See ``dist.all_to_all_single``."""
+        """Implement ``dist.all_to_all_single``."""
         size = self._comm.size
-        with _Told(self, steps=2 if output_rows or input_rows else 1):
+        with _Reported(self, steps=2 if output_rows or input_rows else 1):
             (out, finish), x = place(output, as_bytes=True), read(source, as_bytes=True)
             if not output_rows and not input_rows:
                 count = _count(x)
@@ -219,7 +219,7 @@ class Collectives:
     # ---------------------------------------------------------------- shared by them
 
     def _refuse(self, error: Exception, steps: int) -> None:
-        """The call that this rank was to make now is not made."""
+        """Fail the call that this rank was about to make."""
         name = next_name()
         if name is None:
             self._calls.refused(error)
@@ -227,7 +227,7 @@ class Collectives:
             self._comm.refuse(name, error, steps=steps)
 
     def _rows(self, output: Any) -> tuple[Any, Callable[[], object] | None]:
-        """A place with a row for each rank."""
+        """The place of a result with one row for each rank."""
         array, finish = place(output, as_bytes=True)
         return array.reshape(self._comm.size, -1), finish
 
@@ -235,15 +235,15 @@ class Collectives:
         self, verb: str, x: Any, opts: Any, gives: Sequence[Any], finish: Callable[[], object] | None = None, *,
         take: Callable[[Any], object] | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Call a verb of the communicator, in the way that ``opts`` says.
+        """Call a verb of the communicator, blocking or not as ``opts`` says.
 
         Args:
             verb: its name.
-            x: what this rank gives; None where the verb takes nothing.
+            x: this rank's contribution; None where the verb takes none.
             opts: torch's options of the call.
-            gives: what its future will hold.
-            finish: what is left to do when the result is there.
-            take: gets the result before.
+            gives: value of its future.
+            finish: called when the result has arrived.
+            take: called with the result before ``finish``.
             options: of the verb.
         """
         name, call = self._named(verb, x, opts, options)
@@ -268,18 +268,20 @@ class Collectives:
             finish()
         return NOTHING
 
-    def _reduce_bucket(self, rooms: Rooms, room: Any, opts: Any, gives: Sequence[Any], op: Any) -> BucketWork:
-        """All-reduce what a reducer has given, which is in one of the rooms; see ``reducer``."""
+    def _reduce_bucket(
+        self, buffers: SharedBuffers, buffer: Any, opts: Any, gives: Sequence[Any], op: Any
+    ) -> BucketWork:
+        """All-reduce a reducer's bucket, which was copied to shared memory; see ``reducer``."""
         options: dict[str, Any] = {"op": op, "shared": True}
-        name, call = self._named("all_reduce", room, opts, options)
-        handle = self._comm.all_reduce_async(room, name, **options)
+        name, call = self._named("all_reduce", buffer, opts, options)
+        handle = self._comm.all_reduce_async(buffer, name, **options)
         if call is not None:
             call.handle = weakref.ref(handle)
-        rooms.lend(room, handle)
+        buffers.lend(buffer, handle)
         return BucketWork(handle, Ending(gives, None, self._completers))
 
     def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, Call | None]:
-        """The name of a call that is made now, and what is kept of one without a name; sets its timeout."""
+        """The name of a call that is made now, and the record of one without a name; sets its timeout."""
         timeout = opts.timeout
         if timeout > UNSET:
             options["timeout"] = timeout
@@ -290,12 +292,12 @@ class Collectives:
         return call.name, call
 
 
-class _Told:
-    """The block of this is about a call that is not made yet: what fails in it fails the other ranks' calls, too.
+class _Reported:
+    """Block that prepares a call: an error in it also fails this call on the other ranks, which would else wait.
 
     Args:
         of: whose call it is.
-        steps: that the call would have.
+        steps: number of the call's steps.
     """
 
     __slots__ = ("_of", "_steps")
@@ -315,7 +317,7 @@ class _Told:
 
 
 class Several(Work):
-    """Several works that go together, of which none has to be waited for by itself.
+    """Several works that are waited for together.
 
     Args:
         works: at least one.
@@ -326,13 +328,13 @@ class Several(Work):
         super().__init__(last._handle, last._ending._replace(tensors=[one._ending.tensors[0] for one in works]))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``Work.wait``."""
+        """Wait for all of them."""
         for work in self._before:
             work.wait(timeout)
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether all are over."""
+        """Whether all are complete."""
         return super().is_completed() and all(work.is_completed() for work in self._before)
 
 
@@ -343,7 +345,7 @@ def _taken(handle: Any, take: Callable[[Any], object], finish: Callable[[], obje
 
 
 def _cut(array: Any, tensor: Any, rows: Sequence[int], size: int) -> list[Any]:
-    """The parts of a flat array, so many rows of the tensor for each rank; even ones where no number is given."""
+    """The parts of a flat array: so many rows of the tensor for each rank, equally many without ``rows``."""
     length = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if length % size:
@@ -360,5 +362,5 @@ def _cut(array: Any, tensor: Any, rows: Sequence[int], size: int) -> list[Any]:
 
 
 def _count(array: Any) -> int:
-    """Elements of an array, or of a tensor that stays where it is, on a device."""
+    """Number of elements of an array, or of a tensor on a device."""
     return int(array.numel() if isinstance(array, torch.Tensor) else array.size)

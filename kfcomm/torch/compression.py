@@ -1,4 +1,4 @@
-"""Which gradients travel in fewer bytes, and how: by a name, for a model or for parameters whose names match."""
+"""Compression of gradients: kinds by name, for all parameters or by patterns of names; and buckets that compress."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kfcomm.compression import PowerSGD, TopK
 from kfcomm.compression.feedback import Averaging
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, share_out
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -26,10 +27,10 @@ KINDS = (*WIRE_DTYPES, *MAKERS)
 
 
 class Compressor(Protocol):
-    """Averages gradients in fewer bytes than they have: ``PowerSGD``, ``TopK``, or one of the program's own."""
+    """Averages gradients in fewer bytes: ``PowerSGD``, ``TopK``, or a class of the program."""
 
     def average(self, comm: Averaging, gradients: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-        """What stands for the mean of all ranks' gradients; see ``kfcomm.compression``."""
+        """Return an approximation of the mean of all ranks' gradients; see ``kfcomm.compression``."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class Compression:
     powersgd P = M·orth(Q) and Q = Mᵀ·orth(P) of M = g + e: (n + m)·rank Vogels et al., NeurIPS 2019, arXiv:1905.13727
     ======== =========================================================== ==============================================
 
-    e is what was left out in the step before (error feedback): e' = g + e − what stood for it.
+    e is the error of the step before (error feedback): e' = g + e − its compressed form.
 
     Args:
         kind: one of these.
-        begin_after: so many steps exchange the gradients as they are, while these change most; 0 for none.
+        begin_after: number of first steps, in which gradients change most, that exchange them uncompressed.
         options: of ``kfcomm.compression.PowerSGD`` (``rank``, ``min_rate``) or ``TopK`` (``share``).
 
     Raises:
-        ConfigError: there is no such kind, or it has no such option.
+        ConfigError: the kind is unknown, or has no such option.
     """
 
     kind: str
@@ -70,11 +71,11 @@ class Compression:
 
     @property
     def wire_dtype(self) -> str | None:
-        """The dtype on the wire, if that is all."""
+        """The wire dtype of kinds that only round; None for others."""
         return self.kind if self.kind in WIRE_DTYPES else None
 
     def made(self, name: str) -> Compressor | None:
-        """One with a state of its own, for the gradients of this name, alike on all ranks; None if none is needed.
+        """A compressor with its own state for gradients of this name, the same on all ranks; None if only rounded.
 
         Raises:
             ConfigError: it has no such option.
@@ -93,19 +94,19 @@ class Compression:
 
 
 Given: TypeAlias = "str | Compression | Mapping[str, str | Compression | None] | None"
-"""For all parameters, or by patterns of names (``fnmatch``), of which the first that matches holds."""
+"""One kind for all parameters, or kinds by patterns of names (``fnmatch``), where the first match holds."""
 
 
 def of(given: str | Compression | None) -> Compression | None:
-    """By its name, or as it is."""
+    """The compression of this name, or the given one."""
     return Compression(given) if isinstance(given, str) else given
 
 
 def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | None]:
-    """How the gradient of each parameter travels.
+    """The compression of each parameter's gradient.
 
     Raises:
-        ConfigError: a kind is not known, or a pattern matches none of the names.
+        ConfigError: a kind is unknown, or a pattern matches no name.
     """
     if not isinstance(given, Mapping):
         one = of(given)
@@ -135,10 +136,10 @@ class CompressedBucket(Bucket):
         parameters: with their names.
         name: of the collectives.
         compressor: with a state for these gradients.
-        begin_after: so many steps average them as they are.
+        begin_after: number of first steps that average them uncompressed.
 
     Raises:
-        ConfigError: NumPy calculates with no numbers of this dtype.
+        ConfigError: NumPy cannot calculate with this dtype.
     """
 
     def __init__(
@@ -150,47 +151,47 @@ class CompressedBucket(Bucket):
         super().__init__(comm, parameters, name)
         self._compressor = compressor
         self._left = begin_after
-        self._errand: Errand | None = None
+        self._averaging: AverageThread | None = None
 
+    @override
     def begin(self, urgency: int) -> None:
-        """See ``Bucket``."""
         if self._left > 0:
             self._left -= 1
             super().begin(urgency)
             return
         for place in self.places:
             place.collect()
-        self._errand = Errand(self)
-        self._errand.start()
+        self._averaging = AverageThread(self)
+        self._averaging.start()
         self.is_begun = True
 
+    @override
     def done(self) -> bool:
-        """See ``Bucket``."""
-        return super().done() if self._errand is None else not self._errand.is_alive()
+        return super().done() if self._averaging is None else not self._averaging.is_alive()
 
+    @override
     def wait(self) -> None:
-        """See ``Bucket``."""
-        if self._errand is None:
+        if self._averaging is None:
             super().wait()
             return
-        self._errand.join()
-        if self._errand.error is not None:
-            raise self._errand.error
+        self._averaging.join()
+        if self._averaging.error is not None:
+            raise self._averaging.error
 
+    @override
     def reset(self) -> None:
-        """See ``Bucket``."""
         super().reset()
-        self._errand = None
+        self._averaging = None
 
     def average(self) -> None:
-        """Make the gradients what stands for their mean."""
-        views = {place.name: place.view.numpy() for place in self.places}  # writes to these count as nobody's
+        """Replace the gradients by the approximation of their mean."""
+        views = {place.name: place.view.numpy() for place in self.places}  # torch does not count writes to these
         for name, found in self._compressor.average(self._comm, views, name=self.name).items():
             views[name][...] = found
 
 
-class Errand(threading.Thread):
-    """The average of a bucket under way.
+class AverageThread(threading.Thread):
+    """Thread that averages one bucket.
 
     Attributes:
         error: why it failed.
@@ -201,18 +202,18 @@ class Errand(threading.Thread):
         self._bucket = bucket
         self.error: BaseException | None = None
 
+    @override
     def run(self) -> None:
-        """See ``Thread``."""
         try:
             self._bucket.average()
-        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        except BaseException as error:  # noqa: BLE001  ``CompressedBucket.wait`` raises it
             self.error = error
 
 
 def share_out_by(
     compression: Mapping[str, Compression | None], parameters: Sequence[Named], nbytes: int
 ) -> list[list[Named]]:
-    """As ``share_out``, of those that are compressed alike, in the order in which each bucket's first comes."""
+    """Groups of ``share_out`` within each compression, ordered by the first gradient of each."""
     kinds: list[Compression | None] = []
     for name, _ in parameters:
         if compression[name] not in kinds:

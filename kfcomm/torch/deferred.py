@@ -1,12 +1,12 @@
-"""Updates that are made when the program uses a parameter next, so that gradients travel meanwhile.
+"""Updates that are made when the program next uses a parameter, so that gradients travel meanwhile.
 
-While a gradient is under way, ``parameter.grad`` is the memory that it comes to, *covered*: of a class whose every
-use waits for the averages first. The optimizer's step takes covered gradients over: its parameters are covered then,
-and the first use of one waits for its bucket, and has the optimizer update these parameters. In a forward pass that is
-when a layer needs its weights.
+While a gradient is under way, ``parameter.grad`` is the memory that it arrives in, *covered*: of a subclass whose every
+use waits for the averages first. The optimizer's step takes the covered gradients, and covers its parameters instead:
+the first use of one waits for its bucket and has the optimizer update the parameters of that bucket. In a forward pass
+that happens when a layer needs its weights.
 
-A use is seen where it is a call of torch from Python (``__torch_function__``). What shares memory with a parameter and
-was made before is not seen; a write by it is, if it raises the version of the parameter.
+Uses are seen where torch is called from Python (``__torch_function__``). A use of memory that was shared with a
+parameter before is not seen; a write to it is, if it raises the version of the parameter.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ HARMLESS: frozenset[Any] = frozenset(
                  "is_meta", "is_sparse", "ndim", "grad_fn")
 ) | {T.grad.__set__, T.grad.__delete__, T.size, T.numel, T.dim, T.is_contiguous, T.stride, T.element_size,
      T.is_floating_point, T.is_complex, T.__len__}  # fmt: skip
-"""Uses that tell nothing of the numbers."""
+"""Uses that do not read the numbers, and so need not wait."""
 
 
 class Covered:
-    """Mix-in of classes whose instances wait on use."""
+    """Mix-in for tensors that wait when they are used."""
 
     _uncover: Callable[[Any], None]
     _plain: type[Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See ``torch.Tensor``."""
+        """Uncover the covered arguments of a call of torch, and make the call."""
         kwargs = kwargs or {}
         if func not in HARMLESS:
             found = list(_covered((args, kwargs)))
             for one in found:
-                if isinstance(one, Covered):  # not any more, where another was in the same bucket
+                if isinstance(one, Covered):  # uncovering another one of the same bucket has uncovered it
                     one._uncover(one)
             if found:
                 return func(*args, **kwargs)
@@ -68,7 +68,7 @@ class Deferred:
     """Updates of one optimizer that are made later.
 
     Args:
-        optimizer: whose step is put off.
+        optimizer: whose step is deferred.
         exchange: of its gradients.
     """
 
@@ -77,19 +77,19 @@ class Deferred:
         self._exchange = exchange
         self._updates = Updates(optimizer)
         self._is_covered = False
-        """Gradients are under way, and not asked for."""
+        """Gradients are under way, and no step has taken them."""
         self._pending: dict[Bucket, list[Place]] = {}
-        """What the optimizer was asked to take, and has not."""
+        """Places that a step has taken, and that are not updated yet."""
         self._asked: list[tuple[Place, torch.Tensor]] = []
-        """Gradients that are kept from the step under way."""
+        """Gradients that are hidden from the step under way."""
         self._versions: dict[torch.Tensor, int] = {}
         self._order: dict[Bucket, None] = {}
-        """In which the program has used their parameters."""
+        """Buckets in the order in which the program has used their parameters."""
         self._of = {place.parameter: bucket for bucket in exchange.buckets for place in bucket.places}
         self._classes: dict[type[Any], type[Any]] = {}
 
     def hooks(self, before_step: RemovableHandle) -> list[RemovableHandle]:
-        """Hooks that see what covers do not.
+        """Register hooks for uses that covers do not see.
 
         Args:
             before_step: of the hook that calls `take`.
@@ -103,7 +103,7 @@ class Deferred:
         return found + [place.parameter.register_hook(self._before_gradient) for place in self._exchange.places]
 
     def _before_gradient(self, _: torch.Tensor) -> None:
-        """Autograd is about to add to ``parameter.grad``, which it does without a look at its class."""
+        """Uncover before autograd adds to ``parameter.grad``, which it does without ``__torch_function__``."""
         if self._exchange.has_left:
             self.finish()
             self.show()
@@ -111,7 +111,7 @@ class Deferred:
     # ---------------------------------------------------------------- gradients
 
     def cover(self) -> None:
-        """The gradients of a pass have left: who uses one waits for all."""
+        """Cover the gradients of a pass, which were sent: the first use of one waits for all."""
         exchange = self._exchange
         exchange.urgency = self._urgency()
         is_part = any(place.parameter.grad is None for place in exchange.places)  # another rank may have these
@@ -125,7 +125,7 @@ class Deferred:
             gradient.__class__ = self._covering(type(gradient))
 
     def show(self) -> None:
-        """Wait until gradients under way are there, unless the optimizer has been asked to take them.
+        """Wait for gradients under way, unless a step has taken them.
 
         Raises:
             CollectiveError: see ``Exchange.settle``.
@@ -165,7 +165,7 @@ class Deferred:
         return True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        """The step had nothing to do: buckets that are there are taken now, the others when they are used."""
+        """After a step, from which all gradients were hidden: update by the buckets that have arrived."""
         if not is_outermost(optimizer):
             return
         for place, gradient in self._asked:
@@ -187,7 +187,7 @@ class Deferred:
                 self._finish(bucket)
 
     def _finish(self, bucket: Bucket) -> None:
-        """The optimizer takes a bucket, when it is there; while that takes time, what else is there already."""
+        """Update the parameters of a bucket, and before it, while it is on its way, those that have arrived."""
         try:
             if not self._exchange.is_there(bucket):
                 for other in [one for one in self._pending if one is not bucket and self._exchange.is_there(one)]:
@@ -222,7 +222,7 @@ class Deferred:
     # ---------------------------------------------------------------- uses
 
     def _covering(self, kind: type[Any]) -> type[Any]:
-        """The class of a tensor that is covered."""
+        """The covering subclass of a class of tensors, made once."""
         if issubclass(kind, Covered):
             return kind
         found = self._classes.get(kind)
@@ -243,13 +243,13 @@ class Deferred:
         _make_plain(tensor)
 
     def _urgency(self) -> dict[Bucket, int]:
-        """Of a bucket, larger the earlier a forward pass needs it; the backward pass brings the last first."""
+        """Priorities of buckets: the earlier a forward pass needs one, the higher; backward makes the last first."""
         order = dict.fromkeys((*self._order, *reversed(self._exchange.buckets)))
         return {bucket: max(1, MAX_URGENCY - place) for place, bucket in enumerate(order)}
 
 
 def _make_plain(tensor: torch.Tensor | None) -> bool:
-    """Of a tensor that is covered; False if it is not."""
+    """Uncover a tensor; return False if it is not covered."""
     if not isinstance(tensor, Covered):
         return False
     tensor.__class__ = type(tensor)._plain
@@ -257,7 +257,7 @@ def _make_plain(tensor: torch.Tensor | None) -> bool:
 
 
 def _covered(given: Any) -> Iterator[Covered]:
-    """Among the arguments of a call."""
+    """Covered tensors among the arguments of a call."""
     if isinstance(given, Covered):
         yield given
     elif isinstance(given, list | tuple):

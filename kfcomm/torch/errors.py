@@ -1,4 +1,4 @@
-"""Errors as programs for torch expect them: each is a ``torch.distributed.DistBackendError``, too."""
+"""Errors for programs written with torch: each is also a ``torch.distributed.DistBackendError``."""
 
 from __future__ import annotations
 

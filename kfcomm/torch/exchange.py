@@ -1,8 +1,8 @@
-"""The gradients of one backward pass on their way: buckets that leave as they are full, and all of them at its end.
+"""Exchange of the gradients of one backward pass: full buckets are sent during the pass, all others at its end.
 
-With the last of them each rank tells a word: how many steps its optimizer has made, with which numbers; or that its
-backward pass has raised. So a rank that has left out a step, or part of a pass, is an error on all ranks in place of
-replicas that differ.
+With the last bucket each rank sends a word: a checksum of the number of steps that its optimizer has made and of their
+options, or that its backward pass has raised. So a rank that has left out a step or a part of a pass is an error on all
+ranks; without it the replicas would silently differ.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FAILED = (1 << 32) - 1
 
 
 class Steps:
-    """The steps that an optimizer has made, as a word that ranks compare."""
+    """Steps that an optimizer has made, as a word that ranks compare."""
 
     def __init__(self) -> None:
         self._count = 0
         self._numbers: list[dict[str, Any]] = []
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """One more, with the numbers that the groups hold now."""
+        """Count one more step, with the options that the groups have now."""
         self._count += 1
         self._numbers = [
             {name: _number(value) for name, value in group.items() if name != "params"}
@@ -47,7 +47,7 @@ class Steps:
         ]
 
     def word(self) -> int:
-        """Not ``FAILED``."""
+        """The word, which is never ``FAILED``."""
         return zlib.crc32(str(self).encode()) % FAILED
 
     def __str__(self) -> str:
@@ -88,15 +88,15 @@ class Exchange:
         self._buffers = buffers
         self._profile = profile
         self._is_held = False
-        """Gradients come in passes within passes, which may bring more of them later: none leaves before the end."""
+        """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""
 
     # ---------------------------------------------------------------- to leave
 
     def came(self, bucket: Bucket, place: Place, *, is_inner: bool) -> None:
-        """A backward pass has brought a gradient.
+        """Take a gradient of a backward pass, and send its bucket if it is full.
 
         Raises:
-            ConfigError: it has brought it before, and that has left.
+            ConfigError: the gradient was taken before, and was sent.
         """
         self._is_held = self._is_held or is_inner
         if bucket.is_begun:
@@ -127,7 +127,7 @@ class Exchange:
     # ---------------------------------------------------------------- to be there
 
     def is_there(self, bucket: Bucket) -> bool:
-        """Whether a wait for a bucket would take no time."""
+        """Whether a bucket and the marks have arrived."""
         return bucket.done() and self._marks.done()
 
     def wait_for(self, bucket: Bucket) -> list[Place]:
@@ -158,7 +158,7 @@ class Exchange:
         self.close()
 
     def wait_for_buffers(self, *, and_marks: bool) -> None:
-        """Wait until they are rank 0's; and until it is known which gradients there are.
+        """Wait until the buffers are rank 0's; with ``and_marks`` also until it is known which gradients there are.
 
         Raises:
             CollectiveError: see ``settle``.
@@ -183,7 +183,7 @@ class Exchange:
             one.wait()
 
     def close(self) -> None:
-        """All is taken."""
+        """End the pass: everything was applied, or has failed."""
         self.has_left = False
         for bucket in self.buckets:
             bucket.reset()
@@ -195,13 +195,12 @@ class Exchange:
         for place in self.places:
             place.parameter.grad = None
         if not self.has_left:
-            with contextlib.suppress(
-                KfcommError
-            ):  # of a communicator that is closed, or has lost a rank: it is told later
+            # a communicator that is closed, or has lost a rank, raises that in the next call of the program
+            with contextlib.suppress(KfcommError):
                 self.leave(has_failed=True)
 
     def clear(self) -> None:
-        """Forget what has left; nothing of it is under way any more."""
+        """Cancel the pass, and drop its gradients."""
         for one in self._all():
             if not one.done():
                 one.cancel()
@@ -210,7 +209,7 @@ class Exchange:
         self.close()
 
     def drain(self) -> None:
-        """Wait for what a pass that has raised here has left behind, if anything: its error was told."""
+        """Wait for the remains of a pass that has raised on this rank, whose error the program has."""
         if self.has_left:
             self._wait_for_the_rest()
             self.close()
@@ -255,9 +254,9 @@ NS = 1e-9
 
 
 class Profile:
-    """Of one attached model: see ``kfcomm.monitor.StepStatistics``. Also tells the timeline, if there is one.
+    """Communication times of one attached model, for ``kfcomm.monitor.StepStatistics`` and the timeline.
 
-    A gradient has arrived when it is seen to have: the oldest of those under way is looked at whenever one is begun.
+    Arrivals are noticed late: the oldest bucket under way is looked at only when another one is sent.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -270,11 +269,11 @@ class Profile:
         self._since_ns = self._first_ns = 0
 
     def came(self) -> None:
-        """A gradient has come; the first begins a backward pass."""
+        """Note a gradient; the first begins a backward pass."""
         self._first_ns = self._first_ns or time.monotonic_ns()
 
     def began(self, bucket: Bucket) -> None:
-        """Gradients have left."""
+        """Note a bucket that was sent."""
         self.look()
         if not self._under_way:
             self._since_ns = time.monotonic_ns()
@@ -282,7 +281,7 @@ class Profile:
         self._tally.nbytes += bucket.nbytes
 
     def look(self) -> None:
-        """See which have arrived."""
+        """Note buckets that have arrived."""
         if not self._under_way:
             return
         while self._under_way and self._under_way[0].done():
@@ -292,7 +291,7 @@ class Profile:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """The program stands still meanwhile, until the collective of this name is over."""
+        """Record the block as time in which the program waits for the collective of this name."""
         begun_ns = time.monotonic_ns()
         try:
             yield
@@ -306,7 +305,7 @@ class Profile:
             self.look()
 
     def stepped(self) -> None:
-        """The program has asked for the optimizer's step."""
+        """Note a step of the optimizer."""
         self._tally.count += 1
         if self._first_ns:
             self._tell("backward", self._first_ns, time.monotonic_ns())

@@ -1,7 +1,7 @@
-"""Compression as a communication hook of ``DistributedDataParallel``, over process groups of backend kfcomm.
+"""Communication hook of ``DistributedDataParallel`` that compresses gradients, for process groups of backend kfcomm.
 
-A hook is called with a bucket when its gradients are there, in the same order on all ranks, and gives a future. What
-takes several exchanges runs on a thread of the state, bucket by bucket, while the backward pass goes on.
+DDP calls a hook with each bucket when its gradients are complete, in the same order on all ranks, and takes a future.
+A compression of several exchanges runs on a thread of the state, bucket by bucket, while the backward pass continues.
 """
 
 # DDP looks for types in a hook's annotations: they may not be postponed here.
@@ -35,13 +35,13 @@ class CompressionState:
     Args:
         compression: a kind, see ``Compression``; or a compressor of ``kfcomm.compression``.
         group: the process group of the model; None for the default one.
-        name: of the model, another one for each that is trained at a time.
-        begin_after: see ``Compression``. DDP forms its buckets anew after the first step; errors are kept by parameter,
-            so that nothing is lost then.
+        name: of the model; models that are trained at the same time need different names.
+        begin_after: see ``Compression``. DDP forms new buckets after the first step; compression errors are kept by
+            parameter, so that none is lost then.
         options: see ``Compression``.
 
     Raises:
-        ConfigError: there is no such kind or option, or the group is not one of backend kfcomm.
+        ConfigError: the kind or an option is unknown, or the group is not one of backend kfcomm.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CompressionState:
         self._thread = ThreadPoolExecutor(1, "kfcomm-hook")
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """By the order in which DDP has shown them, which is the same on all ranks."""
+        """The name of a parameter: its place in the order of DDP, which is the same on all ranks."""
         return self._names.setdefault(parameter, str(len(self._names)))
 
     def begin(self, bucket: Any) -> Any:

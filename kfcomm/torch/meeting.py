@@ -40,7 +40,7 @@ MAX_SHOWN = 32
 
 
 def make_world(store: Any, rank: int, size: int, timeout: timedelta) -> Communicator:
-    """A world of kfcomm's of the ranks that share a store of torch's; all of them call it.
+    """Make a world of the ranks that share a store of torch; all of them call it.
 
     Args:
         store: of this group alone.
@@ -50,15 +50,14 @@ def make_world(store: Any, rank: int, size: int, timeout: timedelta) -> Communic
 
     Raises:
         ConfigError: the settings cannot work.
-        RendezvousError: ranks are missing in the end (all named), or do not accept each other.
+        RendezvousError: ranks are missing at the timeout (names all of them), or refuse each other.
     """
-    board = Board(store, rank, size, timeout.total_seconds())
-    settings = board.settings()
-    return join(settings, board.exchange)
+    meeting = StoreRendezvous(store, rank, size, timeout.total_seconds())
+    return join(meeting.settings(), meeting.exchange)
 
 
-class Board:
-    """What the ranks of one group tell each other by torch's store.
+class StoreRendezvous:
+    """Rendezvous of the ranks of one group through torch's store.
 
     Args:
         store: of this group alone.
@@ -73,11 +72,11 @@ class Board:
         self._size = size
         self._timeout_s = timeout_s
         self._stall_after_s = 10.0
-        # all ranks have made as many groups over this store as this one
+        # The generation: all ranks have made the same number of groups over this store.
         self._folder = f"kfcomm/{store.add(f'kfcomm/{rank}', 1)}"
 
     def settings(self) -> Settings:
-        """Those of this rank: torch says who it is, the environment all else.
+        """The settings of this rank: its identity from torch, everything else from the environment.
 
         Raises:
             ConfigError: they cannot work.
@@ -97,11 +96,11 @@ class Board:
         return settings
 
     async def exchange(self, me: PeerInfo) -> Sequence[PeerInfo]:
-        """Tell the others of this process, and wait for what they tell; see ``network.Exchange``."""
+        """Give this process's address to the others, and wait for theirs; see ``network.Exchange``."""
         return await asyncio.to_thread(self._exchange, me)
 
     def _token(self) -> bytes:
-        """Made by rank 0. Whoever reads it could as well have joined."""
+        """The token, made by rank 0. A process that can read it here could also have joined without."""
         key = f"{self._folder}/token"
         if self._rank == 0:
             self._store.set(key, secrets.token_hex(32))
@@ -122,7 +121,7 @@ class Board:
         """Wait until all keys are set; each is of a rank.
 
         Raises:
-            RendezvousError: some are not within the timeout, or the store is gone.
+            RendezvousError: some are not set within the timeout, or the store is unreachable.
         """
         begun_s = time.monotonic()
         pending, is_reported, pause_s = dict(keys), False, FIRST_PAUSE_S
@@ -144,7 +143,7 @@ class Board:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _is_set(self, key: str) -> bool:
-        """Not by the store's own waiting, which holds up other uses of it, and says on standard error that it ended."""
+        """Whether a key is set. The store's own wait would block its other uses, and writes to standard error."""
         try:
             return bool(self._store.check([key]))
         except RuntimeError as error:
@@ -152,7 +151,7 @@ class Board:
 
 
 def address_of(store: Any) -> tuple[str, int]:
-    """Host and port behind which the other ranks are; of a file, or where there is no store, those of this host."""
+    """Host and port by which the other ranks are reached; this host's for a store in a file, or for None."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -162,7 +161,7 @@ def address_of(store: Any) -> tuple[str, int]:
 
 
 def _local(size: int) -> tuple[int | None, int | None]:
-    """Rank and size on this host, as a launcher has given them, which tell the device; of no use in a smaller world."""
+    """Rank and size on this host from the launcher, which choose the device; None for a world smaller than the job."""
     rank, local_size = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if str(size) != os.environ.get("WORLD_SIZE") or not rank.isdigit() or not local_size.isdigit():
         return None, None
@@ -174,12 +173,12 @@ NO_RANK = -1
 
 
 class Handle(NamedTuple):
-    """Where a process can be met.
+    """Address of a process that can take part in ``reconfigure``.
 
     Attributes:
         uid: of the process, the same in all handles that it gives.
         host, port: of its store.
-        rank: that it has; -1 without one.
+        rank: its present rank; -1 without one.
     """
 
     uid: str
@@ -192,10 +191,10 @@ class Handle(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Handle:
-        """The handle that a process gave.
+        """The handle of this text.
 
         Raises:
-            ConfigError: none of this backend.
+            ConfigError: it is not a handle of this backend.
         """
         try:
             scheme, uid, host, port, rank = text.split("|")
@@ -203,7 +202,7 @@ class Handle(NamedTuple):
                 raise ValueError(scheme)
             return cls(uid, host, int(port), int(rank))
         except ValueError:
-            raise ConfigError(f"{text[:100]!r} is no handle of backend kfcomm: see get_reconfigure_handle") from None
+            raise ConfigError(f"{text[:100]!r} is not a handle of get_reconfigure_handle") from None
 
 
 class Own:
@@ -215,7 +214,7 @@ class Own:
         self._pid = 0
 
     def handle(self, rank: int, towards: tuple[str, int]) -> Handle:
-        """What the others need.
+        """The handle of this process.
 
         Args:
             rank: of this process now.
@@ -228,31 +227,31 @@ class Own:
         return Handle(self._uid, self._host, int(self._store.port), rank)
 
     def meet(self, handles: Collection[str], uuid: int, timeout: timedelta) -> tuple[Any, int]:
-        """The store of all these processes for this meeting, and the place of this one among them.
+        """The store of all these processes for this rendezvous, and the place of this process among them.
 
         Args:
-            handles: in the order of ranks; those of a set are ordered by the ranks that they have, new ones last.
-            uuid: the same on all, another one for each meeting.
+            handles: a list in the order of ranks; a set is ordered by present ranks, new processes last.
+            uuid: the same on all processes, a new one for each rendezvous.
             timeout: for reaching the store.
 
         Raises:
-            ConfigError: this process gave none of them, or one is given twice.
+            ConfigError: this process's handle is missing, or one is given twice.
             RendezvousError: the first one's store cannot be reached.
         """
         found = in_order(handles)
         uids = [one.uid for one in found]
         if self._pid != os.getpid() or self._uid not in uids:
-            raise ConfigError("this process has given none of these handles: see get_reconfigure_handle")
+            raise ConfigError("the handle of this process is missing: see get_reconfigure_handle")
         place = uids.index(self._uid)
         store = self._store if place == 0 else _reached(found[0], timeout)
         return dist.PrefixStore(f"reconfigure/{uuid}", store), place
 
 
 def in_order(handles: Collection[str]) -> list[Handle]:
-    """Handles by rank: as listed; those of a set by the ranks that they have, new processes after them.
+    """Handles by rank: in the order of a list; of a set by present ranks, new processes last.
 
     Raises:
-        ConfigError: there is none, one is none of this backend, or a process is named twice.
+        ConfigError: there are no handles, one is not of this backend, or a process is named twice.
     """
     found = [Handle.of(one) for one in handles]
     if not found or len({one.uid for one in found}) < len(found):
@@ -270,4 +269,4 @@ def _reached(first: Handle, timeout: timedelta) -> Any:
 
 
 own = Own()
-"""Of this process: handles name processes."""
+"""The one of this process, since a handle names a process and not a group."""

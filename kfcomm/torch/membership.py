@@ -1,4 +1,8 @@
-"""What torch's own words for a world that changes leave out: ranks that need not be told who has died, other sizes."""
+"""Membership changes of torch's default group: shrinking to the surviving ranks, and reconfiguring to any processes.
+
+``dist.shrink_group`` needs to be told which ranks are lost, and ``dist._reconfigure`` keeps size and ranks; these
+functions do not.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from kfcomm.torch.registration import backend_of
 
 
 def shrink(timeout: float | None = None) -> Any:
-    """Torch's default group becomes that of the ranks that live, and is returned; nobody has to know who has died.
+    """Shrink torch's default group to the surviving ranks, which need not know the lost ones, and return it.
 
-    All ranks that live call it, after a ``PeerLost`` or when they like. They agree on who goes on, as in
-    ``Communicator.shrink``, and call ``dist.shrink_group`` with the others, which destroys all other groups of torch.
-    If nobody is missing, the group stays.
+    All surviving ranks call it, after a ``PeerLost`` or at any time. They agree on the survivors, as in
+    ``Communicator.shrink``, and call ``dist.shrink_group`` with the lost ranks, which destroys all other groups of
+    torch. If no rank is lost, the group stays.
 
     Args:
         timeout: seconds to wait for the others; None for the group's.
 
     Returns:
-        The default process group from now on, whose ranks are numbered from 0 in the order that they had.
+        The new default process group, with ranks from 0 in the order that they had.
 
     Raises:
-        ConfigError: the default group is not one of backend kfcomm, or was shrunk while those left out lived.
+        ConfigError: the default group is not one of backend kfcomm, or was shrunk while the excluded ranks lived.
         CollectiveError: see ``Communicator.shrink``.
     """
     group = dist.group.WORLD
@@ -43,31 +47,31 @@ def shrink(timeout: float | None = None) -> Any:
 
 
 def get_reconfigure_handle() -> str:
-    """By which other processes find this one in ``reconfigure``; it may be in no process group yet."""
+    """The handle by which other processes find this one in ``reconfigure``, in a process group or before one."""
     group = dist.group.WORLD if dist.is_initialized() else None
     rank = NO_RANK if group is None else dist.get_rank()
     return str(own.handle(rank, address_of(None if group is None else group.get_group_store())))
 
 
 def reconfigure(uuid: int, handles: Collection[str], timeout: timedelta | None = None) -> Any:
-    """These processes become torch's default group, whatever groups they were in before; all of them call it.
+    """Make these processes torch's default group, whatever groups they were in before; all of them call it.
 
-    Torch's ``dist._reconfigure`` changes the processes of a group whose number and ranks stay: a backend that is made
-    in Python cannot change what torch keeps of these in C++. This makes the group anew, so both may change. All groups
-    of this process are destroyed before; what is in flight in them fails.
+    Torch's ``dist._reconfigure`` exchanges processes of a group whose size and ranks stay: torch keeps these in C++,
+    where a backend made in Python cannot change them. This function makes a new group, so that both may change. All
+    groups of this process are destroyed first; calls in flight in them fail.
 
     Args:
-        uuid: another one for each call, the same on all processes.
-        handles: of all, as ``get_reconfigure_handle`` gave them: a list has them by rank; of a set those that have
-            ranks come first, in their order.
-        timeout: of the new group's collectives, and for meeting; None for torch's default.
+        uuid: the same on all processes, a new one for each call.
+        handles: of all processes, from ``get_reconfigure_handle``: a list in the order of the new ranks; a set is
+            ordered by present ranks, new processes last.
+        timeout: of the new group's collectives, and of the rendezvous; None for torch's default.
 
     Returns:
         The default process group.
 
     Raises:
         ConfigError: the handles are not those of several processes, with this one among them.
-        RendezvousError: processes are missing in the end, all named.
+        RendezvousError: processes are missing at the timeout; names all of them.
     """
     timeout = timeout or default_pg_timeout
     store, rank = own.meet(handles, uuid, timeout)

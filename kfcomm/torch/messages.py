@@ -1,4 +1,4 @@
-"""Messages of ``torch.distributed``, and the barrier that names who is missing."""
+"""Messages of ``torch.distributed``, and its barrier that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kfcomm.torch.errors import as_torch
 from kfcomm.torch.tensors import place, read
 from kfcomm.torch.work import Ending, Work
 
-VERDICT_WITHIN_S = 1.0
-"""For which a rank waits after its own timeout: rank 0 may have come later, and tells all who is missing."""
+OUTCOME_WITHIN_S = 1.0
+"""Wait after a rank's own timeout: rank 0 may have arrived later, and tells all ranks which are missing."""
 
 
 class Messages:
@@ -28,25 +28,25 @@ class Messages:
     _num_monitored = 0
 
     def send(self, tensors: Sequence[Any], to: int, tag: int) -> Any:
-        """See ``dist.isend``: over when the tensor may be changed."""
+        """Implement ``dist.isend``; done when the tensor may be changed."""
         (tensor,) = tensors
         handle = self._comm.send_async(read(tensor, as_bytes=True), to, tag)
         return Work(handle, self._ending(tensors, None))
 
     def recv(self, tensors: Sequence[Any], source: int, tag: int) -> Any:
-        """See ``dist.irecv``."""
+        """Implement ``dist.irecv``."""
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Any:
-        """See ``dist.irecv``, from whichever rank sends first."""
+        """Implement ``dist.irecv``, from whichever rank sends first."""
         return self._receive(tensors, None, tag)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """See ``dist.monitored_barrier``; with the group's timeout, unless it is given another.
+        """Implement ``dist.monitored_barrier``; with the group's timeout, unless it is given another.
 
         Raises:
-            CollectiveTimeout: on rank 0, which names those that have not come: the first, or all if it is to wait for
-                all; and on those that have come, as soon as rank 0 knows.
+            CollectiveTimeout: on rank 0, naming the first missing rank, or with ``wait_all_ranks`` all of them; and on
+                the ranks that have arrived, as soon as rank 0 knows.
         """
         timeout_s = (opts.timeout if opts.timeout >= timedelta(0) else self._timeout).total_seconds()
         tag = f"monitored_barrier/{self._num_monitored}"
@@ -69,7 +69,7 @@ class Messages:
         return Ending(tensors, finish, self._completers)
 
     def _attend(self, tag: str, timeout_s: float, wait_all_ranks: bool) -> None:
-        """On rank 0: wait for all, then let them go."""
+        """On rank 0: wait for all ranks, then send them the outcome."""
         if timeout_s <= 0:
             raise CollectiveTimeout(
                 "[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms", key="monitored_barrier"
@@ -84,16 +84,16 @@ class Messages:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-        verdict = np.array(missing, np.int64)
+        outcome = np.array(missing, np.int64)
         for rank, handle in come.items():
             if rank not in missing and (handle.done() or not handle.cancel()):
-                self._comm.send(verdict, rank, f"{tag}/verdict")
+                self._comm.send(outcome, rank, f"{tag}/verdict")
         if missing:
             raise self._late(missing, timeout_s)
 
     def _arrive(self, tag: str, timeout_s: float) -> None:
-        """On the others: say so, and wait for what rank 0 says."""
-        said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s + min(timeout_s, VERDICT_WITHIN_S))
+        """On other ranks: tell rank 0, and wait for its outcome."""
+        said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s + min(timeout_s, OUTCOME_WITHIN_S))
         self._comm.send(np.zeros(0, np.int64), 0, tag)
         missing = said.wait()
         if len(missing):

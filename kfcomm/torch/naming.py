@@ -1,4 +1,4 @@
-"""Names of the calls of ``torch.distributed``, which has none: given by the program, or made from what a call is.
+"""Names of the calls of ``torch.distributed``: given by the program, or made from the properties of a call.
 
 torch matches the n-th call of one rank with the n-th call of another. A call that the program has not named gets a name
 here from its verb, dtype, number of elements, op and root. So a repeated call has a repeated name, and uses its cached
@@ -27,26 +27,26 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.monitor.whereabouts import OTHERS
 
 _names = threading.local()
-"""Of this thread: the name, and how many calls have used it."""
+"""Of this thread: the current name, and the number of calls that have used it."""
 
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """The collectives that this thread calls in the block have this name, on all ranks; others match by their order.
+    """Name the collectives that this thread calls in the block, on all ranks; unnamed ones match by their order.
 
     ::
 
         with kfcomm.torch.named("grad/0"):
             work = dist.all_reduce(tensor, async_op=True)
 
-    Ranks may call collectives with names in any order, and from any thread. Of several calls in one block the second is
-    called ``grad/0#1``, and so on. Messages (``send``, ``recv``) go by their tags, in a block or not.
+    Ranks may call named collectives in any order, and from any thread. The second call in a block is named
+    ``grad/0#1``, and so on. Messages (``send``, ``recv``) match by their tags, in a block or not.
 
     Args:
         name: not empty; see "Name collectives".
 
     Raises:
-        ConfigError: it cannot be a name.
+        ConfigError: the name is not allowed.
     """
     given = checked_name(name)
     outer = getattr(_names, "current", None)
@@ -58,7 +58,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def next_name() -> str | None:
-    """The name of the call that this thread makes now; None if it has none."""
+    """The name of the call that this thread makes now; None outside of `named`."""
     current = getattr(_names, "current", None)
     if current is None:
         return None
@@ -68,13 +68,13 @@ def next_name() -> str | None:
 
 
 PATIENCE_S = 1.0
-"""Of a call that waits, until it is compared with those of the others."""
+"""Time that a call may wait before it is compared with those of other ranks."""
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 0.5, 5.0
-"""Between two looks: at first, and when a call waits for long."""
+"""Interval of comparisons: at first, and for a call that waits long."""
 MAX_WORDS = 1024
-"""Kinds of calls that get names of their own, the same on all ranks; further ones share one for each verb."""
+"""Kinds of calls with names of their own, the same number on all ranks; further kinds share a name per verb."""
 MAX_IN_FLIGHT = 64
-"""Calls under way that are kept before those that are over are looked for."""
+"""Records kept before finished calls are removed."""
 
 
 class Call:
@@ -82,11 +82,11 @@ class Call:
 
     Attributes:
         number: in the order of its group.
-        name: under which kfcomm knows it; empty if it does not.
-        seq: which use of the name.
-        what: it is, in words.
+        name: of the collective; empty for a call that was refused.
+        seq: number of the use of the name.
+        what: description.
         begun_s: monotonic time.
-        handle: of it, weakly (its result is the caller's to keep), if its caller does not wait.
+        handle: a weak one (the caller decides how long a result lives), if the caller does not wait.
     """
 
     __slots__ = ("_code", "_line", "begun_s", "handle", "name", "number", "seq", "what")
@@ -101,7 +101,7 @@ class Call:
         self._code, self._line = _caller()
 
     def is_under_way(self) -> bool:
-        """Whether it is not over."""
+        """Whether it is not done."""
         if self.handle is None:
             return True
         handle = self.handle()
@@ -117,9 +117,9 @@ class Calls:
     """The calls of one group that have no name.
 
     Args:
-        store: of this group alone, by which its ranks tell each other of calls that wait.
+        store: of this group alone, through which ranks compare calls that wait.
         rank: of this process in the group.
-        fail: called with name, number of its use and message of each call that does not fit those of other ranks.
+        fail: called with name, number of its use and error text of each call that differs from those of other ranks.
 
     Attributes:
         number: of the next call.
@@ -137,11 +137,11 @@ class Calls:
         self._watcher: threading.Thread | None = None
 
     def begin(self, verb: str, x: Any, options: dict[str, Any]) -> Call:
-        """A call is made now.
+        """Record a call that is made now.
 
         Args:
             verb: of the communicator.
-            x: what it is given.
+            x: its contribution.
             options: of the verb.
         """
         kind = _kind(verb, x, options)
@@ -161,18 +161,18 @@ class Calls:
         return call
 
     def refused(self, error: BaseException) -> None:
-        """A call cannot be made on this rank; the others, which wait for it, will look what this one has made of it."""
+        """Record a call that cannot be made on this rank, so that the others, which wait for it, find out."""
         call = Call(self.number, "", f"a call that was refused ({error})", 0)
         self.number += 1
-        with contextlib.suppress(RuntimeError):  # the store has gone: so will the group
+        with contextlib.suppress(RuntimeError):  # without the store the group fails anyway
             self._compare(call)
 
     def end(self, call: Call) -> None:
-        """A call whose caller has waited is over."""
+        """Drop a call that its caller has waited for."""
         self._in_flight.pop(call.number, None)
 
     def close(self) -> None:
-        """Compare no more."""
+        """Stop comparing."""
         self._stop.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
@@ -186,7 +186,7 @@ class Calls:
         return words
 
     def _oldest(self) -> Call | None:
-        """The first call that is not over."""
+        """The first call that is not done."""
         for number, call in list(self._in_flight.items()):
             if call.is_under_way():
                 return call
@@ -203,13 +203,14 @@ class Calls:
             pause_s = min(2 * pause_s, LOOK_AT_LEAST_EVERY_S)
             try:
                 self._compare(call)
-            except RuntimeError:  # the store has gone with the rank that served it: the collective's own failure tells
+            except RuntimeError:  # the rank that served the store is lost, which fails the collective itself
                 return
 
     def _compare(self, call: Call) -> None:
-        """Look what other ranks have made of this place in the order; where that differs, it fails for all of them.
+        """Compare a call with those of other ranks at this place in the order; fail it if they differ.
 
-        The first rank that looks there says what it has called, the first that has called something else says that.
+        The first rank that looks at the place writes its call there, and the first with another call writes that. So
+        every rank finds both, whatever order they look in.
         """
         key = f"order/{call.number}"
         mine = json.dumps([call.what, call.name, call.seq, f"rank {self._rank}: {call}"])
@@ -228,7 +229,7 @@ class Calls:
 
 
 def _kind(verb: str, x: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-    """All that ranks have to agree on; hashable."""
+    """The properties of a call on which ranks have to agree; hashable."""
     op, root = options.get("op"), options.get("root")
     if verb == "scatter":
         x = options["out"]
@@ -259,7 +260,7 @@ def _in_words(verb: str, dtype: Any, length: Any, op: Any, root: int | None) -> 
 
 
 def _caller() -> tuple[CodeType | None, int]:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line that is not in torch or kfcomm."""
     frame = sys._getframe(2)
     while True:
         code = frame.f_code

@@ -33,15 +33,15 @@ OPS = {
 BY_NUMBER = {int(kind): op for kind, op in OPS.items()}
 PLAIN_SUM, PREMULTIPLIED = int(Kind.SUM), int(Kind.PREMUL_SUM)
 FOR_BOOL = {Op.SUM: Op.OR, Op.PROD: Op.AND, Op.MAX: Op.OR, Op.MIN: Op.AND}
-"""A bool cannot hold a count: any true one makes a sum that is true."""
+"""A bool cannot hold a count: a sum is true if any summand is."""
 
 
 class Meaning(NamedTuple):
-    """What is done with the tensors of all ranks.
+    """Meaning of a ``ReduceOp``.
 
     Attributes:
-        op: with which they are combined.
-        factor: by which each is multiplied before; None for none.
+        op: that combines the tensors of the ranks.
+        factor: by which each tensor is multiplied first; None for 1.
     """
 
     op: Op
@@ -52,10 +52,10 @@ SUM = Meaning(Op.SUM)
 
 
 def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
-    """What a ``ReduceOp`` means for tensors of this dtype.
+    """The meaning of a ``ReduceOp`` for tensors of this dtype.
 
     Raises:
-        ConfigError: it means nothing.
+        ConfigError: the op is not supported.
     """
     kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
     number = int(kind)
@@ -71,11 +71,11 @@ def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
 
 
 def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: int) -> tuple[Op, Any]:
-    """An average of integers is the integer part of it, as with NCCL: a sum, and a division when it is there.
+    """Turn an average of integers into a sum and a division by the size, truncated as NCCL does it.
 
     Args:
-        op: of the call; any other one stays as it is.
-        finish: what is left to do before.
+        op: of the call; others are returned as they are.
+        finish: called before the division.
         tensor: the result's.
         size: number of ranks.
     """
@@ -94,7 +94,7 @@ def sparse_parts(tensor: Any, reduce_op: Any) -> tuple[Any, Any]:
     """Indices and values of a tensor in COO layout, one row for each entry.
 
     Raises:
-        ConfigError: another op than a sum.
+        ConfigError: the op is not a sum.
     """
     op, factor = meaning_of(reduce_op, tensor.dtype)
     if op is not Op.SUM:

@@ -1,16 +1,19 @@
-"""Optimizers of torch that agree with those of the other ranks, in the ways of ``kfcomm.train``.
+"""Optimizers of torch with the distributed algorithms of ``kfcomm.train``.
 
 ::
 
     optimizer = kfcomm.torch.optimizers.sma(torch.optim.SGD(model.parameters(), lr=0.1), comm, alpha=0.1)
 
-Each of these functions takes any ``torch.optim.Optimizer`` and gives it back, as an `Agreeing` one: the loop, its
-schedulers and its scaler stay as they are. All ranks have the parameters of rank 0 then. Every ``step()`` agrees first,
-and then does what it always did; with a closure, each time that the closure has made gradients. Arrays are given to
-the exchange where torch has them; agreed gradients become ``parameter.grad``, agreed models are copied to their places
-once. ``kfcomm.torch.attach`` is for synchronous SGD whose gradients travel while torch computes.
+Each of these functions takes any ``torch.optim.Optimizer`` and returns the same object, whose class is now a subclass
+of its own and of `Agreeing`, as torch's ``fully_shard`` does it with modules. So the loop, schedulers and scalers that
+hold it need no change. All ranks get the parameters of rank 0. Every ``step()`` runs the algorithm first and then the
+optimizer's own step; with a closure, each time that the closure has made gradients. Tensors are exchanged where torch
+has them; the resulting gradients become ``parameter.grad``, resulting models are copied into the parameters once.
+``kfcomm.torch.attach`` is for synchronous SGD whose gradients travel while torch computes.
 
 In an elastic job: ``detach()`` when the ranks have changed, and wrap again.
+
+Invariant: the algorithm runs once per step, on every rank, whichever code calls the step.
 """
 
 from __future__ import annotations
@@ -49,34 +52,34 @@ def synchronous_sgd(
     optimizer: torch.optim.Optimizer, comm: Any, *, op: str = "avg", monitor: GradientMonitor | None = None,
     name: str = NAME,
 ) -> Agreeing:  # fmt: skip
-    """Every step is one with the mean of all ranks' gradients: `kfcomm.train.SynchronousSGD`.
+    """Step with the mean of all ranks' gradients: `kfcomm.train.SynchronousSGD`.
 
     Args:
         optimizer: any of torch's.
         comm: a communicator of ``kfcomm.sync``.
         op: ``avg``, or ``adasum``.
-        monitor: learns from the gradients.
-        name: of the collectives; another one for each optimizer of a communicator.
+        monitor: is updated with the gradients.
+        name: of the collectives; optimizers of one communicator need different names.
 
     Raises:
-        CollectiveMismatch: on all ranks: they have different optimizers, or agree in different ways.
-        ConfigError: it agrees already, or ``comm`` does not block; or on all ranks: their parameters differ, or a
-            number is out of its range on one of them.
+        CollectiveMismatch: on all ranks: they have different optimizers, or different algorithms.
+        ConfigError: the optimizer has an algorithm already, or ``comm`` does not block; or on all ranks: their
+            parameters differ, or a number is out of its range on one of them.
 
-    Cost: a broadcast of the parameters, and what the way to agree costs.
+    Cost: a broadcast of the parameters, and the cost of the algorithm.
     """
     return agreeing(optimizer, comm, name, lambda *_: SynchronousSGD(comm, op=op, monitor=monitor, name=name))
 
 
 def sma(optimizer: torch.optim.Optimizer, comm: Any, alpha: float = 0.1, *, name: str = NAME) -> Agreeing:
-    """Models are drawn to their mean at each step, by α: `kfcomm.train.SMA`. See ``synchronous_sgd``."""
+    """Move models towards their mean at each step, by α: `kfcomm.train.SMA`. Errors as of ``synchronous_sgd``."""
     return agreeing(optimizer, comm, name, lambda *_: SMA(comm, alpha, name=name))
 
 
 def elastic_averaging(
     optimizer: torch.optim.Optimizer, comm: Any, alpha: float, *, every: int = 1, name: str = NAME
 ) -> Agreeing:
-    """Models and a center are drawn to each other: `kfcomm.train.ElasticAveraging`. See ``synchronous_sgd``."""
+    """Move models and a center together: `kfcomm.train.ElasticAveraging`. Errors as of ``synchronous_sgd``."""
     return agreeing(
         optimizer, comm, name, lambda model, _: ElasticAveraging(comm, model, alpha, every=every, name=name)
     )
@@ -85,16 +88,16 @@ def elastic_averaging(
 def adasgd(
     optimizer: torch.optim.Optimizer, comm: Any, alpha: float = 0.1, *, after: int | None = None, name: str = NAME
 ) -> Agreeing:
-    """SMA, and S-SGD later: `kfcomm.train.AdaSGD`. See ``synchronous_sgd``; ``optimizer.agreement.change()``.
+    """SMA, and S-SGD after a change: `kfcomm.train.AdaSGD`. Errors as of ``synchronous_sgd``.
 
-    At the change all ranks get rank 0's state of the optimizer, too (momenta, rates): else equal gradients would lead
-    equal models apart.
+    The change comes after ``after`` steps, or by ``optimizer.agreement.change()``. All ranks then get rank 0's state of
+    the optimizer too (momenta, rates), without which equal gradients would make equal models different.
     """
     return agreeing(optimizer, comm, name, lambda *_: AdaSGD(comm, alpha, after=after, name=name))
 
 
 def local_sgd(optimizer: torch.optim.Optimizer, comm: Any, every: int, *, name: str = NAME) -> Agreeing:
-    """Models become their mean at every H-th step: `kfcomm.train.LocalSGD`. See ``synchronous_sgd``."""
+    """Replace models by their mean at every H-th step: `kfcomm.train.LocalSGD`. Errors as of ``synchronous_sgd``."""
     return agreeing(optimizer, comm, name, lambda *_: LocalSGD(comm, every, name=name))
 
 
@@ -102,7 +105,7 @@ def diloco(
     optimizer: torch.optim.Optimizer, comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9,
     name: str = NAME,
 ) -> Agreeing:  # fmt: skip
-    """An outer step of Nesterov's momentum for H of the optimizer: `kfcomm.train.DiLoCo`. See ``synchronous_sgd``."""
+    """An outer Nesterov step per H inner ones: `kfcomm.train.DiLoCo`. Errors as of ``synchronous_sgd``."""
     return agreeing(
         optimizer, comm, name, lambda model, _: DiLoCo(comm, model, every=every, lr=lr, momentum=momentum, name=name)
     )
@@ -112,10 +115,10 @@ def local_adaalter(
     optimizer: torch.optim.Optimizer, comm: Any, every: int, *, epsilon: float = 1.0, initial: float = 1.0,
     name: str = NAME,
 ) -> Agreeing:  # fmt: skip
-    """Steps along g / √(B² + tε²), which ranks share at every H-th: `kfcomm.train.LocalAdaAlter`.
+    """Steps along g / √(B² + tε²), with models and B² averaged at every H-th: `kfcomm.train.LocalAdaAlter`.
 
-    See ``synchronous_sgd``. The optimizer is to be plain SGD; each parameter that can have a gradient has one, in
-    every step.
+    The optimizer has to be plain SGD, and each parameter that requires a gradient has to have one in every step. Errors
+    as of ``synchronous_sgd``.
     """
     return agreeing(
         optimizer, comm, name,
@@ -127,9 +130,10 @@ def pair_averaging(
     optimizer: torch.optim.Optimizer, comm: Any, *, weights: Sequence[float] | None = None,
     max_staleness: float = 100.0, seed: int = 0, name: str = NAME,
 ) -> Agreeing:  # fmt: skip
-    """The mean with one peer's model at each step, and no barrier: `kfcomm.train.PairAveraging`.
+    """The mean with one peer's model at each step, without a barrier: `kfcomm.train.PairAveraging`.
 
-    See ``synchronous_sgd``. Ranks meet once at the end, as each may be asked until then.
+    Ranks wait for each other once at the end, since each may be asked for its model until then. Errors as of
+    ``synchronous_sgd``.
     """
     return agreeing(
         optimizer, comm, name,
@@ -140,27 +144,24 @@ def pair_averaging(
 
 
 Tensors = dict[str, torch.Tensor]
-"""By the number of the group, and the place in it: ``0/3``."""
+"""By the number of the parameter group, and the place in it: ``0/3``."""
 
 
 class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
-    """What an optimizer has more, once it agrees with those of other ranks: see ``kfcomm.torch.optimizers``.
-
-    It is an instance of its own class, too. A copy of it agrees with nobody.
-    """
+    """An optimizer with a distributed algorithm; also an instance of its own class. A copy of it has no algorithm."""
 
     _exchange: StepExchange
 
     @property
     def agreement(self) -> Agreement:
-        """The way to agree: see ``kfcomm.train``."""
+        """The algorithm; see ``kfcomm.train``."""
         return self._exchange.agreement
 
     def agree(self) -> None:
-        """Agree now on what ``step()`` would agree on; it does not do so again.
+        """Run the algorithm now instead of in the next ``step()``.
 
-        After ``backward()``, on every rank, before anything that looks at gradients: clipping,
-        ``GradScaler.unscale_`` and ``GradScaler.step``, which may leave out a step that others make.
+        Call it after ``backward()``, on every rank, before code that reads gradients: clipping,
+        ``GradScaler.unscale_``, and ``GradScaler.step``, which could leave out a step that other ranks make.
 
         Raises:
             CollectiveError: an exchange failed.
@@ -169,21 +170,21 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
         self._exchange.agree(self)
 
     def detach(self) -> None:
-        """Be the optimizer of one rank again."""
+        """Remove the algorithm: become an optimizer of one rank again."""
         self._exchange.hook.remove()
         del self._exchange
         self.__class__ = _own_class(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of a copy."""
+        """Copy the optimizer without the algorithm."""
         return _blank, (_own_class(self),), self.__getstate__()
 
 
 class StepExchange:
-    """What happens in a step before the optimizer does anything.
+    """Exchange in a step, before the optimizer's own step.
 
     Attributes:
-        agreement: the way to agree.
+        agreement: the algorithm.
         hook: on the optimizer's steps.
     """
 
@@ -194,12 +195,12 @@ class StepExchange:
         self._is_shared = agreement.shares_gradients
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Models and gradients, now."""
+        """Exchange models and gradients now."""
         self._finish(optimizer, self._begin(optimizer))
         self._is_done = True
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Agree, unless the program has; with a closure, as soon as there are gradients."""
+        """Exchange, unless the program has; with a closure, each time that it has made gradients."""
         if not is_outermost(optimizer):
             return None
         is_done, self._is_done = self._is_done, False
@@ -216,7 +217,7 @@ class StepExchange:
         return self.agreement.parameters(parameters_of(optimizer))
 
     def _finish(self, optimizer: torch.optim.Optimizer, model: Pending[Tensors] | None) -> None:
-        """The gradients are there: put the agreed ones, and the agreed model, in their places."""
+        """Exchange gradients, and put the resulting ones and the resulting model in their places."""
         parameters, given = parameters_of(optimizer), gradients_of(optimizer)
         gradients = self.agreement.gradients(given).wait()
         of = dict(zip(parameters, _each(optimizer), strict=True))
@@ -228,11 +229,11 @@ class StepExchange:
                 if found.data_ptr() != parameters[name].data_ptr():
                     parameters[name].copy_(found)
         if self.agreement.shares_gradients and not self._is_shared:
-            self._is_shared = True  # models are equal now, and stay so if what is done with gradients is
+            self._is_shared = True  # models are equal now, and stay so with equal states
             broadcast_optimizer_state(optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
 
     def _agreeing(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are agreed on, each time; the model is, at the first."""
+        """A closure that exchanges gradients each time it is called, and the model the first time."""
         begun = [self._begin(optimizer)]
 
         def agreed() -> Any:
@@ -248,22 +249,20 @@ class StepExchange:
 def agreeing(
     optimizer: torch.optim.Optimizer, comm: Comm, name: str, make: Callable[[Tensors, Tensors], Agreement]
 ) -> Agreeing:
-    """Make an optimizer agree from now on; all ranks have the parameters of rank 0 then.
+    """Give an optimizer an algorithm; all ranks get the parameters of rank 0.
 
     Args:
         optimizer: one of torch's.
         comm: blocking.
         name: of the collectives.
-        make: the way to agree, of the parameters, and of those that have gradients.
+        make: makes the algorithm, of the parameters, and of those that get gradients.
 
     Raises:
-        CollectiveMismatch: on all ranks: they have different optimizers, or agree in different ways.
-        ConfigError: it agrees already, or ``comm`` does not block; or on all ranks: their parameters differ, or a
-            number is out of its range on one of them.
+        CollectiveMismatch, ConfigError: as `synchronous_sgd`.
     """
     _check(optimizer, comm)
     name = checked_name(name)
-    meeting = introduction(comm.rank, _said(optimizer), f"{name}/optimizer", "the ranks have different optimizers")
+    meeting = introduction(comm.rank, _described(optimizer), f"{name}/optimizer", "the ranks have different optimizers")
     Pending(comm, meeting).wait()
     parameters = parameters_of(optimizer)
     broadcast_parameters(parameters, comm, name=f"{name}/parameters")
@@ -294,7 +293,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The gradients of those that have some, in their own memory.
+    """The gradients that exist, in their own memory.
 
     Raises:
         ConfigError: one is sparse.
@@ -313,17 +312,17 @@ def _each(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _own_class(optimizer: torch.optim.Optimizer) -> Any:
-    """That which it had before it agreed."""
+    """The class that it had before."""
     return type(optimizer).__bases__[1]
 
 
 def _blank(kind: Any) -> Any:
-    """An optimizer whose state is to come."""
+    """An optimizer without state, which unpickling sets."""
     return kind.__new__(kind)
 
 
-def _said(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer in words, which ranks compare."""
+def _described(optimizer: torch.optim.Optimizer) -> str:
+    """Description of the optimizer, which ranks compare."""
     numbers = {
         name: float(value) if isinstance(value, torch.Tensor) else value for name, value in optimizer.defaults.items()
     }

@@ -1,9 +1,9 @@
-"""Backward passes as autograd runs them: when one is over, and when it has failed.
+"""Backward passes as autograd runs them: the end of each, and its failure.
 
-Autograd calls what a hook has queued on its graph task when that is over, and drops it uncalled where the pass raises:
-a destructor sees that. A pass within a pass (activation checkpointing with ``use_reentrant=True``) is a graph task of
-its own on the same stack; what it has queued is dropped when it is over, while the outer task is the current one again,
-and is queued on that.
+Autograd calls a callback that a hook has queued when the graph task is complete, and drops it uncalled when the pass
+raises, which the callback's destructor notices. A pass within a pass (activation checkpointing with
+``use_reentrant=True``) is a graph task of its own on the same stack. Its callbacks are dropped when it is complete, at
+which time the outer task is the current one again, and are queued on that.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Passes:
     """The backward passes of one thread.
 
     Args:
-        end: called when the outermost pass is over; what it raises, ``backward()`` raises.
+        end: called when the outermost pass is complete; ``backward()`` raises its errors.
         settle: called after every registered ``end`` of this pass, in the same way.
-        fail: called when the outermost pass has raised; it may not raise.
+        fail: called when the outermost pass has raised; must not raise.
     """
 
     def __init__(self, end: Callable[[], None], settle: Callable[[], None], fail: Callable[[], None]) -> None:
         self._end, self._settle, self._fail = end, settle, fail
         self._is_inner: dict[int, bool] = {}
-        """By the number of a graph task."""
+        """By the id of a graph task."""
 
     def join(self) -> bool:
         """Register the end of this pass, within a hook; returns whether it is a pass within another."""
@@ -46,13 +46,13 @@ class Passes:
         return is_inner
 
     def over(self) -> None:
-        """The outermost pass has reached its end."""
+        """Handle the end of the outermost pass."""
         self._is_inner.clear()
         self._end()
         queue_callback(_Settling(self._settle, self._fail))
 
     def dropped(self, *, is_inner: bool, is_over: bool) -> None:
-        """A graph task is gone."""
+        """Handle the end of a graph task, complete or not."""
         if not is_inner:
             if not is_over:
                 self._is_inner.clear()
@@ -60,11 +60,11 @@ class Passes:
             return
         task = torch._C._current_graph_task_id()
         if task != NO_TASK and task not in self._is_inner:
-            self._queue(task, _depth() > 2)  # the inner one is on the stack yet
+            self._queue(task, _depth() > 2)  # the inner one is still on the stack
 
 
 class _Ending:
-    """Callback that autograd keeps until a graph task is over."""
+    """Callback that autograd keeps until a graph task is complete."""
 
     def __init__(self, passes: Passes, is_inner: bool) -> None:
         self._passes = passes
@@ -97,7 +97,7 @@ class _Settling:
 
 
 def _depth() -> int:
-    """How many backward passes are on the stack of this thread."""
+    """Number of backward passes on the stack of this thread."""
     count = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

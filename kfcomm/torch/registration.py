@@ -1,4 +1,15 @@
-"""How torch comes to the backend: it calls `register` by the entry point, and `create` for each process group."""
+"""Registration with torch: `register` is the entry point, and `create` makes the backend of each process group.
+
+``ProcessGroup`` makes two assumptions that a backend made in Python breaks, and each would end the process. `patch`
+corrects them in torch's class:
+
+- ``split_group`` asks the backend of every rank, and expects none from a rank in no part. From Python None cannot be
+  returned: torch looks for the object in it (2.15, ``PyBackend::initSlotAndCast``).
+- ``dist.shrink_group`` registers every smaller group of the CPU as one of Gloo, and DDP's logger then takes its backend
+  for Gloo's (2.15, ``_create_shrunk_process_group``).
+
+Groups of other libraries, and groups with a backend of another library, are left to torch.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +32,10 @@ DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
-    """Tell torch of the backend ``kfcomm``; torch does so by itself when it is asked for it. May be called again.
+    """Register the backend ``kfcomm``, as torch itself does when the backend is asked for. May be called again.
 
     Raises:
-        ConfigError: this torch is too old to have a backend made in Python.
+        ConfigError: this torch is too old for a backend made in Python.
     """
     if not hasattr(TorchBackend, "all_gather_single"):
         raise ConfigError(f"the backend kfcomm needs torch 2.14 or later; this is torch {torch.__version__}")
@@ -36,14 +47,14 @@ def register() -> None:
 def create(opts: Any, backend_options: Any = None) -> Backend:
     """The backend of one process group; all of its ranks call it.
 
-    The default group makes a world. Groups of its ranks are groups of that world's communicator, which share its links
-    and memory; where the default group is another library's, each makes a world of its own. With ``enable_reconfigure``
-    there is no world before ``reconfigure`` makes one.
+    The default group makes a world. Groups of its ranks are groups of that world's communicator, and share its links
+    and memory; if the default group is of another library, each group makes a world of its own. With
+    ``enable_reconfigure`` the world is made by ``reconfigure``.
 
     Raises:
         ConfigError: the settings cannot work.
-        RendezvousError: ranks are missing in the end (all named), or do not accept each other.
-        CollectiveTimeout: of a group: not all members made it alike.
+        RendezvousError: ranks are missing at the timeout (names all of them), or refuse each other.
+        CollectiveTimeout: of a group: not all members made it with the same arguments.
     """
     if getattr(opts, "enable_reconfigure", False):  # torch 2.15
         return _worlds.unmet(opts)
@@ -79,9 +90,9 @@ def backend_of(group: Any = None) -> Backend:
 
 
 class Worlds:
-    """The backends of this process, and that of torch's default group; implements ``backend.Keeper``.
+    """The open backends of this process, and that of torch's default group; implements ``backend.Keeper``.
 
-    torch keeps what is C++ of a backend, and would find nothing of ours in it once Python has let it go.
+    They have to be kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
     """
 
     def __init__(self) -> None:
@@ -99,24 +110,24 @@ class Worlds:
         return self._made(Backend(comm, store, timeout, self), is_default=not members)
 
     def unmet(self, opts: Any) -> Backend:
-        """A backend whose world is to be made by ``reconfigure``."""
+        """A backend without a world, until ``reconfigure`` makes one."""
         comm: Any = Unmet(opts.group_rank, opts.group_size)
         return self._made(
             Backend(comm, opts.store, opts.timeout, self), is_default=not list(opts.global_ranks_in_group)
         )
 
     def keep(self, backend: Backend) -> None:
-        """See ``Keeper``."""
+        """Keep an open backend."""
         self._open.add(backend)
 
     def follow(self, backend: Backend, follower: Backend) -> None:
-        """See ``Keeper``."""
+        """Keep ``follower``, and make it the default if ``backend`` is."""
         self.keep(follower)
         if self._default is backend:
             self._default = follower
 
     def forget(self, backend: Backend) -> None:
-        """See ``Keeper``."""
+        """Drop a closed backend."""
         self._open.discard(backend)
         if self._default is backend:
             self._default = None
@@ -129,7 +140,7 @@ class Worlds:
 
 
 _worlds = Worlds()
-"""torch calls a plain function."""
+"""Of this process: torch calls a plain function to make a backend."""
 
 
 Group: Any = ProcessGroup
@@ -137,7 +148,7 @@ GLOO, CUSTOM = Group.BackendType.GLOO, Group.BackendType.CUSTOM
 
 
 def patch() -> None:
-    """Teach torch's class both. May be called again."""
+    """Correct both in torch's class. May be called again."""
     if getattr(Group.split_group, "is_patched", False):
         return
     split, register, set_default = Group.split_group, Group._register_backend, Group._set_default_backend
@@ -161,6 +172,6 @@ def patch() -> None:
 
 
 def _is_ours(group: Any) -> bool:
-    """Whether all that a group has registered are backends of ours."""
+    """Whether all registered backends of a group are ours."""
     devices = group._device_types
     return bool(devices) and all(isinstance(group._get_backend(device), Backend) for device in devices)

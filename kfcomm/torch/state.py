@@ -26,11 +26,11 @@ def broadcast_parameters(
     parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], comm: Communicator, root: int = 0, *,
     name: str = "parameters",
 ) -> None:  # fmt: skip
-    """Every rank's tensors become those of rank ``root``, in place: as Horovod's function of this name.
+    """Copy the tensors of rank ``root`` to all ranks, in place, as Horovod's function of this name.
 
     Args:
         parameters: ``model.state_dict()`` or ``model.named_parameters()``; the same names, shapes and dtypes on every
-            rank. What is no tensor stays as it is.
+            rank. Values that are not tensors stay as they are.
         comm: blocking.
         root: rank whose values they get.
         name: of the collective.
@@ -59,13 +59,13 @@ def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str 
 
 
 def check_alike(comm: Communicator, name: str, about: Mapping[str, str], problem: str | None) -> None:
-    """See that all ranks say the same, and none has a problem.
+    """Compare descriptions between ranks, and refuse differences and problems.
 
     Args:
         comm: blocking.
-        name: of what they give.
-        about: what each thing is, by its name.
-        problem: of this rank.
+        name: of the described object.
+        about: descriptions by name.
+        problem: of this rank, if any.
 
     Raises:
         ConfigError: on all ranks, with both sides and their ranks.
@@ -98,7 +98,7 @@ def _difference(comm: Communicator, name: str, said: list[Any]) -> str:
 def begin_broadcast(
     tensors: Iterable[torch.Tensor], comm: Communicator, root: int, name: str
 ) -> tuple[Handle[Any] | None, Callable[[], object]]:
-    """Begin to make tensors those of ``root``, whatever their types; a handle, and what brings the result to them."""
+    """Begin to broadcast tensors of any dtypes; a handle, and a function that copies the result to them."""
     own = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors if one.numel()}
     if not own:
         return None, lambda: None
@@ -107,10 +107,10 @@ def begin_broadcast(
 
 
 class Buffers:
-    """The buffers of a model, which become those of rank 0 again and again.
+    """The buffers of a model, which get the values of rank 0 after each pass.
 
     Args:
-        model: its buffers are looked up anew each time.
+        model: its buffers are looked up each time.
         comm: blocking.
         name: of the collective.
     """
@@ -123,7 +123,7 @@ class Buffers:
         self._finish: Callable[[], object] = lambda: None
 
     def begin(self, *, is_wanted: bool = True) -> None:
-        """Begin to send the buffers of rank 0, or to await them.
+        """Begin to broadcast the buffers of rank 0.
 
         Args:
             is_wanted: False: this rank takes part, its buffers stay unchanged, and it does not wait for the end.
@@ -157,7 +157,7 @@ class Buffers:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, comm: Communicator, root: int = 0, *, name: str = "optimizer"
 ) -> None:
-    """Every rank's optimizer gets the state and the groups of rank ``root``'s: as Horovod's function of this name.
+    """Copy the state and groups of rank ``root``'s optimizer to all ranks, as Horovod's function of this name.
 
     Args:
         optimizer: over the same parameters on every rank; it may have no state yet.
@@ -166,7 +166,7 @@ def broadcast_optimizer_state(
         name: of the collective.
 
     Raises:
-        ConfigError: the state holds something that cannot be sent, see ``broadcast_object``.
+        ConfigError: the state holds a value that cannot be sent, see ``broadcast_object``.
     """
     state = broadcast_object(optimizer.state_dict() if comm.rank == root else None, comm, root, name=name)
     if comm.rank != root:
@@ -174,11 +174,11 @@ def broadcast_optimizer_state(
 
 
 TENSOR, TUPLE = 1, 2
-"""Types of msgpack's extensions: what it does not know itself."""
+"""Extension types of msgpack for values that it does not have itself."""
 
 
 def broadcast_object(value: Any, comm: Communicator, root: int = 0, *, name: str = "object") -> Any:
-    """Every rank gets the ``value`` of rank ``root``: as Horovod's function of this name.
+    """Return the ``value`` of rank ``root`` on every rank, as Horovod's function of this name.
 
     Args:
         value: None, bools, numbers, text, bytes, tensors in host memory, and lists, tuples and dicts of these, such as
@@ -188,18 +188,18 @@ def broadcast_object(value: Any, comm: Communicator, root: int = 0, *, name: str
         name: of the collective.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: it holds a value of another type.
     """
     return decoded(comm.broadcast_object(_given(value) if comm.rank == root else None, root, name))
 
 
 def all_gather_object(value: Any, comm: Communicator, *, name: str = "object") -> list[Any]:
-    """Every rank gets the list of all ranks' values; see ``broadcast_object``."""
+    """Return the list of all ranks' values on every rank; types as for ``broadcast_object``."""
     return [decoded(one) for one in comm.all_gather_object(_given(value), name)]
 
 
 def _given(value: Any) -> Any:
-    """Encoded; what contains itself is left for the verb to refuse on all ranks."""
+    """The encoded value; one that contains itself is left for the verb to refuse on all ranks."""
     try:
         return encoded(value)
     except RecursionError:
@@ -207,7 +207,7 @@ def _given(value: Any) -> Any:
 
 
 def encoded(value: Any) -> Any:
-    """The same of what msgpack knows; what it cannot carry stays in its place, for the verb to refuse on all ranks."""
+    """The value in types that msgpack has; other types stay in place, for the verb to refuse on all ranks."""
     match value:
         case torch.Tensor():
             try:
@@ -235,10 +235,10 @@ def _packed(content: Any) -> bytes | None:
 
 
 def decoded(value: Any) -> Any:
-    """What ``encoded`` was given.
+    """The value that ``encoded`` was given.
 
     Raises:
-        CollectiveError: a peer has sent what it does not make.
+        CollectiveError: a peer has sent data that ``encoded`` does not make.
     """
     match value:
         case msgpack.ExtType(code=int(code), data=bytes(data)):

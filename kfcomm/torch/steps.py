@@ -21,7 +21,7 @@ HOOKED_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def is_outermost(optimizer: torch.optim.Optimizer) -> bool:
-    """Within a hook on steps: whether it belongs to the step that the program has called."""
+    """Whether a hook on steps is called for the program's own ``step()``, not for a ``super().step()`` within it."""
     frame: Any = sys._getframe(1)
     count = 0
     while frame is not None:
@@ -60,24 +60,27 @@ def mean_loss(comm: Any, loss: Any, name: str) -> Any:
 
 
 class Updates:
-    """Steps of one optimizer in parts."""
+    """Steps of one optimizer, made later and in parts, as if they were made when the program asked.
+
+    The options of the groups are copied at that time: a scheduler changes learning rates right after a step.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         hooked = type(optimizer).step
         self._step = getattr(hooked, "__wrapped__", hooked)
-        """Without the hooks on steps, which are for the program's own call."""
+        """The step without its hooks, which are for the program's own call."""
         self._groups: list[dict[str, Any]] = []
 
     def ask(self) -> None:
-        """The program asks for a step now: keep what the groups say."""
+        """Copy the options of the groups, for a step that the program asks for now."""
         self._groups = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in self._optimizer.param_groups
         ]
 
     def do(self, places: Collection[Place]) -> None:
-        """The step for these parameters, with what is in their places."""
+        """Make the step for these parameters, with the gradients in their places."""
         wanted = {place.parameter for place in places}
         parts = [[one for one in group["params"] if one in wanted] for group in self._groups]
         groups = [{**group, "params": part} for group, part in zip(self._groups, parts, strict=True) if part]

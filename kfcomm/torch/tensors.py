@@ -19,11 +19,11 @@ from kfcomm.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """Where a result goes.
+    """Memory for a result that belongs in a tensor.
 
     Attributes:
-        array: flat, to be written to.
-        finish: brings it to the tensor; None where it is the tensor's memory.
+        array: flat and writable.
+        finish: copies it to the tensor; None if it is the tensor's own memory.
     """
 
     array: Any
@@ -35,10 +35,10 @@ def read(tensor: Any, *, as_bytes: bool = False) -> Any:
 
     Args:
         tensor: strided, of any shape.
-        as_bytes: kfcomm only has to move it, so that types are taken which it cannot add.
+        as_bytes: the elements are only moved, so that dtypes that kfcomm cannot add are allowed.
 
     Raises:
-        ConfigError: it cannot add numbers of this type, or there are none in memory.
+        ConfigError: kfcomm cannot add this dtype, or the tensor has no memory.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -48,7 +48,7 @@ def read(tensor: Any, *, as_bytes: bool = False) -> Any:
 
 
 def place(tensor: Any, *, as_bytes: bool = False) -> Place:
-    """Where a result goes that is to be in the tensor; its content is in the array before, too."""
+    """Memory for a result in the tensor, which holds the tensor's content before."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if is_plain(tensor):
@@ -58,13 +58,13 @@ def place(tensor: Any, *, as_bytes: bool = False) -> Place:
 
 
 def places(tensors: Sequence[Any], *, as_bytes: bool = False) -> tuple[list[Any], Callable[[], object] | None]:
-    """The same of several."""
+    """Memory for results in several tensors, and one function that copies all of them."""
     found = [place(tensor, as_bytes=as_bytes) for tensor in tensors]
     return [one.array for one in found], together(one.finish for one in found)
 
 
 def together(steps: Any) -> Callable[[], object] | None:
-    """All of the steps that there are, as one; None without any."""
+    """All steps that are not None, as one; None if all are."""
     needed = [step for step in steps if step is not None]
     if len(needed) < 2:
         return needed[0] if needed else None
@@ -72,12 +72,12 @@ def together(steps: Any) -> Callable[[], object] | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether the elements lie one after the other as they are."""
+    """Whether the elements are contiguous, and need no conjugation or negation."""
     return bool(tensor.is_contiguous()) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _flat(tensor: Any, as_bytes: bool) -> Any:
-    """Of a plain tensor. After `Tensor.numpy` it could not be resized any more, which is how FSDP frees its memory."""
+    """The elements of a plain tensor. Not by `Tensor.numpy`: after it FSDP could not free memory by resizing."""
     if not tensor.is_cpu:
         return tensor.view(-1)
     name = _NAMES.get(tensor.dtype)
@@ -88,10 +88,10 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
     if not nbytes:
         return np.empty(0, dtype)
     address = tensor.data_ptr()
-    if not address:  # torch's zeros that are no numbers yet, its fake tensors
+    if not address:  # torch's lazy zeros and fake tensors
         raise ConfigError("a tensor without memory cannot be exchanged: pass tensor.clone()")
     memory = (c_char * nbytes).from_address(address)
-    memory.tensor = tensor  # lives as long as the array does
+    memory.tensor = tensor  # keeps it alive as long as the array
     return np.frombuffer(memory, dtype)
 
 

@@ -1,9 +1,9 @@
-"""What the asynchronous forms return: torch's ``Work``, around a handle.
+"""Work objects: torch's ``Work`` around a handle, which the asynchronous calls return.
 
-torch 2.15 keeps a Work that is made in Python in one of its own, which forwards ``wait`` and ``get_future`` alone;
-`forward` teaches it the rest.
+torch 2.15 wraps a Work that is made in Python in one of its own, which forwards ``wait`` and ``get_future`` alone;
+`forward` makes it forward the rest.
 
-Futures are completed on a pool of threads: what a program hangs on to them (communication hooks) may wait for further
+Futures are completed on a pool of threads: a program's callbacks on them (communication hooks) may wait for further
 collectives, which would never end on the thread that drives them.
 """
 
@@ -23,18 +23,18 @@ from kfcomm.sync.handle import Handle
 from kfcomm.torch.errors import as_torch
 
 MAX_COMPLETERS = 64
-"""Threads on which futures are completed; as many callbacks of a program may wait for others."""
+"""Threads that complete futures: the number of callbacks that may wait for other collectives at a time."""
 
 BaseWork: Any = dist._Work
 
 
 class Ending(NamedTuple):
-    """What belongs to the end of a call.
+    """Completion of a call.
 
     Attributes:
-        tensors: what the call gives, which is the value of its future.
-        finish: what is left to do when the result is there; None for nothing.
-        completers: where futures are completed.
+        tensors: result of the call, and value of its future.
+        finish: called when the result has arrived; None for nothing.
+        completers: threads that complete futures.
     """
 
     tensors: Sequence[Any]
@@ -47,7 +47,7 @@ class Work(BaseWork):  # type: ignore[misc]
 
     Args:
         handle: of it.
-        ending: what belongs to its end.
+        ending: its completion.
         is_any: it is a receive from any rank, whose result says from which.
     """
 
@@ -61,10 +61,10 @@ class Work(BaseWork):  # type: ignore[misc]
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the result is there; True.
+        """Wait for the result; return True.
 
         Args:
-            timeout: how long to wait here, the collective goes on after that; none or 0: as long as its own lets it.
+            timeout: of this wait, after which the collective continues; None or 0: until its own timeout.
 
         Raises:
             CollectiveTimeout: it is not done by then.
@@ -75,24 +75,24 @@ class Work(BaseWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """For tensors in host memory the same as ``wait``."""
+        """Wait for the result, as ``wait`` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it is done."""
         return self._handle.done()
 
     def is_success(self) -> bool:
-        """Whether it is over, with a result."""
+        """Whether it is done, and has not failed."""
         return self._handle.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None as long as it has not."""
+        """The error of a collective that has failed; else None."""
         error = self._handle.exception() if self._handle.done() else None
         return as_torch(error) if isinstance(error, KfcommError) else error
 
     def result(self) -> list[Any]:
-        """The tensors, once they are there."""
+        """Wait, and return the tensors."""
         self.wait()
         return list(self._ending.tensors)
 
@@ -121,11 +121,11 @@ class Work(BaseWork):  # type: ignore[misc]
         return self._future
 
     def get_future_result(self) -> Any:
-        """See ``get_future``."""
+        """A future of the tensors, as of ``get_future``."""
         return self.get_future()
 
     def _await(self, timeout: timedelta | None) -> None:
-        """Wait until it is over; what is left to do then is not done."""
+        """Wait until it is done, without ``finish``."""
         timeout_s = timeout.total_seconds() if timeout else 0.0
         try:
             self._handle.wait(timeout_s if timeout_s > 0 else None)
@@ -154,10 +154,10 @@ class Work(BaseWork):  # type: ignore[misc]
 
 
 class Done(BaseWork):  # type: ignore[misc]
-    """What is over when the call returns.
+    """Work that was complete when its call returned.
 
     Args:
-        tensors: what it gave.
+        tensors: its result.
     """
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
@@ -165,22 +165,22 @@ class Done(BaseWork):  # type: ignore[misc]
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``Work.wait``."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """It has a result."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """None."""
+        """Return None."""
 
     def result(self) -> list[Any]:
         """The tensors."""
@@ -198,14 +198,14 @@ class Done(BaseWork):  # type: ignore[misc]
 
 
 NOTHING = Done()
-"""Of a call that gives nothing, or whose caller waits for nothing more."""
+"""For calls without a result, and for those whose caller has waited."""
 
 _asking = threading.local()
 FORWARDED = ("is_success", "exception", "result", "source_rank", "_source_rank", "synchronize")
 
 
 def forward() -> None:
-    """Let torch's own Work, where it keeps one of ours, answer what ours would; works of others stay as they are."""
+    """Make torch's own Work, if it wraps one of ours, forward to it; works of other libraries stay as they are."""
     if getattr(BaseWork.is_completed, "is_forwarding", False):
         return
     completed = BaseWork.is_completed
@@ -232,14 +232,14 @@ def _forwarding(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ours(work: Any) -> Any:
-    """The Work of ours that is kept in one of torch's; None if there is none."""
+    """Our Work that is wrapped in torch's; None for works of other libraries."""
     if type(work) is not BaseWork:
         return None
     found: list[Any] = []
     _asking.found = found
     try:
         work.get_future()
-    except RuntimeError:  # a work without
+    except RuntimeError:  # a work without futures
         return None
     finally:
         del _asking.found
