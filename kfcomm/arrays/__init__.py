@@ -1,11 +1,11 @@
-"""The caller's arrays: any array in, flat NumPy memory for the runtime, an array of the same kind out.
+"""Arrays of the caller: any array in, flat NumPy memory for the runtime, an array of the same kind out.
 
 Invariants: ``flat`` is one-dimensional, C-contiguous and of a supported dtype in native byte order. It is the
 caller's own memory wherever that memory already is so (``is_view``), else a packed copy in C order. Adapting never
 changes the caller's array.
 
-This module must not know what is done with the bytes. Which libraries there are, and how their arrays are read and
-made, is in `kfcomm.arrays.kinds`; the supported dtypes are in `kfcomm.arrays.dtypes`.
+This module must not know what is done with the bytes. The libraries, and how their arrays are read and made, are in
+`kfcomm.arrays.kinds`; the supported dtypes are in `kfcomm.arrays.dtypes`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = [
 
 
 MAX_NBYTES = 1 << 62
-"""Of an array: more than any processor addresses."""
+"""Size limit of an array: more than any processor addresses."""
 
 
 def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array to be made, as the caller names them.
 
     Raises:
-        ConfigError: there can be no such array, or kfcomm does not exchange its elements.
+        ConfigError: shape or dtype is not valid, or kfcomm does not exchange the dtype.
     """
     asked = dtype_called(dtype)
     try:
         form = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
     except TypeError:
-        raise ConfigError(f"shape {shape!r} is no integer or sequence of integers") from None
+        raise ConfigError(f"expected an integer or a sequence of integers as shape, got {shape!r}") from None
     if min(form, default=0) < 0:
         raise ConfigError(f"shape {form} has a negative dimension")
     if max(math.prod(form) * asked.itemsize, *form, 0) > MAX_NBYTES:
@@ -86,7 +86,7 @@ class HostArray:
         """A result of the caller's kind around ``flat``, which belongs to the result from then on.
 
         Args:
-            flat: one-dimensional and contiguous, any supported dtype; nobody may write to it afterwards.
+            flat: one-dimensional and contiguous, any supported dtype; not to be written to afterwards.
             shape: of the result; the caller's own if left out.
 
         Returns:
@@ -102,7 +102,7 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutArray:
-    """Where a result goes if the caller gave ``out``.
+    """Memory for a result, for a caller that gave ``out``.
 
     Attributes:
         flat: one-dimensional, contiguous and writable: the caller's memory if that is so, else scratch.
@@ -117,7 +117,7 @@ class OutArray:
     target: Array | None = None
 
     def finish(self) -> Any:
-        """Puts the result where the caller wants it, and returns the caller's object."""
+        """Copy the result to the caller's object if needed, and return that object."""
         if self.target is not None:
             np.copyto(self.target, self.flat.reshape(self.target.shape))
         self.kind.written(self.original)
@@ -151,7 +151,7 @@ class OutList:
         return cls([adapt_out(out, shape, dtype) for out, shape in zip(outs, shapes, strict=True)], outs, dtype)
 
     def finish(self) -> Any:
-        """Puts the parts of the result where the caller wants them, and returns the caller's list."""
+        """Copy the parts of the result to the caller's arrays, and return the caller's list."""
         at = 0
         for part in self._parts:
             end = at + part.flat.size
@@ -172,10 +172,10 @@ def adapt(x: Any) -> HostArray:
     Cost: about 1 µs for a contiguous NumPy array, whatever its size.
 
     Raises:
-        ConfigError: the dtype is not supported, the array is on a device, or ``x`` is no array.
+        ConfigError: the dtype is not supported, the array is on a device, or ``x`` is not an array.
     """
     if type(x) is np.ndarray:
-        if x.ndim == 1 and x.flags.c_contiguous and x.dtype is checked(x.dtype):  # the usual: 0.4 µs less than below
+        if x.ndim == 1 and x.flags.c_contiguous and x.dtype is checked(x.dtype):  # usual: 0.4 µs less than below
             return HostArray(x, x.shape, NUMPY, True)
         return _packed(x, NUMPY, shared=True)
     if type(x) is HostArray:
@@ -198,7 +198,7 @@ def is_list(x: Any) -> bool:
 
 
 def holds_arrays(x: Sequence[Any]) -> bool:
-    """Whether a list is one of arrays, and not a nested list of numbers, which stands for one array."""
+    """Whether a list holds arrays; a nested list of numbers does not, and is one array itself."""
     return any(map(is_array_type, set(map(type, x))))
 
 
@@ -215,7 +215,7 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
     array = kind.write_into(out)
     _check_like(array, tuple(like_shape), checked(like_dtype))
     if array.flags.c_contiguous and array.dtype.isnative:
-        kind.written(out)  # from now on, whether it comes to a result or not
+        kind.written(out)  # before the call, since a failed one may also write to it
         return OutArray(array.reshape(-1), out, kind)
     if any(stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)):
         raise ConfigError("out cannot be a broadcast array: some of its elements share their memory")

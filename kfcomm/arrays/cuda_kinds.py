@@ -1,9 +1,7 @@
-"""The libraries with arrays in CUDA memory: one small class for each, over CuPy, in which all of them are native.
+"""Libraries with arrays in CUDA memory: one small class for each, over CuPy, whose arrays are the native ones.
 
-Invariants: no library is imported when this module is. A kind reads an array without a copy, and never changes
-it. Whatever moves elements does so on the stream that is handed in.
-
-This module must not know who uses it, nor how an array comes to a kind (see `kfcomm.arrays.kinds`).
+Invariants: importing this module imports no library. A kind reads an array without a copy, and never changes it. All
+copies and kernels run on the given stream.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from kfcomm.errors import ConfigError, KfcommError
 
 
 class CudaKind:
-    """What is the same for all of them. Arrays are read, and results made, as CuPy's."""
+    """Common base: arrays are read, and results made, as CuPy's."""
 
     name = "CUDA array"
 
@@ -32,7 +30,7 @@ class CudaKind:
         return "a GPU", "a copy in host memory"
 
     def ordinal(self, x: Any) -> int:
-        """As CuPy has it."""
+        """The number of its device in CuPy."""
         return int(x.device.id)
 
     def current_stream(self, x: Any) -> Stream:
@@ -54,10 +52,10 @@ class CudaKind:
         return x, checked(x.dtype)
 
     def check_writable(self, out: Any) -> None:
-        """Accepted."""
+        """Accept all arrays."""
 
     def written(self, out: Any) -> None:
-        """Nobody has to be told."""
+        """Do nothing: most libraries do not count the writes to an array."""
 
     def flat_view(self, native: Any) -> Flat | None:
         """A view of one dimension, if there can be one."""
@@ -102,7 +100,7 @@ class CudaTorchKind(CudaKind):
         return str(x.device), "x.cpu()"
 
     def ordinal(self, x: Any) -> int:
-        """As torch has it."""
+        """The number of its device in torch."""
         return int(x.device.index)
 
     def current_stream(self, x: Any) -> Stream:
@@ -110,7 +108,7 @@ class CudaTorchKind(CudaKind):
         return sys.modules["torch"].cuda.current_stream(x.device)
 
     def stream_of(self, given: Any, device: Device) -> Stream:
-        """A stream of CuPy; torch says of its own on which device they are."""
+        """A stream of CuPy, after a look at the device of a stream of torch."""
         on = getattr(getattr(given, "device", None), "index", None)
         if on not in (None, device.ordinal):
             raise ConfigError(f"the stream is on cuda:{on}, this rank uses cuda:{device.ordinal}")
@@ -132,7 +130,7 @@ class CudaTorchKind(CudaKind):
         return _around(address, tuple(x.shape), strides, dtype_of(name), self.ordinal(x), x), dtype_of(name)
 
     def written(self, out: Any) -> None:
-        """Torch counts the writes to a tensor."""
+        """Raise the tensor's version."""
         count_write(out)
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
@@ -141,7 +139,7 @@ class CudaTorchKind(CudaKind):
         # bfloat16 travels as what it is stored in: not every version of CuPy hands it out.
         native = (flat.view(np.int16) if flat.dtype.name == "bfloat16" else flat).reshape(shape)
         with working_on(flat.device.id, stream):
-            tensor = torch.utils.dlpack.from_dlpack(native.__dlpack__(stream=-1))  # -1: nothing is to wait
+            tensor = torch.utils.dlpack.from_dlpack(native.__dlpack__(stream=-1))  # -1: no stream has to wait
         return tensor.view(torch.bfloat16) if flat.dtype.name == "bfloat16" else tensor
 
 
@@ -155,13 +153,13 @@ class CudaJaxKind(CudaKind):
         return ", ".join(sorted({device.platform for device in x.devices()})), "jax.device_get(x)"
 
     def ordinal(self, x: Any) -> int:
-        """As JAX tells others."""
+        """The number of its device, as JAX exports it by DLPack."""
         if len(x.devices()) > 1:
             raise ConfigError("a JAX array on several devices cannot be exchanged: pass x.addressable_shards[i].data")
         return int(x.__dlpack_device__()[1])
 
     def read(self, x: Any, stream: Stream) -> tuple[Any, np.dtype[Any]]:
-        """The memory of the array, once the stream has it: JAX may be computing it."""
+        """The memory of the array; the stream first waits for JAX, which may still be computing it."""
         if not isinstance(x.dtype, np.dtype):
             raise unsupported(str(x.dtype))
         checked(x.dtype)
@@ -175,7 +173,7 @@ class CudaJaxKind(CudaKind):
         )
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
-        """An array around the memory, which JAX uses after all that is on the stream by now."""
+        """An array around the memory, which JAX uses after all work that is on the stream now."""
         with working_on(flat.device.id, stream):
             return sys.modules["jax"].dlpack.from_dlpack(flat.reshape(shape))
 
@@ -191,12 +189,12 @@ class InterfaceKind(CudaKind):
         self._is_numba = type_.__module__.startswith("numba.")
 
     def ordinal(self, x: Any) -> int:
-        """As CUDA knows the address."""
+        """The device that CUDA has for the address."""
         address = x.__cuda_array_interface__["data"][0]
         return int(load_cupy().cuda.runtime.pointerGetAttributes(address).device) if address else -1
 
     def read(self, x: Any, stream: Stream) -> tuple[Any, np.dtype[Any]]:
-        """The memory that it names, once the stream has what is made on the stream that it names."""
+        """The memory that it names; the stream first waits for the stream that it names."""
         told = x.__cuda_array_interface__
         if told.get("mask") is not None:
             raise ConfigError(f"a {self.name} with a mask would lose it")
@@ -210,7 +208,7 @@ class InterfaceKind(CudaKind):
         return _around(told["data"][0], shape, strides, dtype, ordinal, x), dtype
 
     def check_writable(self, out: Any) -> None:
-        """Refused if it says that it is read-only."""
+        """Refuse an array that is marked as read-only."""
         if out.__cuda_array_interface__["data"][1]:
             raise ConfigError(f"out is read-only: expected a {self.name} that can be written to")
 
@@ -232,15 +230,15 @@ class CudaDlpackKind(CudaKind):
         return f"DLPack device type {int(x.__dlpack_device__()[0])}", "a copy in host memory"
 
     def ordinal(self, x: Any) -> int:
-        """As it tells."""
+        """The number of its device, as it exports it by DLPack."""
         return int(x.__dlpack_device__()[1])
 
     def read(self, x: Any, stream: Stream) -> tuple[Any, np.dtype[Any]]:
-        """The memory of the array, once the stream has it."""
+        """The memory of the array; the stream first waits for its library."""
         return _from_dlpack(x, self.ordinal(x), stream)
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
-        """An array of its library, which uses it after all that is on the stream by now."""
+        """An array of its library, which uses it after all work that is on the stream now."""
         array = flat.reshape(shape)
         if self._namespace is None:
             return array
@@ -275,12 +273,12 @@ def _from_dlpack(x: Any, ordinal: int, stream: Stream) -> tuple[Any, np.dtype[An
 
 
 def _bits(array: Any) -> Any:
-    """The same memory, of a type for which CuPy surely has a kernel."""
+    """The same memory, in a dtype for which every version of CuPy has kernels."""
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def _with_kernel(work: Any, *arrays: Any) -> Any:
-    """What needs a kernel, which CuPy compiles when it is first needed."""
+    """Run a function that needs a kernel, which CuPy compiles at its first use."""
     runtime_error = load_cupy().cuda.runtime.CUDARuntimeError
     try:
         return work(*arrays)

@@ -1,4 +1,4 @@
-"""The element types that kfcomm exchanges, and their names on the wire.
+"""Element types that kfcomm exchanges, and their names on the wire.
 
 Invariants: a dtype that passed `checked` is in native byte order, and `dtype_of(dtype_name(d)) == d`.
 bfloat16 is a NumPy dtype only with the package ``ml_dtypes``, which is imported when it is first needed and is
@@ -74,10 +74,10 @@ def checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def dtype_called(given: Any) -> np.dtype[Any]:
-    """The dtype that callers mean by a name, or by a dtype of NumPy, torch, JAX or ml_dtypes. It may be any.
+    """The NumPy dtype of a name, or of a dtype of NumPy, torch, JAX or ml_dtypes, supported or not.
 
     Raises:
-        ConfigError: there is no such dtype, or it is ``bfloat16`` and ``ml_dtypes`` is not installed.
+        ConfigError: the dtype is unknown, or it is ``bfloat16`` and ``ml_dtypes`` is not installed.
     """
     name = str(given).removeprefix("torch.") if type(given).__module__ == "torch" else given
     if name == "bfloat16":

@@ -20,7 +20,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import override
 
 TOO_DEEP = "it holds itself, or is nested too deeply: give it in parts"
-"""Why lists that come to no end are refused."""
+"""Reason for refusing lists that are recursive, or nearly so."""
 HOST_KINDS = (
     "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
     "numbers and nested lists of them"
@@ -31,11 +31,11 @@ _DLPACK_HOST_DEVICES = (1, 3, 11)
 
 
 class ArrayKind(Protocol):
-    """One library's arrays: how they become NumPy arrays, and how one is made from a NumPy array."""
+    """One library's arrays: their conversion to NumPy arrays, and from them."""
 
     @property
     def name(self) -> str:
-        """What an error message calls such an array."""
+        """The name of such an array in error messages."""
         ...
 
     def read(self, x: Any) -> tuple[Array, bool]:
@@ -55,7 +55,7 @@ class ArrayKind(Protocol):
         ...
 
     def written(self, out: Any) -> None:
-        """The memory of ``out`` was or will be written to: whoever keeps count in its library is told."""
+        """Note that ``out`` was or will be written to, for libraries that count writes."""
 
     def restore(self, array: Array) -> Any:
         """An array of this kind around, or with the content of, a C-contiguous ``array``."""
@@ -63,7 +63,7 @@ class ArrayKind(Protocol):
 
 
 class HostKind:
-    """Base of the kinds whose arrays are in host memory, by which they are told from those of a device."""
+    """Base of the kinds whose arrays are in host memory; kinds of devices do not have it."""
 
     def written(self, out: Any) -> None:
         """Do nothing: most libraries do not count the writes to an array."""
@@ -80,7 +80,7 @@ class NumpyKind(HostKind):
 
     def write_into(self, out: Any) -> Array:
         """The array itself."""
-        masked = sys.modules.get("numpy.ma")  # asked for by its name NumPy would import it, which takes 8 ms
+        masked = sys.modules.get("numpy.ma")  # np.ma would import it, which takes 8 ms
         if masked is not None and isinstance(out, masked.MaskedArray):
             raise ConfigError("a masked array would lose its mask: pass x.filled(...) or x.data")
         return np.asarray(out)
@@ -91,16 +91,16 @@ class NumpyKind(HostKind):
 
 
 class ReadOnlyKind(NumpyKind):
-    """What is given back is NumPy's, whatever was given, and cannot be written to."""
+    """Kind of results that are read-only NumPy arrays, for arrays of any kind."""
 
     def restore(self, array: Array) -> Array:
-        """See ``ArrayKind.restore``."""
+        """The array itself, made read-only."""
         array.flags.writeable = False
         return array
 
 
 class ValueKind(HostKind):
-    """Python and NumPy numbers, nested lists, and whatever else `numpy.asarray` takes: results are NumPy arrays."""
+    """Python and NumPy numbers, nested lists, and other values that `numpy.asarray` takes: results are NumPy arrays."""
 
     name = "number or list"
 
@@ -177,7 +177,7 @@ class TorchKind(HostKind):
         """The memory of the tensor; a copy if it is lazily conjugated or negated."""
         try:
             return x.detach().numpy(), True
-        except (TypeError, RuntimeError):  # what torch refuses, we can still read or say more about
+        except (TypeError, RuntimeError):  # some of these can still be read, for others there is a better error
             self._check(x)
             return self._view(x.detach().resolve_conj().resolve_neg()), True
 
@@ -222,8 +222,8 @@ class TorchKind(HostKind):
 class JaxKind(HostKind):
     """`jax.Array` on the CPU, outside of transformations.
 
-    A result lies where the array lay if that was placed by hand, on one device or with the result's shape; else where
-    JAX puts new arrays.
+    A result has the sharding of the array if that was set explicitly, and is on one device or of the result's shape;
+    else JAX places it as any new array.
     """
 
     name = "JAX array"
@@ -328,7 +328,7 @@ class DlpackKind(HostKind):
 
 @cache
 def is_array_type(type_: type) -> bool:
-    """Whether values of this type are arrays, and not numbers of which a list makes one array."""
+    """Whether values of this type are arrays; a list of other values, such as numbers, is one array."""
     if issubclass(type_, np.generic):
         return False
     if issubclass(type_, (np.ndarray, memoryview, bytearray, stdlib_array.array)):

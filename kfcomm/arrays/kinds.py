@@ -43,32 +43,32 @@ _DLPACK_CUDA_DEVICES = (2, 13)  # memory of a device, and memory that CUDA moves
 class DeviceKind(Protocol):
     """One library's arrays in device memory.
 
-    A *native* array is what the library of the device makes of an array: the same memory, which it keeps alive, with a
-    ``shape`` and ``strides``, which can be any.
+    A *native* array is an array of the device's own library over the same memory, which it keeps alive. It has a
+    ``shape`` and any ``strides``.
     """
 
     @property
     def name(self) -> str:
-        """What an error message calls such an array."""
+        """The name of such an array in error messages."""
         ...
 
     def ordinal(self, x: Any) -> int:
-        """The number of the device on which ``x`` is; -1 where it is nowhere, having no elements.
+        """The number of the device of ``x``; -1 for an array without elements that is on no device.
 
         Raises:
-            ConfigError: it is on several.
+            ConfigError: it is on several devices.
         """
         ...
 
     def current_stream(self, x: Any) -> Stream:
-        """The stream on which the calling thread works now with ``x``, by its own library."""
+        """The current stream of the calling thread in the library of ``x``."""
         ...
 
     def stream_of(self, given: Any, device: Device) -> Stream:
         """A stream as callers name it, or as ``current_stream`` gave it, in the form that the device takes.
 
         Raises:
-            ConfigError: it is no stream, or not one on which this device can work.
+            ConfigError: it is not a stream, or one of another device.
         """
         ...
 
@@ -84,11 +84,11 @@ class DeviceKind(Protocol):
         """Whether a result can go into ``out``.
 
         Raises:
-            ConfigError: it can never be written to.
+            ConfigError: such an array is never writable.
         """
 
     def written(self, out: Any) -> None:
-        """The memory of ``out`` was or will be written to: whoever keeps count in its library is told."""
+        """Note that ``out`` was or will be written to, for libraries that count writes."""
 
     def flat_view(self, native: Any) -> Flat | None:
         """The memory of a native array in one dimension, if it is contiguous and in C order."""
@@ -102,16 +102,16 @@ class DeviceKind(Protocol):
         """Copy flat memory into a native array of any strides, on the stream."""
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
-        """An array of this kind around flat memory, to be used on the stream, where its content will have been made."""
+        """An array of this kind around flat memory, to be used on the stream, on which its content is made."""
         ...
 
     def span(self, flat: Flat) -> tuple[int, int]:
-        """Where flat memory begins and ends, as addresses of its device."""
+        """Addresses on its device at which flat memory begins and ends."""
         ...
 
 
 class OnStream(NamedTuple):
-    """An array, and the caller's stream as it was on the caller's thread: the blocking API reads it there.
+    """An array with the caller's stream, which the blocking API reads on the caller's thread.
 
     Attributes:
         x: the array.

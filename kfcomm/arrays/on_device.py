@@ -1,10 +1,10 @@
-"""The caller's arrays in device memory: any in, flat memory of the device, an array of the same kind out.
+"""Arrays of the caller in device memory: any in, flat memory of the device, an array of the same kind out.
 
 Invariants: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory
-wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device:
-whatever is not ready yet is ready on the stream. Adapting never changes the caller's array.
+wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device: data
+that is not ready yet will be ready on the stream. Adapting never changes the caller's array.
 
-The counterpart of `kfcomm.arrays` for host memory. Which libraries there are is in `kfcomm.arrays.kinds`.
+For host memory see `kfcomm.arrays`; the libraries are in `kfcomm.arrays.kinds`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DeviceArray:
 
 @dataclass(slots=True, eq=False)
 class DeviceOut:
-    """Where a result goes if the caller gave ``out``. Never changed after it was made.
+    """Memory for a result, for a caller that gave ``out``. Never changed after it was made.
 
     Attributes:
         flat: one-dimensional and contiguous: the caller's memory if that is so, else scratch.
@@ -80,7 +80,7 @@ class DeviceOut:
     stream: Stream
 
     def finish(self) -> Any:
-        """Puts the result where the caller wants it, on the stream, and returns the caller's object."""
+        """Copy the result to the caller's object if needed, on the stream, and return that object."""
         if self.target is not None:
             self.kind.copy_into(self.target, self.flat, self.stream)
         self.kind.written(self.original)
@@ -90,7 +90,8 @@ class DeviceOut:
 def is_on_device(x: Any) -> bool:
     """Whether ``x`` is an array in the memory of a device. Imports nothing; 0.2 µs for a NumPy array.
 
-    What fails to say where it is counts as an array of the host: reading it there tells the other ranks why.
+    An object that raises when asked counts as an array of the host: reading it there raises, and fails the call on the
+    other ranks too.
     """
     try:
         return is_device_kind(kind_of(x.x if type(x) is OnStream else x))
@@ -153,7 +154,7 @@ def adapt_device_out(
     _check_own_elements(native)
     flat = kind.flat_view(native)
     if flat is not None:
-        kind.written(out)  # from now on, whether it comes to a result or not
+        kind.written(out)  # before the call, since a failed one may also write to it
         return DeviceOut(flat, out, None, kind, own)
     return DeviceOut(device.empty(math.prod(shape), found, own), out, native, kind, own)
 

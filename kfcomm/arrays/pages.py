@@ -1,4 +1,4 @@
-"""Pages of memory that the system has promised, and gives when each is first written to: asked for all at once."""
+"""Early allocation of the pages of new memory, which the system else allocates at the first write to each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MADV_POPULATE_WRITE = 23
 
 
 def populate(x: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """Have the system give all pages of ``x``, which keeps its contents; whether it has.
+    """Allocate all pages of ``x``, which keeps its contents; return whether the system has done so.
 
-    Who writes to them later does not wait for each: the first write to new memory takes several times as long as a
-    copy. Other threads run meanwhile.
+    Later writes do not wait for pages: the first write to new memory takes several times as long as a copy. Other
+    threads run meanwhile.
 
     Args:
         x: contiguous, and writable.

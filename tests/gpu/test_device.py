@@ -286,7 +286,7 @@ def test_both_ends_have_the_same_bytes(device: cuda.CudaDevice) -> None:
 
 def test_more_memory_than_there_is(device: cuda.CudaDevice) -> None:
     stream = device.stream()
-    with pytest.raises(MemoryError, match=r"cuda:0 \(.+\) has not \d+ bytes more: \d+ are free"):
+    with pytest.raises(MemoryError, match=r"cuda:0 \(.+\) has \d+ bytes free, \d+ are needed"):
         device.empty(1 << 50, FLOAT, stream)
     assert device.empty(8, FLOAT, stream).size == 8
 

@@ -1,10 +1,10 @@
-"""What an accelerator is to the runtime: memory, streams of work on it, and copies from and to the host.
+"""Interface of an accelerator: memory, streams of work on it, and copies from and to the host.
 
 A *stream* is a queue of work of one device, done in order; a *mark* is a place in one. *Flat* memory is a
-one-dimensional, contiguous array of the device's own library, of which slices are views.
+one-dimensional, contiguous array of the device's own library, whose slices are views.
 
-Invariants: nothing here waits for the device on the thread that calls, except ``close``. Work is done with
-memory that the caller keeps alive until it is done.
+Invariants: no method waits for the device on the calling thread, except ``close``. The caller keeps memory alive until
+the work on it is done.
 
 Implemented by `kfcomm.arrays.devices.cuda` over CuPy, and in host memory by `kfcomm.testing`.
 """
@@ -25,16 +25,16 @@ Flat: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a rank tells the others of its device when it joins; all fields empty or 0 where it has none.
+    """Description of a rank's device for the other ranks, sent at join; empty fields mean no device.
 
     Attributes:
         kind: ``cuda``; empty without a device.
-        uuid: of the physical device: the same for two ranks exactly if they share it.
+        uuid: of the physical device; equal for two ranks exactly if they share it.
         model: for messages.
         driver: version of the driver, as CUDA counts: 12040 is 12.4.
-        backend: what runs whole collectives on it: ``nccl``; empty if nothing does.
+        backend: that runs whole collectives on it: ``nccl``; empty without one.
         backend_version: as the backend counts: 22803 is NCCL 2.28.3.
-        lack: why there is no device, or no backend, and what would help; empty if there is both.
+        lack: the reason why device or backend is missing, and a remedy; empty with both.
     """
 
     kind: str = ""
@@ -51,27 +51,27 @@ class Device(Protocol):
 
     @property
     def report(self) -> DeviceReport:
-        """What the other ranks are told."""
+        """The description for the other ranks."""
         ...
 
     @property
     def ordinal(self) -> int:
-        """Its number in this process, as its library counts; arrays on another one are refused."""
+        """Its number in this process, as its library counts; arrays on other devices are refused."""
         ...
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        """A new stream, which waits for no other by itself."""
+        """A new stream, without implicit waits for other streams."""
         ...
 
     def mark(self, stream: Stream) -> Mark:
-        """The place behind all work that is on the stream by now."""
+        """The place after all work that is on the stream now."""
         ...
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """What is put on the stream from now on begins after the mark, which may be of another stream."""
+        """Make later work on the stream begin after the mark, which may be of another stream."""
 
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
-        """Call ``done``, on a thread of the device, once all work that is on the stream by now is done, or has failed.
+        """Call ``done``, on a thread of the device, once all work that is on the stream now is done, or has failed.
 
         Calls for one stream come in order. ``done`` must return soon, and must not raise.
         """
@@ -80,15 +80,15 @@ class Device(Protocol):
         """New memory, to be used on this stream, or after a mark on it.
 
         Raises:
-            MemoryError: the device has not so much.
+            MemoryError: the device has too little.
         """
         ...
 
     def pinned(self, nbytes: int) -> Array:
-        """New memory of the host, as bytes, that the device reads and writes without the help of a processor.
+        """New pinned host memory, as bytes, which the device reads and writes by itself.
 
         Raises:
-            MemoryError: there is not so much.
+            MemoryError: the host has too little.
         """
         ...
 
@@ -102,4 +102,4 @@ class Device(Protocol):
         """Copy on the device: both flat, of the same number of bytes."""
 
     def close(self) -> None:
-        """Wait for what was promised to ``notify``, and end the device's threads. May be called again."""
+        """Wait for pending calls of ``notify``, and end the device's threads. May be called again."""

@@ -1,4 +1,4 @@
-"""CUDA devices, through CuPy: memory, streams and copies, and who tells when work is done. `lookup` finds them.
+"""CUDA devices through CuPy: memory, streams, copies and notifications. `lookup` finds them.
 
 Streams are CuPy's; those of callers come through ``cuda_calls.as_stream``. Marks are CuPy's events, without timing.
 Flat memory is CuPy's arrays of one dimension.
@@ -19,7 +19,7 @@ from kfcomm.arrays.devices.cuda_calls import INSTALL, as_stream, cuda_errors, lo
 from kfcomm.arrays.devices.watcher import Watcher
 from kfcomm.errors import TransportError
 
-_URGENT: Final = -100  # CUDA takes the nearest that there is
+_URGENT: Final = -100  # CUDA takes the nearest priority that it has
 
 
 def nccl_version() -> int:
@@ -29,7 +29,7 @@ def nccl_version() -> int:
         from cupy.cuda import nccl
 
         return int(nccl.get_version()) if nccl.available else 0
-    except (ImportError, RuntimeError, OSError):  # what CuPy raises depends on how far it came
+    except (ImportError, RuntimeError, OSError):  # CuPy's error depends on the step that fails
         return 0
 
 
@@ -54,7 +54,7 @@ class CudaDevice:
 
     @property
     def report(self) -> DeviceReport:
-        """What the other ranks are told."""
+        """The description for the other ranks."""
         return self._report
 
     @property
@@ -63,24 +63,24 @@ class CudaDevice:
         return self._ordinal
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        """A new stream, which waits for no other by itself: not for the default stream either."""
+        """A new stream, without implicit waits for other streams, the default stream included."""
         with working_on(self._ordinal):
             return self._cupy.cuda.Stream(non_blocking=True, priority=_URGENT if urgent else None)
 
     def mark(self, stream: Stream) -> Mark:
-        """The place behind all work that is on the stream by now."""
+        """The place after all work that is on the stream now."""
         with working_on(self._ordinal):
             return as_stream(stream).record(self._cupy.cuda.Event(disable_timing=True))
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """What is put on the stream from now on begins after the mark."""
+        """Make later work on the stream begin after the mark."""
         with working_on(self._ordinal):
             as_stream(stream).wait_event(mark)
 
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
-        """Call ``done``, on the thread that watches this stream, once all work that is on it by now is done.
+        """Call ``done``, on the thread that watches this stream, once all work that is on it now is done.
 
-        That thread sleeps in the driver until then: nothing is polled.
+        That thread sleeps in the driver until then, without polling.
         """
         with working_on(self._ordinal):
             event = as_stream(stream).record(self._cupy.cuda.Event(block=True, disable_timing=True))
@@ -92,7 +92,7 @@ class CudaDevice:
         self._watcher(as_stream(stream).ptr).promise(wait, done)
 
     def empty(self, count: int, dtype: np.dtype[Any], stream: Stream) -> Flat:
-        """New memory of CuPy's pool, which uses it again in the order of this stream once nobody holds it."""
+        """New memory of CuPy's pool, which reuses freed memory in the order of this stream."""
         with working_on(self._ordinal, as_stream(stream)):
             try:
                 return self._cupy.empty(count, dtype)
@@ -100,10 +100,10 @@ class CudaDevice:
                 free_nbytes = self._free_nbytes()
         model = self._report.model
         nbytes = count * dtype.itemsize
-        raise MemoryError(f"cuda:{self._ordinal} ({model}) has not {nbytes} bytes more: {free_nbytes} are free")
+        raise MemoryError(f"cuda:{self._ordinal} ({model}) has {free_nbytes} bytes free, {nbytes} are needed")
 
     def pinned(self, nbytes: int) -> Array:
-        """New memory of the host, not from CuPy's pool of it, which never gives any back."""
+        """New pinned host memory, not from CuPy's pool, which never returns any to the system."""
         try:
             with working_on(self._ordinal):
                 memory = self._cupy.cuda.PinnedMemory(max(nbytes, 1))
@@ -124,7 +124,7 @@ class CudaDevice:
         self._copy(target.data.ptr, target.nbytes, source.data.ptr, source.nbytes, "memcpyDeviceToDevice", stream)
 
     def close(self) -> None:
-        """Wait for what was promised to ``notify``, and end the threads. May be called again."""
+        """Wait for pending calls of ``notify``, and end the threads. May be called again."""
         with self._lock:
             self._is_closed = True
             watchers = list(self._watchers.values())
@@ -137,13 +137,13 @@ class CudaDevice:
         if target_nbytes != source_nbytes:
             raise ValueError(f"a copy of {source_nbytes} bytes into {target_nbytes}")
         if not source_nbytes:
-            return  # memory of no bytes may be nowhere
+            return  # memory of no bytes may have no address
         runtime = self._cupy.cuda.runtime
         with working_on(self._ordinal):
             runtime.memcpyAsync(target, source, source_nbytes, getattr(runtime, direction), as_stream(stream).ptr)
 
     def _watcher(self, pointer: int) -> Watcher:
-        """The watcher of one stream: what is on another may take longer."""
+        """The watcher of a stream; each stream has its own, since the work of another may take longer."""
         with self._lock:
             if self._is_closed:
                 raise TransportError("the device is closed")
@@ -156,7 +156,7 @@ class CudaDevice:
         return int(free_nbytes) + int(self._cupy.get_default_memory_pool().free_bytes())
 
     def _look(self) -> DeviceReport:
-        """What is known of the device without beginning to use it, which costs time and some of its memory."""
+        """The report, made without a context on the device, which costs time and some of its memory."""
         runtime = self._cupy.cuda.runtime
         version = nccl_version()
         with cuda_errors(f"cuda:{self._ordinal}"):
@@ -165,7 +165,7 @@ class CudaDevice:
             driver = runtime.driverGetVersion()
         return DeviceReport(
             kind="cuda",
-            # CuPy may end a uuid at a byte of zeros: the place on the bus tells two of one host apart even so.
+            # CuPy may cut a uuid at a zero byte: the bus id distinguishes two devices of one host even so.
             uuid=f"{properties.get('uuid', b'').hex()}@{place.lower()}",
             model=properties["name"].decode(errors="replace"),
             driver=driver,

@@ -1,7 +1,7 @@
-"""How CUDA is asked for something, through CuPy: on which device, on which stream, and under which errors.
+"""Calls of CUDA through CuPy: the current device and stream, and errors.
 
-Invariants: CuPy is imported when something here is called, and not before. The device is the current one of the
-thread while CUDA is asked, as every thread has its own. What CUDA refuses is a `TransportError`.
+Invariants: CuPy is imported by calls of this module, and not before. During a call the device is the thread's current
+one, which every thread has of its own. Errors of CUDA become `TransportError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kfcomm.errors import ConfigError, TransportError
 INSTALL: Final = 'pip install "kfcomm[cuda13]", or "kfcomm[cuda12]" where the driver is older than CUDA 13'
 
 _PER_THREAD_STREAM: Final = 2
-"""The number by which CUDA knows the default stream of whichever thread asks."""
+"""CUDA's number for the default stream of the calling thread."""
 
 
 def load_cupy() -> Any:
@@ -35,7 +35,7 @@ def load_cupy() -> Any:
 
 @contextmanager
 def cuda_errors(what: str) -> Iterator[None]:
-    """Within it, what CUDA refuses is a `TransportError` that begins with ``what``."""
+    """Turn errors of CUDA in the block into a `TransportError` that begins with ``what``."""
     refused = load_cupy().cuda.runtime.CUDARuntimeError
     try:
         yield
@@ -44,16 +44,16 @@ def cuda_errors(what: str) -> Iterator[None]:
 
 
 class working_on:  # noqa: N801
-    """Within it a device is the thread's current one, a stream CuPy's current one, and CUDA's errors are ours.
+    """Make a device the thread's current one, and a stream CuPy's current one, in the block; map CUDA's errors.
 
-    A class of its own, and no generator: that saves about 1 µs each time.
+    A class and not a generator, which saves about 1 µs per use.
 
     Args:
         ordinal: of the device.
-        stream: CuPy's; what is current stays so if left out.
+        stream: CuPy's; if left out, the current one stays.
 
     Raises:
-        TransportError: CUDA refuses something.
+        TransportError: CUDA reports an error.
     """
 
     __slots__ = ("_device", "_refused", "_stream", "_what")
@@ -95,7 +95,7 @@ def as_stream(given: Any) -> Stream:
             owner keeps alive.
 
     Raises:
-        ConfigError: it is none of these, or the default stream of whichever thread asks.
+        ConfigError: it is of another type, or the default stream of the calling thread.
     """
     cuda = load_cupy().cuda
     if isinstance(given, cuda.Stream):

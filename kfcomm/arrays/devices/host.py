@@ -1,7 +1,7 @@
-"""The host as a device: ordinary memory, where everything is done at once.
+"""Host memory behind the interface of a device, where all work is done at once.
 
-For arrays of the host in a group whose other ranks have theirs on devices. Streams and marks mean nothing here, since
-whatever was asked for is done when the call returns; so ``notify`` calls back at once, on the thread that asks.
+For arrays of the host in a group whose other ranks have theirs on devices. Streams and marks are None, since all work
+is done when its call returns; ``notify`` calls back at once, on the calling thread.
 """
 
 from __future__ import annotations
@@ -11,60 +11,63 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Array, DeviceReport, Flat, Mark, Stream
+from kfcomm.arrays.devices.base import Array, Device, DeviceReport, Flat, Mark, Stream
+from kfcomm.types import override
 
 
-class HostDevice:
-    """Implements ``Device`` for flat NumPy arrays."""
+class HostDevice(Device):
+    """Device of flat NumPy arrays."""
 
     @property
+    @override
     def report(self) -> DeviceReport:
-        """See ``Device``: there is nothing to report."""
         return DeviceReport()
 
     @property
+    @override
     def ordinal(self) -> int:
-        """See ``Device``: there is one host."""
         return 0
 
+    @override
     def stream(self, *, urgent: bool = False) -> Stream:
-        """See ``Device``."""
         return None
 
+    @override
     def mark(self, stream: Stream) -> Mark:
-        """See ``Device``."""
         return None
 
+    @override
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """See ``Device``: all that is before the mark is done."""
+        pass
 
+    @override
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
-        """See ``Device``; called back at once, on this thread."""
         done(None)
 
+    @override
     def empty(self, count: int, dtype: np.dtype[Any], stream: Stream) -> Flat:
-        """See ``Device``."""
         return np.empty(count, dtype)
 
+    @override
     def pinned(self, nbytes: int) -> Array:
-        """See ``Device``: no memory needs to be pinned for a processor to reach it."""
         return np.empty(nbytes, np.uint8)
 
+    @override
     def fetch(self, source: Flat, target: Array, stream: Stream) -> None:
-        """See ``Device``."""
         self.copy(source, target, stream)
 
+    @override
     def put(self, source: Array, target: Flat, stream: Stream) -> None:
-        """See ``Device``."""
         self.copy(source, target, stream)
 
+    @override
     def copy(self, source: Flat, target: Flat, stream: Stream) -> None:
-        """See ``Device``."""
         target.view(np.uint8)[:] = source.view(np.uint8)
 
+    @override
     def close(self) -> None:
-        """See ``Device``."""
+        pass
 
 
 HOST = HostDevice()
-"""The one there is."""
+"""The only instance."""

@@ -1,6 +1,6 @@
-"""Which device a rank gets, and what it tells the others of it.
+"""Choice of a rank's device, and its description for the other ranks.
 
-Invariants: CuPy, and what uses it, is imported where there may be a device, and nowhere else.
+Invariants: CuPy, and modules that use it, are imported only where there may be a device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from kfcomm.arrays.devices.cuda import CudaDevice
 
 DRIVER_NODES: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-"""One of them is there where the driver is; the last is that of WSL."""
+"""With a driver, one of these exists; the last is that of WSL."""
 
 
 def find(choice: str, local_rank: int) -> tuple[Device | None, DeviceReport]:
-    """The device of a rank, and what the other ranks are told.
+    """The device of a rank, and the report for the other ranks.
 
     Args:
-        choice: ``auto`` for one if there is any, ``none``, ``cuda`` for one that must be there, ``cuda:N`` for that.
-        local_rank: among the ranks of its host, which are dealt out over the devices that the process sees.
+        choice: ``auto`` for a device if there is one, ``none``, ``cuda`` for a required one, ``cuda:N`` for that one.
+        local_rank: among the ranks of its host, which are distributed over the devices that the process sees.
 
     Raises:
-        ConfigError: ``choice`` is none of these, or there is no such device; the message says what would help. For
-            ``auto`` that is in the report instead. Without a driver it costs about 15 µs and imports nothing.
+        ConfigError: ``choice`` is not one of these, or the device is missing; says what would help. For ``auto`` the
+            report says it instead.
+
+    Cost: without a driver about 15 µs, and no imports.
     """
     if choice == "none":
         return None, DeviceReport(lack="switched off: device is none")

@@ -1,11 +1,11 @@
-"""Pinned memory of the host, kept for use after use: getting it from the system is slow, and there is not much.
+"""Pool of pinned host memory, which is slow to get from the system, and scarce.
 
-Invariants: `PinnedPool.take` waits for nobody, and the pool never holds more than its limit. What is beyond gets
-ordinary memory: ranks that waited for each other's pinned memory, held for different collectives, would wait for ever.
-Memory once pinned stays so until the pool is closed, as giving it back may wait for all work on the device.
+Invariants: `PinnedPool.take` never waits, and the pool never exceeds its limit. Beyond the limit, blocks are ordinary
+memory: ranks that waited for pinned memory that other collectives hold could deadlock. Pinned memory stays pinned until
+the pool is closed, since unpinning may wait for all work on the device.
 
-Memory comes in slabs. A block is the tightest hole in one, and a hole again when it is released; neighbouring holes are
-one. May be used on any thread.
+Memory comes in slabs. A block is cut from the smallest hole that fits, and becomes a hole again when it is released;
+neighbouring holes are joined. May be used on any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block:
     """Memory of the host, taken from a pool.
 
     Attributes:
-        view: exactly as many bytes as were asked for; none after ``release``.
+        view: exactly the requested bytes; empty after ``release``.
     """
 
     __slots__ = ("_offset", "_pool", "_slab", "view")
@@ -39,11 +39,11 @@ class Block:
         self._offset = offset
 
     def is_pinned(self) -> bool:
-        """Whether the device reads and writes it by itself; else a copy holds up the thread that asks for it."""
+        """Whether the device reads and writes it by itself; else a copy blocks the calling thread."""
         return self._slab is not None
 
     def release(self) -> None:
-        """Give it back: nobody uses it any more. May be called again."""
+        """Return it to the pool, when it is no longer used. May be called again."""
         self._pool._release(self)
 
 
@@ -63,7 +63,7 @@ class PinnedPool:
 
     @property
     def pinned_nbytes(self) -> int:
-        """Pinned by now, whether in use or not."""
+        """Pinned bytes, in use or not."""
         with self._lock:
             return sum(slab.memory.nbytes for slab in self._slabs)
 
@@ -71,7 +71,7 @@ class PinnedPool:
         """A block of this many bytes, with any content.
 
         Raises:
-            MemoryError: the host has not even ordinary memory for it.
+            MemoryError: the host has too little memory, ordinary memory included.
         """
         padded = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         with self._lock:
@@ -81,7 +81,7 @@ class PinnedPool:
         return block or Block(np.empty(nbytes, np.uint8), self, None, 0)
 
     def close(self) -> None:
-        """Give the memory back, of blocks in use when the last of their views is gone. Afterwards all is ordinary."""
+        """Free the pinned memory, that of blocks in use with their last view. New blocks are ordinary memory then."""
         with self._lock:
             self._left_nbytes = 0
             self._slabs.clear()
@@ -95,7 +95,7 @@ class PinnedPool:
         return Block(slab.memory[offset : offset + nbytes], self, slab, offset)
 
     def _grow(self, padded: int) -> bool:
-        """Pin another slab, twice as much each time; whether there is room for so much now."""
+        """Pin another slab, as large as all before; return whether a block of this size fits now."""
         held = sum(slab.memory.nbytes for slab in self._slabs)
         nbytes = min(max(padded, held, FIRST_SLAB_NBYTES), self._left_nbytes)
         if nbytes < padded:
@@ -103,7 +103,7 @@ class PinnedPool:
         try:
             memory = self._device.pinned(nbytes)
         except MemoryError:
-            self._left_nbytes = 0  # the system will not have more the next time either, and asking is slow
+            self._left_nbytes = 0  # asking again would be slow, and fail too
             return False
         self._left_nbytes -= nbytes
         self._slabs.append(_Slab(memory))
@@ -118,7 +118,7 @@ class PinnedPool:
 
 
 class _Slab:
-    """One piece of pinned memory, and the holes in it: where each begins, and how long it is."""
+    """One piece of pinned memory, and the holes in it: their lengths by their offsets."""
 
     __slots__ = ("holes", "memory")
 
@@ -127,17 +127,17 @@ class _Slab:
         self.holes = {0: memory.nbytes}
 
     def tightest(self, nbytes: int) -> tuple[int, int] | None:
-        """Length and beginning of the shortest hole, the first of several, that is this long."""
+        """Length and offset of the shortest hole of at least this length, the first of several."""
         return min(((length, offset) for offset, length in self.holes.items() if length >= nbytes), default=None)
 
     def cut(self, offset: int, nbytes: int) -> None:
-        """The beginning of a hole is in use."""
+        """Take the beginning of a hole."""
         length = self.holes.pop(offset)
         if length > nbytes:
             self.holes[offset + nbytes] = length - nbytes
 
     def mend(self, offset: int, nbytes: int) -> None:
-        """It is no longer."""
+        """Make a block a hole, joined with its neighbours."""
         nbytes += self.holes.pop(offset + nbytes, 0)
         before = next((begin for begin, length in self.holes.items() if begin + length == offset), None)
         if before is not None:

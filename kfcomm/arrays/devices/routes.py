@@ -1,7 +1,7 @@
-"""Which way device memory goes in a group: a function of what its ranks have told each other at join, and no more.
+"""Choice of the route of device memory in a group, from the reports that its ranks exchanged at join.
 
-Invariants: the same reports, layout and transport give the same choice, sentence for sentence, so that all
-ranks choose alike without asking. Nothing here looks at a device, the network or a setting.
+Invariants: the same reports, layout and transport give the same choice, with the same words, so that all ranks choose
+alike without communication. Nothing here looks at a device, the network or a setting.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 
 MAX_SHOWN = 4
-"""How many different things are told of the ranks in one sentence."""
+"""Maximal number of different values in one sentence."""
 
 
 class Route(StrEnum):
-    """How collectives of device memory are carried out."""
+    """Ways to carry out collectives of device memory."""
 
     BACKEND = "backend"
     """The backend runs them whole, among all ranks."""
@@ -37,9 +37,9 @@ class Choice(NamedTuple):
     """The route of a group.
 
     Attributes:
-        route: the way.
+        route: the chosen one.
         mixed: whether some ranks have a device and others have none.
-        because: the reason, naming ranks; a part of a sentence, without its end.
+        because: the reason, naming ranks; a clause without a full stop.
     """
 
     route: Route
@@ -105,7 +105,7 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     Args:
         reports: of the members, by rank in the group.
         layout: hosts of the members.
-        transport: as `agree` has it.
+        transport: the result of `agree`.
         members: their ranks in the world, by which they are named; as in the group if left out.
 
     Raises:
@@ -127,12 +127,12 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
 
 
 def cautions(reports: Sequence[DeviceReport], transport: str, *, is_device_named: bool) -> Iterator[str]:
-    """What a person may want to mend, in sentences without their ends.
+    """Warnings about a set-up that works and could be improved; clauses without full stops.
 
     Args:
         reports: of all ranks of the world, by rank.
-        transport: as `agree` has it.
-        is_device_named: whether the device was asked for; if not, sharing one is what was to be expected.
+        transport: the result of `agree`.
+        is_device_named: whether the device was chosen explicitly; if not, sharing one is no surprise.
     """
     having = [(rank, report) for rank, report in enumerate(reports) if report.kind]
     if transport not in ("auto", "nccl") or not having:
@@ -150,7 +150,7 @@ _Ranks: TypeAlias = Sequence[tuple[int, DeviceReport]]
 
 
 def _obstacle(ranks: _Ranks) -> str | None:
-    """Why no backend can join these ranks; None if one can."""
+    """The reason why no backend can connect these ranks; None if one can."""
     without = [(rank, report) for rank, report in ranks if not report.kind]
     if len(without) == len(ranks):
         return f"no rank has a device ({_lacks(without)})"
@@ -160,7 +160,7 @@ def _obstacle(ranks: _Ranks) -> str | None:
 
 
 def _shared(ranks: _Ranks) -> str | None:
-    """Which ranks share a device, if any do."""
+    """The ranks that share a device, as a clause; None if there are none."""
     for uuid, sharing in _by(ranks, lambda report: report.uuid).items():
         if len(sharing) > 1:
             return f"{ranks_in_words(sharing)} share one device ({uuid}), and NCCL refuses two ranks on one"
@@ -168,7 +168,7 @@ def _shared(ranks: _Ranks) -> str | None:
 
 
 def _unlike_backends(ranks: _Ranks) -> str | None:
-    """How the backends of devices differ; None if all have the same."""
+    """The difference between the ranks' backends, as a clause; None if all have the same."""
     without = [(rank, report) for rank, report in ranks if not report.backend]
     if without:
         return f"nothing runs collectives on the devices of some ranks ({_lacks(without)})"
@@ -202,13 +202,13 @@ def _by(ranks: _Ranks, key: Callable[[DeviceReport], str]) -> dict[str, list[int
 
 
 def _lacks(ranks: _Ranks) -> str:
-    """What these ranks lack, in words: ``rank 1: no CuPy; ranks 2-3: device 'none' was asked for``."""
+    """The lacks of ranks as text: ``rank 1: no CuPy; ranks 2-3: device 'none' was asked for``."""
     found = _by(ranks, lambda report: report.lack or "it does not say why")
     return _abridged((f"{ranks_in_words(of)}: {lack}" for lack, of in found.items()), len(found), "; ")
 
 
 def _told(found: Mapping[str, Sequence[int]]) -> str:
-    """What is where, in words: ``NCCL 2.28.3 on rank 0, NCCL 2.27.5 on ranks 1-2``."""
+    """Values with their ranks as text: ``NCCL 2.28.3 on rank 0, NCCL 2.27.5 on ranks 1-2``."""
     return _abridged((f"{what} on {ranks_in_words(of)}" for what, of in found.items()), len(found), ", ")
 
 

@@ -1,9 +1,7 @@
-"""A thread that waits for one thing after another, and says of each when it is over.
+"""Thread that waits for one event after another, and calls back after each.
 
-Invariants: whatever was promised is said, once, in the order in which it was promised. The thread starts with
-the first promise. It is a daemon, as it may wait for a device that never comes back.
-
-Nothing here knows what is waited for.
+Invariants: every callback is called once, in the order of the requests. The thread starts with the first request. It is
+a daemon, since it may wait for a device that never answers.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Watcher:
                 self._thread.start()
 
     def close(self) -> None:
-        """Wait until all that was promised is said, and end the thread. May be called again, and by a ``done``."""
+        """Wait for all callbacks, and end the thread. May be called again, and by a ``done``."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

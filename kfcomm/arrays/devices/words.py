@@ -1,4 +1,4 @@
-"""Versions of drivers and backends in words."""
+"""Text for versions of drivers and backends."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How contributions are combined: one kernel for each op and dtype, in NumPy, on flat host buffers.
+"""Reduction kernels: one for each op and dtype, in NumPy, on flat host buffers.
 
-Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into
-chunks; only which of two different NaN an operation on both gives (their sign and payload) is up to the processor.
+Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into chunks; only
+the sign and payload of a result of two different NaN depend on the processor.
 Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python warning.
 float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.
 
-Kernels know neither ranks nor chunks, and hold no state between calls but memory to work in.
+Kernels know neither ranks nor chunks, and keep only scratch memory between calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
     """The kernel for ``op`` on ``dtype``, made once.
 
     Raises:
-        ConfigError: no such op, the dtype is not supported, or the op has no meaning for it; says what would do.
+        ConfigError: the op is unknown, the dtype is not supported, or the op has no meaning for it; says what works.
     """
     if op not in REDUCTIONS:
         raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}{hint(op, Op)}")

@@ -6,10 +6,10 @@ Horovod's ``adasum.h`` has it. Two gradients a and b become
     (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b,
 
 their sum where they are orthogonal and their mean where they are parallel. Of n ranks (0, 1), (2, 3), ... are combined
-first, then pairs of pairs; who is left over goes on alone.
+first, then pairs of pairs; a rank that is left over passes to the next round unchanged.
 
-Whatever is combined is a sum of the ranks' gradients with coefficients that depend on their inner products alone. So
-the products of all pairs of ranks are enough to know what the whole tree does.
+Each combination is a sum of the ranks' gradients with coefficients that depend on their inner products alone. So the
+products of all pairs of ranks determine the result of the whole tree.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 LEAST_SQ_NORM = float(np.sqrt(np.finfo(np.float64).tiny))
-"""What is shorter counts as zero: its coefficient is 1, as in Horovod."""
+"""A shorter gradient counts as zero: its coefficient is 1, as in Horovod."""
 ROUNDING = 8 * float(np.finfo(np.float64).eps)
-"""A combination whose terms cancel to this part of them is zero but for rounding."""
+"""A combination whose terms cancel down to this fraction of them is zero up to rounding."""
 
 
 def adasum_weights(products: Matrix) -> Matrix:

@@ -1,4 +1,4 @@
-"""What a kernel is, and what all kernels are made of. Nothing here knows a dtype's arithmetic."""
+"""Common parts of all kernels: their record, warnings switched off, scratch memory. No arithmetic of a dtype."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Kernel:
         last: ``last(a, b, out, size)`` is ``fold``, then ``finish``, to the bit, block by block, so that what was
             folded is finished while it is in the cache. ``out`` is of ``dtype``; it may be ``a`` or ``b``.
         fold_all: ``fold_all(rows, out)`` writes the fold of all rows of a two-dimensional array into ``out``, finished,
-            to the bit as ``fold`` after ``fold``: in one call, which for short rows is most of the time. At least two
-            elements each: NumPy may add up a single column in another order. A list of rows is copied first. None where
-            there is no such call.
+            to the bit as ``fold`` after ``fold``: in one call, whose overhead is most of the time for short rows. At
+            least two elements each: NumPy may add up a single column in another order. A list of rows is copied first.
+            None where NumPy has no such call.
         needs_finish: if False, what was folded is the result, and `finish` only copies.
     """
 
@@ -72,9 +72,9 @@ class Quiet(threading.local):
 
 
 class Workspace(threading.local):
-    """Blocks of float32 for what is between two passes, of each thread its own: made when first needed, then kept.
+    """Scratch blocks of float32, of each thread its own, made at first use and kept.
 
-    So their pages are warm, and threads do not meet in them. A block is its user's until it takes that one again.
+    So their pages are warm, and threads do not share them. A block is valid until it is taken again.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Workspace(threading.local):
 
 @cache
 def workspace() -> Workspace:
-    """One for all kernels: a thread does one thing at a time."""
+    """The workspace of all kernels, of which a thread runs one at a time."""
     return Workspace()
 
 

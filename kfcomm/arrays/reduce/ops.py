@@ -30,7 +30,7 @@ class Reduction:
         refused: kinds of dtypes (``numpy.dtype.kind``; V is bfloat16) for which it has no meaning.
         refusal: the error for these, of ``{op}`` and ``{dtype}``.
         logical_names: names that mean this op for bool alone.
-        nccl: NCCL's constant; None if NCCL has none.
+        nccl: NCCL's constant; None for an op that NCCL lacks.
         is_accumulated: partial results of float16 and bfloat16 are float32.
     """
 

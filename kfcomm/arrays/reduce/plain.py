@@ -1,4 +1,4 @@
-"""Kernels whose partial results are of the caller's dtype: nothing is converted."""
+"""Kernels whose partial results have the caller's dtype, without conversions."""
 
 from __future__ import annotations
 

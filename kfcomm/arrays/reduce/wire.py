@@ -1,8 +1,8 @@
-"""Numbers that travel in fewer bits than they are kept in: wire dtypes, and the arithmetic on both sides of them.
+"""Wire dtypes: numbers that travel in fewer bits than they are stored in, and the arithmetic on both sides.
 
-Invariants: what travels is rounded once, to nearest with ties to even, by way of float32; what arrives is
-widened without error; sums, averages and products are accumulated in float32. To round what was rounded already
-changes nothing, so that every rank that passes a number on passes on the same bits.
+Invariants: numbers are rounded once before they travel, to nearest with ties to even, by way of float32; on arrival
+they are widened exactly; sums, averages and products are accumulated in float32. Rounding a rounded number changes
+nothing, so that all ranks that forward a number forward the same bits.
 
 A number x that is rounded to a wire dtype of precision p (11 bits in float16, 8 in bfloat16) is wrong by at most
 ``2**-p * abs(x)``, or half the smallest subnormal number (``2**-25`` in float16, ``2**-134`` in bfloat16) if that is
@@ -34,7 +34,7 @@ def wire_dtype_of(given: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype that is meant (see ``dtype_called``), if it may carry numbers of ``dtype``.
 
     Raises:
-        ConfigError: it may not, there is no wire dtype of this name, or its package is missing.
+        ConfigError: it may not, the name is unknown, or its package is missing.
     """
     try:
         name = given if isinstance(given, str) and given in HALVES else dtype_called(given).name
@@ -85,8 +85,8 @@ class Wire:
     def finish(self, acc: Array, size: int, out: Array, sent: Array | None) -> None:
         """``out`` (of ``dtype``) = the result of ``acc``, to which ``size`` ranks have contributed.
 
-        If the result travels, ``sent`` (of ``wire_dtype``) is what does, and ``out`` is what those who get it make of
-        it; else it is not rounded to ``wire_dtype``.
+        If the result travels, ``sent`` (of ``wire_dtype``) gets the rounded numbers, and ``out`` these numbers widened,
+        as on the receiving ranks. Else the result is not rounded to ``wire_dtype``.
         """
         self._run(self._put, self._math.finished(acc, size), out, sent)
 
