@@ -15,7 +15,7 @@ import kfcomm
 from kfcomm.common.tls import load, make
 from kfcomm.errors import CollectiveError, PeerLost
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.transports import greeting
+from kfcomm.transports import handshake
 from tests.relays import Relay
 
 TIMEOUT_S = 5
@@ -63,7 +63,7 @@ async def test_relay_causes_no_wrong_sum_and_no_lost_rank(
     make(tmp_path / "tls")
     settings = {"checksum": True} if protection == "checksum" else {"tls": str(tmp_path / "tls")}
     relay = Relay(Random(7), spared=300 if protection == "checksum" else 4000)
-    monkeypatch.setattr(greeting, "connect", relay.connect)
+    monkeypatch.setattr(handshake, "connect", relay.connect)
     async with joined(3, **settings) as comms:
         found = await ends(comms, relay.random, 60)
         assert relay.done

@@ -13,7 +13,7 @@ from kfcomm.core.hello import Purpose
 from kfcomm.errors import ConfigError, ProtocolError, RendezvousError, TransportError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.transports.greeting import answer, dial
+from kfcomm.transports.handshake import answer, dial
 from kfcomm.transports.sockets import DialRefused, Listener
 from tests.launch.launched import finished
 from tests.support import on_every_loop

@@ -19,8 +19,8 @@ from kfcomm.bench.workloads import WORKLOADS, Shape, num_parameters
 from kfcomm.common.sizes import show_size
 from kfcomm.common.spelling import hint
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import LINKS, TRANSPORTS
 from kfcomm.strategies.plugins import check
+from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES
 from kfcomm.types import Op, Verb
 
 _MOST_ITERATIONS = 200
@@ -89,7 +89,7 @@ class Case:
     """One line of the report.
 
     Attributes:
-        transport: kind of links, one of `TRANSPORTS`.
+        transport: kind of links, one of `TRANSPORT_NAMES`.
         strategy: name of the strategy.
         dtype: name of the element type.
         collective: the verb.
@@ -149,7 +149,7 @@ class Suite:
         workloads: names of the workloads to measure, by all_reduce, in each of ``modes``.
         modes: how their tensors are exchanged.
         strategies: names of strategies.
-        transports: kinds of links, of `TRANSPORTS`.
+        transports: kinds of links, of `TRANSPORT_NAMES`.
         dtypes: names of element types.
         op: how values are combined.
         iterations: timed runs of each case; None for as many as its size makes reasonable.
@@ -185,9 +185,9 @@ class Suite:
         for strategy in self.strategies:
             check(strategy)
         for transport in self.transports:
-            if transport not in TRANSPORTS:
-                near = hint(transport, TRANSPORTS)
-                raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}{near}")
+            if transport not in TRANSPORT_NAMES:
+                near = hint(transport, TRANSPORT_NAMES)
+                raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORT_NAMES)}{near}")
             if transport not in LINKS and not self.is_on_device:
                 raise ConfigError(f"transport {transport!r} is for arrays on devices: add --device gpu")
         for workload in self.workloads:

@@ -20,9 +20,10 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import LINKS, detect
+from kfcomm.rendezvous.settings import detect
 from kfcomm.strategies import names
 from kfcomm.strategies.registry import ALGORITHMS
+from kfcomm.transports.registry import LINKS
 from kfcomm.types import Layout, Verb
 
 _SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"

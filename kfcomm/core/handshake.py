@@ -36,7 +36,7 @@ import msgpack
 
 from kfcomm.core.auth import proof, proven
 from kfcomm.core.frame import PROTOCOL_VERSION
-from kfcomm.core.hello import NONCE_NBYTES, Challenge, Hello, Message, Proof, Purpose, Refused, Welcome, name_of
+from kfcomm.core.hello import NONCE_NBYTES, Challenge, Hello, Message, Proof, Refused, Welcome, name_of
 from kfcomm.errors import LocalProtocolError
 
 MAX_REASON_CHARS = 500
@@ -147,9 +147,7 @@ class Dialler(_Machine):
         hello: the first message.
     """
 
-    def __init__(
-        self, me: Identity, peer: Identity, *, purpose: Purpose, epoch: int, token: bytes, nonce: bytes
-    ) -> None:
+    def __init__(self, me: Identity, peer: Identity, *, purpose: int, epoch: int, token: bytes, nonce: bytes) -> None:
         super().__init__({Challenge: self._on_challenge, Refused: self._on_refused})
         self._me, self._peer = me, peer
         self._token = token

@@ -24,6 +24,7 @@ NONCE_NBYTES = 32
 PROOF_NBYTES = 32
 MAX_UID_NBYTES = 256
 MAX_REASON_NBYTES = 1000
+NUM_PURPOSES = 64
 
 _PREFIX = struct.Struct("<4sBH")
 PREFIX_NBYTES = _PREFIX.size
@@ -31,7 +32,7 @@ _HELLO = struct.Struct(f"<HQIB{NONCE_NBYTES}s")
 
 
 class Purpose(IntEnum):
-    """What a connection is for."""
+    """Purposes of connections that kfcomm itself opens; other transports take other numbers below `NUM_PURPOSES`."""
 
     DATA = 0
     CONTROL = 1
@@ -47,7 +48,7 @@ class Hello(NamedTuple):
     protocol: int
     epoch: int
     rank: int
-    purpose: Purpose
+    purpose: int
     nonce: bytes
     uid: str
 
@@ -143,9 +144,9 @@ def decode(kind: int, body: bytes | bytearray) -> Message:
     match kind:
         case 1:
             protocol, epoch, rank, purpose, nonce = _HELLO.unpack_from(body)
-            if purpose not in set(Purpose):
-                raise RemoteProtocolError(f"HELLO for a purpose that there is not, {purpose}")
-            return Hello(protocol, epoch, rank, Purpose(purpose), nonce, _text(body[_HELLO.size :]))
+            if purpose >= NUM_PURPOSES:
+                raise RemoteProtocolError(f"HELLO with purpose {purpose}, outside 0..{NUM_PURPOSES - 1}")
+            return Hello(protocol, epoch, rank, purpose, nonce, _text(body[_HELLO.size :]))
         case 2:
             return Challenge(body[:NONCE_NBYTES], body[NONCE_NBYTES:])
         case 3:

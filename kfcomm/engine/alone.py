@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices.routes import choose
-from kfcomm.core.hello import Purpose
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.transports.connection import Connection
+from kfcomm.transports.sockets import Connection
 from kfcomm.types import Candidate, Layout, Wanted
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Alone:
         """Never called: a world of one sends nothing."""
         raise ConfigError("a world of one has no peers")
 
-    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
         """Never called: nobody listens."""
         raise ConfigError("a world of one has no peers")
 

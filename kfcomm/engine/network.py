@@ -1,7 +1,7 @@
 """The ways between processes: one listening port, a control thread, and stream links opened when they are used.
 
-Which kind of link an edge gets follows from where its ends are: shared memory on one host (a Unix socket where that
-cannot be), TCP between hosts; ``transport`` can ask for one kind alone.
+Which transport an edge gets follows from where its ends are, and from the setting ``transport``: see
+`kfcomm.transports.registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import msgpack
 
 from kfcomm.arrays.devices.routes import agree, choose
 from kfcomm.common.sockets import RESERVE, raise_limit
-from kfcomm.core.hello import Purpose
 from kfcomm.engine.control import ControlThread, World, addresses_of
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous import exit_report
@@ -27,13 +26,10 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_versions, close_store, join, leave_store, open_store
 from kfcomm.rendezvous.keyvalue import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.settings import Settings, host_and_port
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.sealed import Seals
+from kfcomm.transports.base import LinkRefused, Surroundings
+from kfcomm.transports.registry import AUTO, TCP, Transport, named, selected
 from kfcomm.transports.shm.heap import Array
-from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
-from kfcomm.transports.shm.sharing import Sharing
-from kfcomm.transports.sockets import Address, Listener
-from kfcomm.transports.stream import StreamLink
+from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import Candidate, Costs, Layout, Wanted
 
 if TYPE_CHECKING:
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
-    from kfcomm.transports.base import Link, Waiter
+    from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor
 
 DESCRIPTORS_PER_PEER = 10
@@ -142,10 +138,13 @@ class SocketNetwork:
         raise_limit(RESERVE + DESCRIPTORS_PER_PEER * len(self.peers))
         self._inbound: Waiter
         self._reactor: Reactor
-        self._sharing: Sharing | None = None
-        self._former: Sharing | None = None
+        self._transports = selected(settings.links)
+        self._endpoints: dict[int, Endpoint] = {}
+        """By the purpose of their connections, the preferred one first."""
+        self._former: dict[int, Endpoint] = {}
         self._fallback_said = False
-        self._unshared: set[int] = set()
+        self._refused: set[tuple[int, int]] = set()
+        """Peer and purpose of links that one of the two cannot make."""
         self._control: ControlThread | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -172,8 +171,7 @@ class SocketNetwork:
             if settings.join:
                 return await cls._enter(meeting, listener)
             peers = await join(settings, me, client)
-            if settings.links in ("unix", "shm"):
-                _check_one_host(peers, settings.links)
+            _check_reach(peers, settings.links)
             try:
                 _check_checksums(peers)
                 _check_devices(peers)
@@ -210,8 +208,7 @@ class SocketNetwork:
         try:
             peers = await exchange(me)
             check_versions(me, peers)
-            if settings.links in ("unix", "shm"):
-                _check_one_host(peers, settings.links)
+            _check_reach(peers, settings.links)
             _check_checksums(peers)
             _check_devices(peers)
             return cls(Meeting(settings, me, mark, None, None, tls, {}), peers, listener, range(settings.size))
@@ -257,14 +254,17 @@ class SocketNetwork:
     ) -> ControlPlane | None:
         """See ``session.Network``."""
         self._inbound, self._reactor = inbound, reactor
-        local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
-        if self._settings.links in ("auto", "shm") and len(local) > 1:
-            has_far = len(local) < len(self.peers)
-            self._sharing = Sharing(
-                self._loop, reactor, inbound, local, self._me.rank, has_far=has_far, former=self._former
-            )
-            self._former = None
-            inbound.tell_waits(self._sharing.hub.wake)
+        surroundings = Surroundings(
+            loop=self._loop, reactor=reactor, inbound=inbound, rank=self._me.rank,
+            local=tuple(peer for peer in range(len(self.peers)) if self._is_here(peer)), num_ranks=len(self.peers),
+            checksum=self._settings.checksum,
+        )  # fmt: skip
+        for transport in (*self._transports, TCP):
+            if transport.purpose not in self._endpoints:
+                former = self._former.pop(transport.purpose, None)
+                endpoint = transport.open_endpoint(replace(surroundings, former=former))
+                if endpoint is not None:
+                    self._endpoints[transport.purpose] = endpoint
         self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()
         self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")
@@ -272,54 +272,53 @@ class SocketNetwork:
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
-        refusal = ""
-        if self._shares_with(peer) and self._sharing is not None:
+        refusals: list[tuple[Transport, str]] = []
+        *preferred, last = self._ways(peer).values()
+        for way in preferred:
             try:
-                connection = await self._dial(peer, Purpose.SHARED_MEMORY)
-                return await self._sharing.connect(connection.plain, peer)
-            except SharingRefused as error:
-                if self._settings.links == "shm":
-                    raise
-                refusal = str(error)
-        connection = await self._dial(peer, Purpose.DATA)
-        if refusal:  # not before the peer has been reached: one that dies refuses too
-            self._unshared.add(peer)
-            self._say_fallback(peer, refusal)
-        return self._link(connection, peer)
+                return await self._open(way, peer)
+            except LinkRefused as error:
+                refusals.append((way[0], str(error)))
+        link = await self._open(last, peer)
+        for transport, reason in refusals:  # not before the peer was reached: one that dies refuses, too
+            self._refused.add((peer, transport.purpose))
+            self._say_fallback(peer, last[0], transport, reason)
+        return link
 
-    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
         """See ``session.Network``."""
-        if purpose is Purpose.SHARED_MEMORY and self._sharing is not None:
-            self._sharing.adopt(connection.plain, peer)
-        elif purpose is Purpose.DATA:
-            self._inbound.opened(self._link(connection, peer))
-        else:
+        endpoint = self._endpoints.get(purpose)
+        if endpoint is None:
             connection.close()
+        else:
+            endpoint.adopt(connection, peer)
 
     def forget(self, peer: int) -> None:
         """See ``session.Network``."""
-        if self._sharing is not None:
-            self._sharing.forget(peer)
+        for endpoint in self._endpoints.values():
+            endpoint.forget(peer)
 
     def sever(self) -> None:
         """See ``session.Network``."""
-        if self._sharing is not None:
-            self._sharing.hub.sever()
+        for endpoint in self._endpoints.values():
+            endpoint.sever()
 
     def room(self, nbytes: int) -> Array | None:
         """See ``session.Network``."""
-        return None if self._sharing is None else self._sharing.heaps.empty(nbytes)
+        blocks = (endpoint.empty(nbytes) for endpoint in self._endpoints.values())
+        return next((block for block in blocks if block is not None), None)
 
     def room_nbytes(self) -> int:
         """See ``session.Network``."""
-        return 0 if self._sharing is None else self._sharing.heaps.used_nbytes
+        return sum(endpoint.used_nbytes for endpoint in self._endpoints.values())
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
-        if self._shares_with(peer):
-            return "shared memory"
-        nearest = self._addresses(peer)[0]
-        return f"unix {nearest}" if isinstance(nearest, str) else f"tcp {nearest[0]}:{nearest[1]}"
+        transport = next(iter(self._ways(peer).values()))[0]
+        if transport.purpose != TCP.purpose:  # its connections carry no data: where they lead is of no interest
+            return transport.title
+        address = self._address(peer, transport)
+        return f"unix {address}" if isinstance(address, str) else f"tcp {address[0]}:{address[1]}"
 
     def may_live(self, peer: int) -> bool:
         """See ``session.Network``."""
@@ -328,8 +327,8 @@ class SocketNetwork:
 
     def descriptors(self) -> list[int]:
         """See ``session.Network``."""
-        shared = self._sharing.descriptors() if self._sharing is not None else []
-        return [*shared, *(self._control.descriptors() if self._control is not None else ())]
+        own = [descriptor for endpoint in self._endpoints.values() for descriptor in endpoint.descriptors()]
+        return [*own, *(self._control.descriptors() if self._control is not None else ())]
 
     async def open_door(self, epoch: int) -> SocketDoor:
         """See ``session.Network``."""
@@ -348,7 +347,7 @@ class SocketNetwork:
         peers += [replace(PeerInfo.from_wire(one.about), rank=len(doors) + place) for place, one in enumerate(joiners)]
         births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
         made = SocketNetwork(self._meeting, peers, listener, births, epoch)
-        made._former = self._sharing
+        made._former = dict(self._endpoints)
         return made
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
@@ -459,40 +458,40 @@ class SocketNetwork:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        sharing, self._sharing = self._sharing, None
-        if sharing is not None:
-            await sharing.close()
+        endpoints, self._endpoints = self._endpoints, {}
+        for endpoint in endpoints.values():
+            await endpoint.close()
         if not self._is_over and self._meeting.rendezvous is not None:
             await close_store(self._meeting.rendezvous, self._meeting.server)
 
-    def _link(self, connection: Connection, peer: int) -> StreamLink:
-        """Nothing can come between the ends of a Unix socket, which the kernel moves."""
-        is_sealed = self._settings.checksum and not connection.is_local
-        seals = Seals(connection.keys, has_payloads=True) if is_sealed else None
-        return StreamLink(connection.sock, self._reactor, self._inbound, peer, seals=seals)
+    async def _open(self, way: Sequence[Transport], peer: int) -> Link:
+        addresses = [self._address(peer, transport) for transport in way]
+        purpose = way[0].purpose
+        connection = await self._world.dial(peer, addresses, purpose, DIAL_TIMEOUT_S)
+        return await self._endpoints[purpose].connect(connection, peer)
 
-    async def _dial(self, peer: int, purpose: Purpose) -> Connection:
-        addresses = self._addresses(peer)
-        ways = addresses[:1] if purpose is Purpose.SHARED_MEMORY else addresses
-        return await self._world.dial(peer, ways, purpose, DIAL_TIMEOUT_S)
+    def _ways(self, peer: int) -> dict[int, list[Transport]]:
+        """The transports that reach a peer, by the purpose of their connections, the preferred one first."""
+        ways: dict[int, list[Transport]] = {}
+        has_unix = len(addresses_of(self.peers[peer], seen_from=self._me)) > 1
+        for transport in self._transports:
+            is_open = transport.purpose in self._endpoints and (peer, transport.purpose) not in self._refused
+            if is_open and (has_unix or not transport.is_local):
+                ways.setdefault(transport.purpose, []).append(transport)
+        return ways or {TCP.purpose: [TCP]}  # a peer whose setting is tcp has no Unix socket
 
-    def _addresses(self, peer: int) -> tuple[Address, ...]:
-        addresses = addresses_of(self.peers[peer], seen_from=self._me)
-        return addresses[:1] if self._settings.links in ("unix", "shm") else addresses
+    def _address(self, peer: int, transport: Transport) -> Address:
+        return addresses_of(self.peers[peer], seen_from=self._me)[0 if transport.is_local else -1]
 
     def _is_here(self, peer: int) -> bool:
         return self.layout.hosts[peer] == self.layout.hosts[self._me.rank]
 
-    def _shares_with(self, peer: int) -> bool:
-        """Descriptors can be passed over Unix sockets only."""
-        if self._sharing is None or peer in self._unshared:
-            return False
-        return isinstance(self._addresses(peer)[0], str)
-
-    def _say_fallback(self, peer: int, reason: str) -> None:
+    def _say_fallback(self, peer: int, used: Transport, refused: Transport, reason: str) -> None:
         if not self._fallback_said:
             self._fallback_said = True
-            logger.warning("rank %d and rank %d use Unix sockets, not shared memory: %s", self._me.rank, peer, reason)
+            logger.warning(
+                "rank %d and rank %d use %s, not %s: %s", self._me.rank, peer, used.title, refused.title, reason
+            )
 
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
@@ -536,10 +535,11 @@ async def _listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[
     """Open the port of this rank, and say what the others need to know of it."""
     if settings.store is None:
         raise ConfigError("a world of one has no network")
-    if settings.links == "shm" and (unsupported := why_unsupported()) is not None:
-        raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
+    if settings.links != AUTO and (unsupported := named(settings.links).why_unsupported()) is not None:
+        raise ConfigError(f"transport {settings.links!r} cannot work here: {unsupported}; use 'auto'")
     address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
-    unix = None if settings.links == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{mark}"
+    is_local = any(transport.is_local for transport in selected(settings.links))
+    unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
     listener = Listener(address, 0, unix=unix)
     me = PeerInfo.here(
         rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
@@ -557,10 +557,10 @@ def _unix_name(meeting: Meeting, epoch: int) -> str:
     return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}"
 
 
-def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:
+def _check_reach(peers: Sequence[PeerInfo], transport: str) -> None:
     here = host_id()
     others = [peer.rank for peer in peers if peer.host != here]
-    if others:
+    if others and all(one.is_local for one in selected(transport)):
         there = f"ranks {others[:16]}, which are on other hosts"
         raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")
 

@@ -29,7 +29,6 @@ from kfcomm.arrays.devices.routes import Choice
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import MAX_LEFT, GroupView
 from kfcomm.core.credit import credit_of
-from kfcomm.core.hello import Purpose
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
 from kfcomm.engine.closing import Closing, Drain
@@ -37,11 +36,11 @@ from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, ControlPlane, S
 from kfcomm.engine.engine import Engine
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
+from kfcomm.transports.backend import DeviceSetup
 from kfcomm.transports.base import Link, Waiter
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
+from kfcomm.transports.sockets import Connection
 from kfcomm.types import Candidate, Layout, Wanted
 
 logger = logging.getLogger("kfcomm")
@@ -68,7 +67,7 @@ class Network(Protocol):
             TransportError: it cannot be reached.
         """
 
-    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
         """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
 
     def forget(self, peer: int) -> None:
@@ -287,7 +286,7 @@ class Session:
 
     # ---------------------------------------------------------------- ControlEvents
 
-    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
         """A peer opened a connection for data: it may need this rank until the links are closed."""
         if self.engine.links.closing:
             connection.close()

@@ -22,7 +22,7 @@ from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.costs import is_plausible, saved_costs
 from kfcomm.rendezvous.interfaces import hostname
-from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.transports.registry import TRANSPORT_NAMES
 from kfcomm.types import Costs
 
 MAX_RANKS = 1 << 16
@@ -175,8 +175,8 @@ def _check(
         raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
     _check_text("version", versions[0], 64)
     _check_integer("protocol", versions[1], 0, 2**31 - 1)
-    if transport not in TRANSPORTS:
-        raise RemoteProtocolError(f"transport of a peer must be one of {', '.join(TRANSPORTS)}")
+    if transport not in TRANSPORT_NAMES:
+        raise RemoteProtocolError(f"transport of a peer must be one of {', '.join(TRANSPORT_NAMES)}")
     if not isinstance(checksum, bool):
         raise RemoteProtocolError("checksum of a peer must be true or false")
     _check_device(device)

@@ -21,12 +21,11 @@ from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
+from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds
 
-LINKS = ("auto", "tcp", "unix", "shm")
-TRANSPORTS = (*LINKS, "nccl")
 OTHER_VARIABLES = {"KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
 """Beside those that are called like an argument."""
 MAX_DIGITS = 4
@@ -72,7 +71,7 @@ class Settings(NamedTuple):
         store: ``http://host:port`` of the store; None for a world of one.
         token: the secret of the job; None for a world of one.
         strategy: name of the strategy, or rules by size.
-        transport: one of `TRANSPORTS`.
+        transport: one of `TRANSPORT_NAMES`.
         device: ``auto``, ``none``, ``cuda`` or ``cuda:N``.
         timeout_s: after this a wait fails.
         stall_after_s: after this a wait is reported.
@@ -126,7 +125,7 @@ class Settings(NamedTuple):
     @property
     def links(self) -> str:
         """The kind of links between the ranks, one of `LINKS`: NCCL carries device memory, and leaves links alone."""
-        return "auto" if self.transport == "nccl" else self.transport
+        return self.transport if self.transport in LINKS else AUTO
 
 
 def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settings:
@@ -166,7 +165,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         store=store,
         token=_find_token(reader, store, reasons),
         strategy=reader.text("strategy", "auto"),
-        transport=reader.choice("transport", TRANSPORTS),
+        transport=reader.choice("transport", TRANSPORT_NAMES),
         device=check_device(reader.text("device", "auto"), reader.name("device")),
         timeout_s=reader.seconds("timeout", 300.0),
         stall_after_s=reader.seconds("stall_after", 10.0),

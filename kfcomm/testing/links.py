@@ -9,12 +9,14 @@ import socket
 from collections.abc import Sequence
 from typing import Protocol
 
+from kfcomm.core.handshake import Keys
 from kfcomm.errors import TransportError
-from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.base import Link, Surroundings, Waiter
 from kfcomm.transports.memory import MemoryNetwork
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.transports.shm.heap import Array
-from kfcomm.transports.shm.sharing import Sharing
+from kfcomm.transports.sockets import Connection
 
 
 class Links(Protocol):
@@ -100,22 +102,22 @@ class InSharedMemory:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, Sharing]
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, ShmEndpoint]
     ) -> None:
         self._loop = loop
         self._reactor = reactor
         self._births = births
         self._latest = latest
-        self._ranks: dict[int, Sharing] = {}
+        self._ranks: dict[int, ShmEndpoint] = {}
         self._cut: set[int] = set()
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
-        birth, ranks = self._births[rank], range(len(self._births))
-        former = self._latest.get(birth)
-        sharing = Sharing(self._loop, self._reactor, waiter, ranks, rank, former=former)
-        self._ranks[rank] = self._latest[birth] = sharing
-        waiter.tell_waits(sharing.hub.wake)
+        birth, ranks = self._births[rank], tuple(range(len(self._births)))
+        surroundings = Surroundings(
+            self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(birth)
+        )
+        self._ranks[rank] = self._latest[birth] = ShmEndpoint(surroundings)
 
     async def connect(self, rank: int, peer: int) -> Link:
         """See `Links.connect`.
@@ -128,8 +130,9 @@ class InSharedMemory:
         near, far = socket.socketpair()
         near.setblocking(False)
         far.setblocking(False)
-        self._ranks[peer].adopt(far, rank)
-        return await self._ranks[rank].connect(near, peer)
+        keys = Keys(b"", b"")  # shared memory is not sealed
+        self._ranks[peer].adopt(Connection(far, keys), rank)
+        return await self._ranks[rank].connect(Connection(near, keys), peer)
 
     def cut(self, rank: int, *, reason: str) -> None:
         """See `Links.cut`."""

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, cast
 from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.arrays.devices.routes import choose
 from kfcomm.common.sizes import seconds_of
-from kfcomm.core.hello import Purpose
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.control.memory import MemoryHub
@@ -20,14 +19,13 @@ from kfcomm.engine.session import Session
 from kfcomm.errors import TransportError
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.testing.store import MemoryStore, Welcome
-from kfcomm.transports.backend import BackendMaker
+from kfcomm.transports.backend import BackendMaker, DeviceSetup
 from kfcomm.transports.base import Link, Waiter
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.transports.shm.heap import Array
-from kfcomm.transports.shm.sharing import Sharing
+from kfcomm.transports.sockets import Connection
 from kfcomm.types import Candidate, Layout, Seconds, Wanted
 from kfcomm.world.communicator import ARRIVED, Communicator
 from kfcomm.world.epochs import settle
@@ -181,7 +179,7 @@ class _Way:
             raise TransportError(f"rank {peer} is not in this world")
         return await self._links.connect(self._rank, peer)
 
-    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
         """Never called: there are no sockets."""
         raise TransportError("a world in memory has no sockets")
 
@@ -272,7 +270,7 @@ class MemoryWorld(Sequence[Communicator]):
             reactor = Reactor()
             self._driver = LoopDriver(reactor, loop, looks=1)
         self.dead: set[int] = set()
-        self._latest: dict[int, Sharing] = {}
+        self._latest: dict[int, ShmEndpoint] = {}
         self.store = self.new_store()
         self.reports = {rank: setup.reports[rank] for rank, setup in enumerate(setups)}
         self._settings = (limit_s, stall_s, monitor)

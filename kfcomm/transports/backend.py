@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kfcomm.arrays.devices import Device, Flat, Stream
-from kfcomm.types import Op, Verb
+from kfcomm.arrays.devices.base import Device, DeviceReport, Flat, Stream
+from kfcomm.arrays.devices.routes import Choice, choose
+from kfcomm.types import Layout, Op, Verb
 
 
 class Part(NamedTuple):
@@ -87,3 +88,38 @@ class BackendMaker(Protocol):
         Raises:
             TransportError: they did not find each other.
         """
+
+
+class DeviceSetup(NamedTuple):
+    """The devices of a world.
+
+    Attributes:
+        device: that of this rank; None if it has none.
+        reports: of all ranks, by rank in the world.
+        maker: of backends on the device; None if nothing runs collectives on it.
+        transport: what all ranks have agreed on, see ``routes.agree``.
+    """
+
+    device: Device | None
+    reports: tuple[DeviceReport, ...]
+    maker: BackendMaker | None
+    transport: str
+
+    @classmethod
+    def none(cls, size: int) -> DeviceSetup:
+        """That of a world of ``size`` ranks without a device."""
+        return cls(None, (DeviceReport(),) * size, None, "auto")
+
+    def route(self, members: Sequence[int], layout: Layout) -> Choice | None:
+        """The route of device memory in a group; None in a world without devices.
+
+        Args:
+            members: their ranks in the world, by rank in the group.
+            layout: hosts of the members.
+
+        Raises:
+            ConfigError: see ``routes.choose``.
+        """
+        if not any(report.kind for report in self.reports):
+            return None
+        return choose([self.reports[rank] for rank in members], layout, self.transport, members)

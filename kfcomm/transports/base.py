@@ -15,12 +15,23 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kfcomm.core.frame import Header
+from kfcomm.errors import TransportError
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from kfcomm.transports.reactor import Reactor
+    from kfcomm.transports.shm.heap import Array
     from kfcomm.transports.shm.slots import SlotMemory
+    from kfcomm.transports.sockets import Connection
+
+
+class LinkRefused(TransportError):
+    """The peer lives, but it or this process cannot use this transport: another one may serve."""
 
 
 class Counts(NamedTuple):
@@ -195,3 +206,71 @@ class Waiter(Inbound, Protocol):
     @property
     def slots(self) -> Watched:
         """What else is to be looked at where memory is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """One rank in one epoch, as its transports see it.
+
+    Attributes:
+        loop: where links are agreed on.
+        reactor: drives them from then on.
+        inbound: hears what arrives.
+        rank: world rank of this process.
+        local: world ranks on this host, this one included.
+        num_ranks: of the world.
+        checksum: whether frames that leave the host are sealed.
+        former: endpoint of the same transport in the epoch before; None in the first one.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    reactor: Reactor
+    inbound: Waiter
+    rank: int
+    local: tuple[int, ...]
+    num_ranks: int
+    checksum: bool = False
+    former: Endpoint | None = None
+
+
+class Endpoint(Protocol):
+    """One rank's end of all links of a transport, for one epoch.
+
+    Methods that return here are inherited by transports that have nothing to do for them.
+    """
+
+    async def connect(self, connection: Connection, peer: int) -> Link:
+        """Make a link of a connection that this rank opened; the connection is closed on failure.
+
+        Raises:
+            LinkRefused: this process or the peer cannot use this transport.
+            TransportError: the peer went away.
+        """
+
+    def adopt(self, connection: Connection, peer: int) -> None:
+        """Make a link of a connection that a peer opened; ``Inbound.opened`` follows if that works."""
+
+    def forget(self, peer: int) -> None:
+        """Release what is held for a peer that is gone for good."""
+        return
+
+    def sever(self) -> None:
+        """In a forked child: touch nothing any more that the parent shares with its peers."""
+        return
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must close, besides those of the links."""
+        return []
+
+    def empty(self, nbytes: int) -> Array | None:
+        """Memory that peers of this host can read in place; None where there is none."""
+        return None
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of such memory that are in use."""
+        return 0
+
+    async def close(self) -> None:
+        """End the links that are left, and release everything."""
+        return

@@ -16,9 +16,8 @@ from kfcomm.core.handshake import Keys
 from kfcomm.core.seal import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 from kfcomm.errors import ConfigError, RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame
-from kfcomm.transports.outbox import Outbox
+from kfcomm.transports.outbox import Outbox, StreamOptions
 
 Digest = Callable[[Any], bytes]
 """Of a payload: `DIGEST_NBYTES` bytes."""

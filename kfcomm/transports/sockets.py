@@ -18,10 +18,12 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kfcomm.common.sockets import readable, writable
-from kfcomm.errors import ConfigError, TransportError
+from kfcomm.core.handshake import Keys
+from kfcomm.errors import ConfigError, InternalError, TransportError
 
 Address = tuple[str, int] | str
 
@@ -246,6 +248,34 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """See ``socket.close``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Connection:
+    """Connection after its handshake: both ends have proven their identity, and share keys. Its holder closes it."""
+
+    sock: Stream
+    keys: Keys = field(repr=False)
+
+    @property
+    def plain(self) -> socket.socket:
+        """The socket itself, over which descriptors can be passed; never inside TLS.
+
+        Raises:
+            InternalError: it is inside TLS.
+        """
+        if not isinstance(self.sock, socket.socket):
+            raise InternalError("descriptors cannot be passed inside TLS")
+        return self.sock
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its bytes stay in the kernel of this host."""
+        return self.sock.family == socket.AF_UNIX
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
 
 
 async def send_all(sock: Stream, data: bytes) -> None:

@@ -24,15 +24,46 @@ from typing import Any
 
 from kfcomm.core.frame import Header, Kind, decode_head, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Counts, Inbound, Link, Owner
-from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.base import Counts, Endpoint, Inbound, Link, Owner, Surroundings
 from kfcomm.transports.order import Frame
-from kfcomm.transports.outbox import Outbox
+from kfcomm.transports.outbox import Outbox, StreamOptions
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
-from kfcomm.transports.sockets import Stream, broken, hold_little
+from kfcomm.transports.sockets import Connection, Stream, broken, hold_little
+from kfcomm.types import override
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
+
+
+def why_unsupported() -> str | None:
+    """Return why this process cannot use stream sockets: never."""
+    return None
+
+
+def open_endpoint(surroundings: Surroundings) -> StreamEndpoint:
+    """Open the stream links of one rank, TCP and Unix alike."""
+    return StreamEndpoint(surroundings)
+
+
+class StreamEndpoint(Endpoint):
+    """Stream links of one process: one for each connection."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+
+    @override
+    async def connect(self, connection: Connection, peer: int) -> StreamLink:
+        return self._link(connection, peer)
+
+    @override
+    def adopt(self, connection: Connection, peer: int) -> None:
+        self._surroundings.inbound.opened(self._link(connection, peer))
+
+    def _link(self, connection: Connection, peer: int) -> StreamLink:
+        # The kernel moves the bytes of a Unix socket: nothing can change them on their way.
+        is_sealed = self._surroundings.checksum and not connection.is_local
+        seals = Seals(connection.keys, has_payloads=True) if is_sealed else None
+        return StreamLink(connection.sock, self._surroundings.reactor, self._surroundings.inbound, peer, seals=seals)
 
 
 class StreamLink(Link):

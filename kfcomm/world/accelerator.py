@@ -14,7 +14,7 @@ from kfcomm.arrays.devices import lookup
 from kfcomm.arrays.devices.base import Device, DeviceReport
 from kfcomm.arrays.devices.routes import cautions
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.transports.device_setup import DeviceSetup
+from kfcomm.transports.backend import DeviceSetup
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:

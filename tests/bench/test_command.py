@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kfcomm.cli import main
-from kfcomm.rendezvous.settings import LINKS
+from kfcomm.transports.registry import LINKS
 from tests.launch.launched import ROOT, environ, finished
 from tests.support import free_port
 

@@ -8,7 +8,7 @@ import pytest
 
 from kfcomm.bench.suite import COLLECTIVES, Case, Mode, Suite
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import LINKS
+from kfcomm.transports.registry import LINKS
 from kfcomm.types import Op, Verb
 
 FULL = Suite(

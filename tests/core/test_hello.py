@@ -7,6 +7,7 @@ from kfcomm.core.hello import (
     MAX_REASON_NBYTES,
     MAX_UID_NBYTES,
     NONCE_NBYTES,
+    NUM_PURPOSES,
     PREFIX_NBYTES,
     Challenge,
     Hello,
@@ -96,10 +97,10 @@ def test_a_uid_is_legible(uid):
         decode(kind, body + uid)
 
 
-def test_there_are_so_many_purposes():
+def test_purpose_out_of_range_is_refused():
     data = bytearray(encode(HELLO))
-    data[PREFIX_NBYTES + 14] = len(Purpose)
-    with pytest.raises(RemoteProtocolError, match="purpose that there is not, 4"):
+    data[PREFIX_NBYTES + 14] = NUM_PURPOSES
+    with pytest.raises(RemoteProtocolError, match=r"purpose 64, outside 0\.\.63"):
         read(bytes(data))
 
 

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfcomm.core.hello import Purpose
 from kfcomm.engine.network import SocketNetwork
-from kfcomm.transports.shm.sharing import Sharing
+from kfcomm.transports.shm.endpoint import ShmEndpoint
 
 if TYPE_CHECKING:
     from tests.processes.actor import Actor
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1e-3
 
 
-def _sharing(me: Actor) -> Sharing:
+def _shared_memory(me: Actor) -> ShmEndpoint:
     network = me.comm._session.network
     assert isinstance(network, SocketNetwork)
-    assert network._sharing is not None
-    return network._sharing
+    endpoint = network._endpoints[Purpose.SHARED_MEMORY]
+    assert isinstance(endpoint, ShmEndpoint)
+    return endpoint
 
 
 def _pieces(me: Actor) -> int:
-    arena = _sharing(me)._arena
+    arena = _shared_memory(me)._arena
     return 0 if arena is None else arena.pieces_in_use
 
 
@@ -48,7 +50,7 @@ async def some_pieces(me: Actor) -> int:
 
 async def no_pieces(me: Actor) -> bool:
     """Returns when nobody reads anything of this rank's any more; whether nothing is kept for peers that are gone."""
-    hub = _sharing(me).hub
+    hub = _shared_memory(me).hub
     while _pieces(me):
         hub.wake()
         await asyncio.sleep(LOOK_EVERY_S)
@@ -57,7 +59,7 @@ async def no_pieces(me: Actor) -> bool:
 
 async def rest(me: Actor) -> list[bool]:
     """Returns when the hub rests; whether each link then says that it has to be woken."""
-    hub = _sharing(me).hub
+    hub = _shared_memory(me).hub
     while hub.is_awake:  # noqa: ASYNC110  nobody is told
         await asyncio.sleep(LOOK_EVERY_S)
     return [bool(link._words[link._near]) for link in hub._links]
@@ -80,7 +82,7 @@ async def fork_a_meddler(me: Actor) -> None:
     child = os.fork()
     if child == 0:
         try:
-            hub = _sharing(me).hub
+            hub = _shared_memory(me).hub
             for link in me.comm._session.engine.links._links():
                 link.send((6, 1, 1))
                 link.flush()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect, host_and_port, misspelt, store_url
+from kfcomm.rendezvous.settings import Settings, detect, host_and_port, misspelt, store_url
+from kfcomm.transports.registry import TRANSPORT_NAMES
 
 TOKEN = "a token that is long enough"
 STORE = "http://10.0.0.1:29600"
@@ -103,7 +104,7 @@ def test_what_is_no_device_is_refused(choice: str) -> None:
         detect({}, device=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORT_NAMES)
 def test_nccl_leaves_the_links_as_they_are(transport: str) -> None:
     settings = detect({"KFCOMM_TRANSPORT": transport})
     assert settings.transport == transport

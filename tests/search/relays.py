@@ -22,7 +22,7 @@ import uvloop
 from kfcomm.common.tls import make
 from kfcomm.engine import recovery
 from kfcomm.engine.control import links
-from kfcomm.transports import greeting
+from kfcomm.transports import handshake
 from tests.relays import Relay
 from tests.test_relays import ends, joined
 
@@ -36,7 +36,7 @@ async def search(until_s: float, random: Random, certificates: str) -> tuple[int
     while time.monotonic() < until_s:
         settings: dict[str, Any] = random.choice([{"checksum": True}, {"tls": certificates}])
         relay = Relay(random, spared=300 if "checksum" in settings else 4000, every=random.choice([4, 10, 40]))
-        greeting.connect = relay.connect  # type: ignore[assignment]
+        handshake.connect = relay.connect  # type: ignore[assignment]
         async with joined(3, **settings) as comms:
             while relay.done < HARMS_OF_A_WORLD and time.monotonic() < until_s:
                 total += await ends(comms, random, 10)

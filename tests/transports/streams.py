@@ -14,7 +14,7 @@ from pathlib import Path
 from kfcomm.common.tls import load, make
 from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import Keys
-from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
+from kfcomm.transports.outbox import MAX_HEAD_NBYTES, StreamOptions
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.stream import StreamLink
 from kfcomm.transports.tls import secured

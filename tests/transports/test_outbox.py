@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import PREFIX_NBYTES, Kind, decode_header, decode_prefix, make_encoder
-from kfcomm.transports.options import StreamOptions
-from kfcomm.transports.outbox import Outbox
+from kfcomm.transports.outbox import Outbox, StreamOptions
 
 
 class Owner:

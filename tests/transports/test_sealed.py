@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import Kind, make_encoder
 from kfcomm.core.handshake import Keys
 from kfcomm.errors import ConfigError, RemoteProtocolError
-from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.outbox import StreamOptions
 from kfcomm.transports.sealed import Seals, payload_digest
 from kfcomm.transports.stream import StreamLink
 from tests.support import on_every_loop

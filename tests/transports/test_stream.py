@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, MAX_PAYLOAD_NBYTES, PREFIX, make_encoder
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.outbox import StreamOptions
 from kfcomm.transports.stream import StreamLink
 from tests.support import half_close, on_every_loop
 from tests.transports.streams import BUSY, KINDS, LINKS, Notes, Owner, against_raw, chunk, linked, noise, sockets

@@ -23,7 +23,8 @@ from kfcomm.cli.topologies import topologies
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.common.spelling import meant
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import LINKS, TRANSPORTS, Settings, detect
+from kfcomm.rendezvous.settings import Settings, detect
+from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES
 from kfcomm.types import Op, Verb
 
 _CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)
@@ -101,7 +102,7 @@ class _Bench(WithSizes):
     "--transport",
     "transports",
     multiple=True,
-    type=Choice(TRANSPORTS),
+    type=Choice(TRANSPORT_NAMES),
     metavar="NAME",
     help=f"Kind of links: {_listed(LINKS)}; auto by default; nccl with --device gpu. *",
 )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 
 import click
@@ -19,7 +17,7 @@ from kfcomm.rendezvous.costs import describe_saved
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, hostname, interfaces
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
-from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.transports.registry import AUTO, LINKS, TCP, TRANSPORTS, named, selected
 from kfcomm.world.accelerator import look
 
 Row = tuple[str, str]
@@ -54,7 +52,7 @@ def explain(environ: Mapping[str, str]) -> tuple[str, int]:
         _section("interfaces", _interfaces(address)),
         *fixed,
     ]
-    works = address is not None and (settings.transport != "shm" or why_unsupported() is None)
+    works = address is not None and (settings.links == AUTO or named(settings.links).why_unsupported() is None)
     works = works and refused is None and (settings.transport != "nccl" or bool(device.backend))
     return "\n".join(shown), 0 if works else 2
 
@@ -112,15 +110,25 @@ def _costs() -> str:
 
 def _transport(asked: str, device: DeviceReport) -> str:
     """What was asked for, and what that means here. A peer that cannot share memory gets Unix sockets all the same."""
-    unsupported = why_unsupported()
-    if asked in ("auto", "nccl"):
-        within = "shared memory" if unsupported is None else f"Unix sockets ({unsupported})"
-        links = f"{within} within a host, TCP between hosts"
-        if asked == "nccl":
-            works = "NCCL for device memory" if device.backend else f"cannot work ({device.lack}); use auto"
-            return f"nccl: {works}; for host memory {links}"
-        return f"auto: {links}"
-    return asked if asked != "shm" or unsupported is None else f"shm: cannot work ({unsupported}); use auto"
+    if asked in LINKS and asked != AUTO:
+        unsupported = named(asked).why_unsupported()
+        return asked if unsupported is None else f"{asked}: cannot work ({unsupported}); use auto"
+    links = f"{_within_a_host()} within a host, {TCP.title} between hosts"
+    if asked == AUTO:
+        return f"{AUTO}: {links}"
+    works = f"{named(asked).title} for device memory" if device.backend else f"cannot work ({device.lack}); use auto"
+    return f"{asked}: {works}; for host memory {links}"
+
+
+def _within_a_host() -> str:
+    """The transport that ``auto`` takes between processes of this host, and why not the preferred one, if so."""
+    obstacle = ""
+    for transport in selected(AUTO):
+        unsupported = transport.why_unsupported()
+        if unsupported is None:
+            return transport.title + obstacle
+        obstacle = obstacle or f" ({unsupported})"
+    return f"nothing{obstacle}"
 
 
 def _look(settings: Settings) -> tuple[DeviceReport, str | None]:
@@ -164,21 +172,14 @@ def _interfaces(chosen: str | None) -> list[Row]:
     return [(each.name, each.address + ("  <- chosen" if each.address == chosen else "")) for each in interfaces()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    name: str
-    works: bool
-    what: str
-
-
 def _links() -> list[Row]:
-    unsupported = why_unsupported()
-    links = (
-        _Link("tcp", True, "between any hosts"),
-        _Link("unix", hasattr(socket, "AF_UNIX"), "between processes of one host"),
-        _Link("shm", unsupported is None, unsupported or "between processes of one host, through memory of both"),
-    )
-    return [(link.name, f"{'yes' if link.works else 'no ':3}  {link.what}") for link in links]
+    rows = []
+    for transport in TRANSPORTS:
+        if transport.has_links:
+            unsupported = transport.why_unsupported()
+            works = "yes" if unsupported is None else "no "
+            rows.append((transport.name, f"{works}  {unsupported or transport.about}"))
+    return rows
 
 
 def _versions() -> list[Row]:

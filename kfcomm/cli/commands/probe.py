@@ -21,7 +21,8 @@ from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.interfaces import hostname
-from kfcomm.rendezvous.settings import LINKS, Settings, detect
+from kfcomm.rendezvous.settings import Settings, detect
+from kfcomm.transports.registry import LINKS
 
 if TYPE_CHECKING:
     from kfcomm import Communicator

@@ -17,7 +17,8 @@ from kfcomm.cli.spelling import Choice
 from kfcomm.launch.job import RunOptions
 from kfcomm.launch.run import run as run_job
 from kfcomm.launch.stdio import open_standard_descriptors
-from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
+from kfcomm.rendezvous.settings import misspelt
+from kfcomm.transports.registry import TRANSPORT_NAMES
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -36,7 +37,7 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=Choice(TRANSPORTS), help="Kind of links between the ranks, or nccl.")
+@click.option("--transport", type=Choice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl.")
 @device
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(

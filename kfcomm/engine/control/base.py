@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.core.gossip import CollectiveId
-from kfcomm.core.hello import Purpose
 from kfcomm.core.membership import Message
 from kfcomm.engine.control.clock import ClockSample
-from kfcomm.transports.connection import Connection
+from kfcomm.transports.sockets import Connection
 
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side, too."""
@@ -38,7 +37,7 @@ ToldClock = Callable[[ClockSample | None], None]
 class ControlEvents(Protocol):
     """Who hears the news (the engine). All calls come where the engine runs."""
 
-    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
         """``rank`` has opened a connection for data and proven who it is; the connection is the engine's now."""
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Inbound, Link
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
+from kfcomm.transports.outbox import MAX_HEAD_NBYTES, StreamOptions
 from kfcomm.transports.sealed import Seals
-from kfcomm.transports.sockets import DialRefused, is_silent_host, watch
+from kfcomm.transports.sockets import Connection, DialRefused, is_silent_host, watch
 from kfcomm.transports.stream import StreamLink
 
 if TYPE_CHECKING:

@@ -155,7 +155,7 @@ class ControlNode:
         is_lost = hello.rank in self._lost
         if self._is_over:
             # it may be right, and this rank lost, until the epoch is over; then it hears what has become of it
-            is_to_hear = is_lost and hello.purpose is Purpose.CONTROL
+            is_to_hear = is_lost and hello.purpose == Purpose.CONTROL
             return None if is_to_hear else "this epoch is over"
         return f"rank {hello.rank} has been declared lost" if is_lost else None
 

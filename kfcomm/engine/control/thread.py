@@ -30,11 +30,10 @@ from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.engine.control.node import ControlNode
 from kfcomm.engine.control.upcalls import Upcalls
 from kfcomm.errors import KfcommError, LocalProtocolError
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, STRANGER_S, dial, serve
-from kfcomm.transports.greeting import answer as greet
+from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, STRANGER_S, dial, serve
+from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.sockets import Address, Listener
+from kfcomm.transports.sockets import Address, Connection, Listener
 
 if TYPE_CHECKING:
     from kfcomm.common.tls import Tls
@@ -87,11 +86,11 @@ class World(NamedTuple):
         """Who ``rank`` has to prove to be."""
         return Identity(rank, self.peers[rank].uid)
 
-    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> Connection:
+    async def dial(self, rank: int, addresses: Sequence[Address], purpose: int, timeout_s: float) -> Connection:
         """A connection to ``rank`` on which both sides have proven who they are.
 
         Raises:
-            DialRefused: see `kfcomm.transports.greeting.dial`.
+            DialRefused: see `kfcomm.transports.handshake.dial`.
         """
         me, peer = self.identity(self.rank), self.identity(rank)
         return await dial(
@@ -293,9 +292,9 @@ class ControlThread:
         )
 
         def welcome(connection: Connection, hello: Hello) -> None:
-            if hello.purpose is Purpose.CONTROL:
+            if hello.purpose == Purpose.CONTROL:
                 node.links.add(hello.rank, connection)
-            elif hello.purpose is Purpose.CLOCK:
+            elif hello.purpose == Purpose.CLOCK:
                 sock, timeout_s = connection.sock, world.handshake_timeout_s
                 answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=timeout_s))
                 answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step

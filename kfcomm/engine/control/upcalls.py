@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kfcomm.core.hello import Purpose
 from kfcomm.engine.control.base import ControlEvents
-from kfcomm.transports.connection import Connection
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.sockets import Connection
 
 _LOG = logging.getLogger("kfcomm.control")
 
@@ -24,9 +23,9 @@ class Upcalls:
         self.events = events
         self._reactor = reactor
         self._closed = False
-        self._offered: dict[Connection, tuple[int, Purpose]] = {}
+        self._offered: dict[Connection, tuple[int, int]] = {}
 
-    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
         """Hand a data connection over; it is closed if there is nobody to take it."""
         self._offered[connection] = (rank, purpose)
         if not self.post(self._take, connection):

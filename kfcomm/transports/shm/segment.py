@@ -14,6 +14,7 @@ import socket
 import sys
 
 from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.transports.base import LinkRefused
 
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 
@@ -21,10 +22,6 @@ if sys.platform == "linux":
     import fcntl
 
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class SharingRefused(TransportError):
-    """The peer is there, but it or this process cannot share memory."""
 
 
 def why_unsupported() -> str | None:
@@ -52,7 +49,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     """A new segment: its descriptor, which is the caller's to close, and its mapping.
 
     Raises:
-        SharingRefused: the system does not give the memory.
+        LinkRefused: the system does not give the memory.
     """
     try:
         descriptor = make(name, nbytes)
@@ -62,7 +59,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise SharingRefused(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
+        raise LinkRefused(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
 
 
 def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:

@@ -203,7 +203,7 @@ class SlotMemory:
         """New memory.
 
         Raises:
-            SharingRefused: the system does not give the memory.
+            LinkRefused: the system does not give the memory.
         """
         descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         mapping.close()

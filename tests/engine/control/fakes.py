@@ -15,9 +15,8 @@ from typing import Any
 
 from kfcomm.core.hello import Purpose
 from kfcomm.engine.control import ControlPlane, ControlThread, World
-from kfcomm.transports.connection import Connection
-from kfcomm.transports.greeting import dial
-from kfcomm.transports.sockets import Listener
+from kfcomm.transports.handshake import dial
+from kfcomm.transports.sockets import Connection, Listener
 
 TOKEN = b"a token that only this world knows"
 EPOCH = 3

@@ -56,7 +56,7 @@ class Process:
     """One side of links: a reactor that a loop drives, a hub, an arena, and the notes of each link.
 
     Attributes:
-        hub, arena: as `Sharing` has them.
+        hub, arena: as `ShmEndpoint` has them.
     """
 
     def __init__(self, loop, *, slabs=16, is_waiting=never):

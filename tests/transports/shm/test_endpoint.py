@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from kfcomm.core.handshake import Keys
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
+from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.shm import greeting, segment, sharing
+from kfcomm.transports.shm import endpoint, segment
 from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
-from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
+from kfcomm.transports.shm.endpoint import ShmEndpoint, accept, offer
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.segment import create
 from kfcomm.transports.shm.shared import SHARED_NBYTES
-from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.shm.slots import SlotMemory, nbytes_of_regions
+from kfcomm.transports.sockets import Connection
 from tests.leaks import descriptors
 from tests.transports.shm.pairs import MIB, NoSlots, turns
 from tests.transports.streams import Notes, chunk, noise
@@ -32,38 +34,46 @@ class Inbound(Notes):
         self.slots = NoSlots()
         self.links = []
 
+    def tell_waits(self, begins):
+        """Nothing is ever in flight here."""
+
     def opened(self, link):
         self.links.append(link)
         self._heard.set()
 
 
+BOTH = (0, 1)
+
+
+def over(sock):
+    """The connection of this socket after its handshake; shared memory needs no keys."""
+    return Connection(sock, Keys(b"", b""))
+
+
 @contextlib.asynccontextmanager
 async def two():
-    """Two processes' sharing, their inbounds, and connected sockets; afterwards nothing is open."""
+    """Two processes' endpoints, their inbounds, and connected sockets; afterwards nothing is open."""
     loop = asyncio.get_running_loop()
     inbounds = Inbound(), Inbound()
     reactors = Reactor(), Reactor()
     drivers = [LoopDriver(reactor, loop, looks=1) for reactor in reactors]
-    sharings = [
-        Sharing(loop, reactor, inbound, (0, 1), rank)
+    endpoints = [
+        ShmEndpoint(Surroundings(loop, reactor, inbound, rank, BOTH, 2))
         for rank, (reactor, inbound) in enumerate(zip(reactors, inbounds, strict=True))
     ]
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
     try:
-        yield sharings, inbounds, socks
+        yield endpoints, inbounds, socks
     finally:
-        for one in sharings:
+        for one in endpoints:
             await one.close()
         for sock in socks:
             sock.close()
         await turns(3)
         for driver in drivers:
             driver.close()
-
-
-BOTH = (0, 1)
 
 
 @contextlib.contextmanager
@@ -101,8 +111,8 @@ async def carries(link, heard):
 @pytest.mark.asyncio
 async def test_a_link_comes_about_and_works():
     async with two() as ((here, there), (notes, heard), (near, far)):
-        there.adopt(far, 0)
-        link = await here.connect(near, 1)
+        there.adopt(over(far), 0)
+        link = await here.connect(over(near), 1)
         await carries(link, heard)
         assert (link.peer, heard.links[0].peer) == (1, 0)
         assert repr(link) == "<ShmSender to rank 1, open>"
@@ -127,8 +137,8 @@ def in_dev_shm():
 async def test_nothing_of_it_has_a_name():
     before = in_dev_shm()
     async with two() as ((here, there), _, (near, far)):
-        there.adopt(far, 0)
-        await here.connect(near, 1)
+        there.adopt(over(far), 0)
+        await here.connect(over(near), 1)
         assert in_dev_shm() == before
         opened = [target for target in descriptors() if "memfd" in target]
         assert opened
@@ -140,8 +150,8 @@ async def test_nothing_of_it_has_a_name():
 @pytest.mark.asyncio
 async def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
     async with two() as ((here, there), (notes, heard), (near, far)):
-        there.adopt(far, 0)
-        link = await here.connect(near, 1)
+        there.adopt(over(far), 0)
+        link = await here.connect(over(near), 1)
         await there.close()
         await here.close()
         await notes.until(lambda notes: notes.ends)
@@ -158,12 +168,11 @@ async def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
 @pytest.mark.parametrize("unable", [0, 1])
 async def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
     async with two() as ((here, there), (_, heard), (near, far)):
-        answers = [lambda: "not on this host", lambda: None]
-        monkeypatch.setattr(sharing, "why_unsupported", answers[unable])
-        monkeypatch.setattr(greeting, "why_unsupported", answers[1 - unable])
-        there.adopt(far, 0)
-        with pytest.raises(SharingRefused, match="not on this host"):
-            await here.connect(near, 1)
+        answers = iter([None] * unable + ["not on this host"] * 2)  # the side that connects asks first
+        monkeypatch.setattr(endpoint, "why_unsupported", lambda: next(answers))
+        there.adopt(over(far), 0)
+        with pytest.raises(LinkRefused, match="not on this host"):
+            await here.connect(over(near), 1)
         assert near.fileno() < 0
         while far.fileno() >= 0:  # noqa: ASYNC110  its task tells nobody
             await asyncio.sleep(0)
@@ -182,8 +191,8 @@ async def test_a_system_that_gives_no_memory(which, monkeypatch):
 
     monkeypatch.setattr(segment, "make", failing)
     async with two() as ((here, _), _, (near, _)):
-        with pytest.raises(SharingRefused, match="Cannot allocate memory"):
-            await here.connect(near, 1)
+        with pytest.raises(LinkRefused, match="Cannot allocate memory"):
+            await here.connect(over(near), 1)
         assert near.fileno() < 0
 
 
@@ -196,7 +205,7 @@ async def test_sockets_that_pass_no_descriptors():
             other, _ = listener.accept()
             other.close()  # a TCP socket takes the message, and drops the descriptors
             with pytest.raises(KfcommError):
-                await here.connect(sock, 1)
+                await here.connect(over(sock), 1)
             assert sock.fileno() < 0
 
 
@@ -212,7 +221,7 @@ def memory(nbytes, sealed=True):
 
 
 def message(*, magic=b"kfcomm 3", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
-    return greeting._OFFER.pack(magic, shared, arena, max_lent)
+    return endpoint._OFFER.pack(magic, shared, arena, max_lent)
 
 
 SLOTS = 2 * nbytes_of_regions(2)
@@ -283,7 +292,7 @@ async def test_a_refusal_is_told_as_one(answer):
     with pair() as (sock, peer), arena() as mine, slots() as shown:
         peer.send(answer)
         peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(SharingRefused) as caught:
+        with pytest.raises(LinkRefused) as caught:
             await offer(sock, mine, 4, shown, None)
         assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
@@ -294,7 +303,7 @@ async def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
         peer.close()
         with pytest.raises(TransportError) as caught:
             await offer(sock, mine, 4, shown, None)
-        assert not isinstance(caught.value, SharingRefused)
+        assert not isinstance(caught.value, LinkRefused)
 
 
 @pytest.mark.asyncio
@@ -311,7 +320,7 @@ async def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
         with arena() as mine, slots() as shown:
             offering = asyncio.ensure_future(offer(near, mine, 4, shown, None))
             await asyncio.sleep(0)
-            there.adopt(far, 0)
+            there.adopt(over(far), 0)
             await heard.until(lambda heard: heard.links)
             await offering
             near.close()
@@ -329,7 +338,7 @@ async def test_a_connection_without_an_offer_is_given_up():
 
 @pytest.mark.asyncio
 async def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
-    monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
+    monkeypatch.setattr(endpoint, "OFFER_WITHIN_S", 0.0)
     with pair() as (sock, peer), arena() as mine, slots() as shown:
         offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
         await turns(50)
@@ -341,17 +350,17 @@ async def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
 @pytest.mark.asyncio
 async def test_greetings_under_way_end_with_the_sharing():
     async with two() as ((here, there), _, (near, far)):
-        there.adopt(far, 0)
+        there.adopt(over(far), 0)
         await there.close()
         assert far.fileno() < 0
-        connecting = asyncio.ensure_future(here.connect(near, 1))
+        connecting = asyncio.ensure_future(here.connect(over(near), 1))
         await asyncio.sleep(0)
         connecting.cancel()
         with pytest.raises((asyncio.CancelledError, KfcommError)):
             await connecting
         assert near.fileno() < 0
     async with two() as ((_, there), _, (_, far)):
-        there.adopt(far, 0)
+        there.adopt(over(far), 0)
         await turns(3)  # its task has begun to wait
         await there.close()
         assert far.fileno() < 0
@@ -360,17 +369,17 @@ async def test_greetings_under_way_end_with_the_sharing():
 @pytest.mark.asyncio
 async def test_a_link_that_is_made_after_its_memory_was_handed_on_has_other_memory():
     async with two() as ((here, there), (_, heard), (near, far)):
-        there.adopt(far, 0)
-        await here.connect(near, 1)
+        there.adopt(over(far), 0)
+        await here.connect(over(near), 1)
         handed = here._arena.descriptor
         reactor = Reactor()
-        following = Sharing(asyncio.get_running_loop(), reactor, Inbound(), BOTH, 0, former=here)
+        following = ShmEndpoint(Surroundings(asyncio.get_running_loop(), reactor, Inbound(), 0, BOTH, 2, former=here))
         assert following.descriptors() == [handed]
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.setblocking(False)
-        there.adopt(far, 0)
-        link = await here.connect(near, 1)
+        there.adopt(over(far), 0)
+        link = await here.connect(over(near), 1)
         await carries(link, heard)
         await following.close()
         reactor.close()
@@ -381,8 +390,8 @@ async def test_the_more_peers_the_more_memory_and_the_less_is_lent():
     loop = asyncio.get_running_loop()
     for peers in (0, 1, 3, 7, 31, 32, 63):
         reactor = Reactor()
-        made = Sharing(loop, reactor, Inbound(), range(peers + 1), 0)
-        assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
+        made = ShmEndpoint(Surroundings(loop, reactor, Inbound(), 0, tuple(range(peers + 1)), peers + 1))
+        assert endpoint.MIN_SLABS <= made._num_slabs <= endpoint.MAX_SLABS
         assert 2 * made._max_lent * peers <= made._num_slabs
         await made.close()
         reactor.close()

@@ -16,8 +16,8 @@ from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
 from kfcomm.core.strangers import Strangers
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
-from kfcomm.transports import greeting
-from kfcomm.transports.greeting import answer, dial, serve
+from kfcomm.transports import handshake
+from kfcomm.transports.handshake import answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
 from tests.support import half_close, on_every_loop
@@ -58,7 +58,7 @@ class Reception:
 def wanted(hello):
     if (hello.rank, hello.uid) != (ME.rank, ME.uid):
         return f"rank {hello.rank} with uid {hello.uid} is not of this epoch"
-    return None if hello.purpose is Purpose.DATA else "no control links here"
+    return None if hello.purpose == Purpose.DATA else "no control links here"
 
 
 @contextlib.asynccontextmanager
@@ -321,8 +321,8 @@ async def test_a_peer_that_vanishes_is_an_error_of_the_transport(when):
     theirs.send(MAGIC[:1])
     if when == "before":
         theirs.close()
-    dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
-    greeted = asyncio.create_task(greeting._greet(ours, dialler, None))
+    dialler = handshake.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
+    greeted = asyncio.create_task(handshake._greet(ours, dialler, None))
     await asyncio.sleep(0)
     theirs.close()  # its HELLO unread: a Unix socket is then reset
     with pytest.raises(TransportError, match=r"lost during the handshake: (Broken pipe|Connection reset by peer)"):
@@ -342,7 +342,7 @@ async def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
         return None
 
     ours, theirs = sockets()
-    monkeypatch.setattr(greeting, "_converse", finished)
+    monkeypatch.setattr(handshake, "_converse", finished)
     with pytest.raises(InternalError):
         await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4)
     theirs.close()

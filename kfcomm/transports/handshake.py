@@ -24,7 +24,6 @@ from kfcomm.core.hello import (
     PREFIX_NBYTES,
     Hello,
     Message,
-    Purpose,
     Refused,
     decode,
     decode_prefix,
@@ -32,9 +31,9 @@ from kfcomm.core.hello import (
 )
 from kfcomm.core.strangers import Strangers
 from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
-from kfcomm.transports.connection import Connection
 from kfcomm.transports.sockets import (
     Address,
+    Connection,
     DialRefused,
     Listener,
     Stream,
@@ -62,7 +61,7 @@ STRANGER_S = 5.0
 
 async def dial(
     addresses: Iterable[Address], me: Identity, peer: Identity, *,
-    purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S, tls: Tls | None = None,
+    purpose: int, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S, tls: Tls | None = None,
 ) -> Connection:  # fmt: skip
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
