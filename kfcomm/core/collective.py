@@ -1,27 +1,27 @@
-"""The records that the router keeps: groups, names, posted collectives, early arrivals, and the ends of links.
+"""Records of the router: groups, names and posted collectives.
 
-They hold state and answer questions about it; what happens to them is decided in ``core.router``.
+They hold state and answer questions about it; `kfcomm.core.router` decides what happens to them. Records of the ends of
+links are in `kfcomm.core.links`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
-from kfcomm.core.frame import Header
 from kfcomm.core.machine import UP, Effect, Machine
 from kfcomm.core.program import Lane, Program, Route
+
+if TYPE_CHECKING:
+    from kfcomm.core.links import Early
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or whatever a peer sent in its place."""
 
 
 MAX_LEFT = 1 << 10
-"""Groups that were left, of which something is still known: the latest."""
+"""Latest groups that were left, of which names and links still know something."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,31 +169,6 @@ class Series:
         self.is_known = False
 
 
-class Arrival:
-    """What one link brings of one series on one lane: found by the numbers in a chunk's header.
-
-    Attributes:
-        series: the series.
-        live: the uses of its name in flight.
-        route: of the program.
-        posted: the bit of the sender; see ``Collective``.
-        last, last_nbytes, nbytes: the number of the last chunk, its size, and that of the others.
-    """
-
-    __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "series")
-
-    def __init__(self, series: Series, route: Route, sender: int) -> None:
-        program, sizes, lane = series.program, series.sizes, route.lane
-        item = sizes.partial if route.is_partial else sizes.item
-        self.series = series
-        self.live = series.key.live
-        self.route = route
-        self.posted = 1 << sender
-        self.last = lane.num_chunks - 1
-        self.nbytes = program.chunk_elements * item
-        self.last_nbytes = lane.count * item - self.last * self.nbytes
-
-
 class Collective(Machine):
     """A machine with a name: posted, and not complete.
 
@@ -291,90 +266,6 @@ class Collective(Machine):
         """Group ranks not known to have posted it."""
         posted = self.heard()
         return tuple(rank for rank in range(self.group.size) if not posted >> rank & 1)
-
-
-class Early:
-    """What came for a collective before it was posted."""
-
-    __slots__ = ("asks", "collective", "dropped", "items", "signature")
-
-    def __init__(self, signature: AnySignature | None) -> None:
-        self.signature = signature
-        self.items: list[EarlyItem] = []
-        self.asks: list[tuple[Incoming, AnySignature, Header]] | None = None
-        self.collective: Collective | None = None
-        self.dropped = False
-
-
-class Incoming:
-    """The receiving end of a link from ``peer`` (world rank): its names, and its credit.
-
-    Attributes:
-        number: what the peer calls this link; 0 until it has said so.
-        arrivals: by the numbers of key, signature and lane, and the phase: what is known of such chunks.
-        given_up: numbers of keys below this one may have stood for others, of groups that the peer has left.
-    """
-
-    __slots__ = ("arrivals", "asks", "given_up", "keys", "number", "peer", "signatures", "window")
-
-    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
-        self.peer = peer
-        self.number = 0
-        self.window = ReceiveWindow(credit)
-        self.keys: dict[int, Key] = {}
-        self.signatures: dict[int, AnySignature] = {}
-        self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}
-        self.asks = 0
-        self.given_up = 0
-
-    def forget(self, group_id: bytes) -> None:
-        """The peer has left a group. O(names on this link)."""
-        numbers = {number for number, key in self.keys.items() if key.group_id == group_id}
-        for number in numbers:
-            del self.keys[number]
-        for known in [known for known in self.arrivals if known[0] in numbers]:
-            del self.arrivals[known]
-        self.given_up = max(self.given_up, 1 + max(numbers, default=-1))
-
-
-class Outgoing:
-    """The sending end of a link to ``peer`` (world rank): what was defined on it, and our credit.
-
-    Attributes:
-        number: of all links to this peer.
-        former: keys that were defined on it, and whose numbers stand for others now.
-        known: what may be sent without defining anything first.
-        left: the latest groups of which the peer was told that this rank has left them.
-    """
-
-    __slots__ = ("former", "keys", "known", "left", "number", "peer", "signatures", "window")
-    arrivals: Mapping[tuple[int, int, int, int], Arrival] = MappingProxyType({})  # nothing is received
-
-    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
-        self.peer = peer
-        self.number = number
-        self.window = SendWindow(credit)
-        self.keys: dict[int, Key] = {}
-        self.former: list[Key] = []
-        self.known: set[Series] = set()
-        self.left: deque[bytes] = deque(maxlen=MAX_LEFT)
-        self.signatures: dict[int, AnySignature] = {}
-
-    def forget(self, group_id: bytes) -> bool:
-        """This rank has left a group; whether anything was defined for it. O(names on this link)."""
-        numbers = [number for number, key in self.keys.items() if key.group_id == group_id]
-        if not numbers:
-            return False
-        for number in numbers:
-            del self.keys[number]
-        self.former = [key for key in self.former if key.group_id != group_id]
-        self.known = {series for series in self.known if series.key.group_id != group_id}
-        self.left.append(group_id)
-        return True
-
-
-EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
-"""A chunk that came early: from where, its signature, its header, its size and its payload."""
 
 
 OWN_NAMES = "kfcomm/"

@@ -17,15 +17,16 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.common.callbacks import do_nothing
+from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
+from kfcomm.core.collective import Collective, GroupView, ItemSizes, Series, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import admit, announce, may_send
+from kfcomm.core.links import Incoming, Outgoing, admit, announce, may_send
 from kfcomm.core.machine import PAYLOAD, SEND, Effect, Effects
 from kfcomm.core.program import Lane, Program
-from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
+from kfcomm.core.router import Router
 from kfcomm.core.signature import Signature
 from kfcomm.engine.buffers import BlockPool
 from kfcomm.engine.deadlines import Deadlines

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
-from kfcomm.core.collective import Incoming, Outgoing
 from kfcomm.core.frame import Header
+from kfcomm.core.links import Incoming, Outgoing
 from kfcomm.engine.peer_sender import PeerSender
 from kfcomm.engine.traffic import Traffic
 from kfcomm.errors import TransportError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfcomm.core.collective import Outgoing
 from kfcomm.core.frame import Header
+from kfcomm.core.links import Outgoing
 from kfcomm.transports.base import Link, Owner
 
 

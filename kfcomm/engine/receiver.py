@@ -11,8 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
-from kfcomm.core.collective import Early, Incoming
 from kfcomm.core.frame import Header, Kind
+from kfcomm.core.links import Early, Incoming
 from kfcomm.core.machine import DOWN, RESULT, Effects
 from kfcomm.engine.buffers import Payload
 from kfcomm.errors import RemoteProtocolError

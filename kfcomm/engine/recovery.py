@@ -12,8 +12,8 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Incoming, Outgoing
-from kfcomm.core.links import LINKS
+from kfcomm.core.collective import Collective
+from kfcomm.core.links import LINKS, Incoming, Outgoing
 from kfcomm.core.router import Router
 from kfcomm.engine.link_table import LinkTable
 from kfcomm.transports.reactor import Reactor, Timer

@@ -22,8 +22,9 @@ from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfcomm.core.collective import AnySignature, Incoming, Key, Series
+    from kfcomm.core.collective import AnySignature, Key, Series
     from kfcomm.core.frame import Header
+    from kfcomm.core.links import Incoming
     from kfcomm.engine.direct import InSlot, SlottedOperation
     from kfcomm.engine.link_table import LinkTable
     from kfcomm.engine.meter import Meter

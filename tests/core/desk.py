@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kfcomm.core import links
+from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, Incoming, Outgoing
+from kfcomm.core.collective import GroupView
 from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.links import Incoming, Outgoing
 from kfcomm.core.machine import UP
-from kfcomm.core.router import Router, Tell
+from kfcomm.core.router import Router
 from kfcomm.types import Verb
 from tests.core.specs import ITEM, Spec
 

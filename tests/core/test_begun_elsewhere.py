@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kfcomm.core import names
+from kfcomm.core.calls import Tell
 from kfcomm.core.collective import Collective
 from kfcomm.core.frame import Kind
 from kfcomm.core.machine import UP
-from kfcomm.core.router import Tell
 from tests.core.desk import NBYTES, SUM, TIMEOUT, Desk
 from tests.core.test_router import again
 

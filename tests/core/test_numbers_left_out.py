@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kfcomm.core import program
+from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes
+from kfcomm.core.collective import Collective, GroupView, ItemSizes
 from kfcomm.core.frame import Kind
-from kfcomm.core.router import Router, Tell
+from kfcomm.core.links import Incoming
+from kfcomm.core.router import Router
 from kfcomm.core.signature import Signature
 
 SIGNATURE = Signature("send", "uint8", (1,), chunk_elements=1)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kfcomm.core import names
+from kfcomm.core.calls import Tell
 from kfcomm.core.collective import Collective, shown
 from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import announce
 from kfcomm.core.machine import UP, Do
-from kfcomm.core.router import Tell
 from tests.core.desk import NBYTES, SUM, TIMEOUT, UNLIKE, Desk, admit
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from kfcomm.core import names, tombstones
+from kfcomm.core import aborted, names
+from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import LINKS
 from kfcomm.core.machine import Do
-from kfcomm.core.router import Tell
 from tests.core import specs
 from tests.core.desk import SUM, TIMEOUT, Desk, admit
 
@@ -29,7 +29,7 @@ def test_the_first_news_of_an_abort_counts():
 
 
 def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombstones(monkeypatch):
-    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
+    monkeypatch.setattr(aborted, "MAX_ABORTED", 4)
     desk = Desk()
     for number in range(10):
         desk.told(spec=replace(SUM, name=f"key{number}"))

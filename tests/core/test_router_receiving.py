@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kfcomm.core import names
-from kfcomm.core import router as routers
+from kfcomm.core import matching, names
+from kfcomm.core.calls import Tell
 from kfcomm.core.cause import CauseKind
-from kfcomm.core.collective import Collective, Early
+from kfcomm.core.collective import Collective
 from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.links import Early
 from kfcomm.core.machine import DOWN, Do
-from kfcomm.core.router import Tell
 from kfcomm.types import Verb
 from tests.core.desk import NBYTES, RANKS, SUM, TIMEOUT, TWICE, UNLIKE, Desk, admit, listed, primed_desk
 from tests.core.specs import Spec
@@ -347,7 +347,7 @@ def test_a_use_that_was_compiled_anew_is_looked_up_anew(monkeypatch):
 
 
 def test_what_is_known_of_a_link_is_bounded(monkeypatch):
-    monkeypatch.setattr(routers, "MAX_ARRIVALS", 3)
+    monkeypatch.setattr(matching, "MAX_ARRIVALS", 3)
     desk = Desk()
     most = 0
     for number in range(8):

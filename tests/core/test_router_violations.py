@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.core import router as routers
-from kfcomm.core.collective import Early, Incoming
+from kfcomm.core.calls import Tell
 from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
+from kfcomm.core.links import Early, Incoming
 from kfcomm.core.machine import DOWN, UP, Do
 from kfcomm.core.names import MAX_SIGNATURES
-from kfcomm.core.router import Tell
 from kfcomm.types import Verb
 from tests.core import specs
 from tests.core.desk import NBYTES, SUM, Desk, listed, primed_desk

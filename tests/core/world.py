@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 import msgpack
 import numpy as np
 
+from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, Outgoing
+from kfcomm.core.collective import Collective, GroupView
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
-from kfcomm.core.links import LINKS, admit, announce
+from kfcomm.core.links import LINKS, Early, Incoming, Outgoing, admit, announce
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
-from kfcomm.core.router import Router, Tell
+from kfcomm.core.router import Router
 from tests.core.specs import ITEM, Spec
 
 MAX_STEPS = 1_000_000
