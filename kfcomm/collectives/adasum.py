@@ -24,15 +24,16 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.arrays.reduce.adasum import adasum_weights
-from kfcomm.collectives.compiled import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from kfcomm.collectives.exchange import Steps
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import Item
 from kfcomm.collectives.plans import Plans
-from kfcomm.collectives.verbs import Later, MakePlan
+from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS
+from kfcomm.collectives.verbs import Later, Posting
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.types import Op, Seconds, Verb
+from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
     from kfcomm.collectives.verbs import Verbs
@@ -145,15 +146,15 @@ class Adasum:
     """One call, on this rank. The keys of its later steps take the sequence number of the first, whatever happens."""
 
     def __init__(
-        self, verbs: Verbs, items: Sequence[Item], key: str | None, timeout: Seconds | None, priority: int,
+        self, verbs: Verbs, items: Sequence[Item], key: str | None, options: CallOptions,
         gathered: Callable[[dict[str, Any]], Any],
     ) -> None:  # fmt: skip
         self._verbs = verbs
         self._name = key
         self._group = group = verbs._group
         self._parts = Parts(items, group.view.size)
-        self._until_s = group.until_s(timeout)
-        self._priority = priority
+        self._until_s = group.until_s(options.timeout)
+        self._options = options
         self._gathered = gathered
         self._whole = Steps(loop=group.engine.loop)
         self._whole.key = key or UNNAMED
@@ -162,8 +163,7 @@ class Adasum:
         self._plans: list[Plans] = []
         group.in_order(lambda: self._plans.append(group.plans))
         self._rows = self._parts.shared_out()
-        plan = self._plan(ALL_TO_ALL, self._rows, key or UNNAMED)
-        self._first = verbs._begin(key, adapt(self._rows), self._rows.shape, None, timeout, priority, plan)
+        self._first = verbs._begin(key, self._posting(ALL_TO_ALL, self._rows, key or UNNAMED), options)
 
     def begin(self) -> Steps:
         """Go on when the first step is over; a handle of the whole."""
@@ -220,18 +220,18 @@ class Adasum:
         return self._gathered(self._parts.results(rows))
 
     def _post(self, verb: Verb, rows: Array, key: str) -> Handle[Any]:
-        shape = (self._parts.size, *rows.shape) if verb is ALL_GATHER else rows.shape
         later = Later(key, self._first.seq, self._plans[0])
-        plan = self._plan(verb, rows, key)
-        left_s = self._group.left_s(self._until_s)
-        return self._verbs._begin(self._name, adapt(rows), shape, None, left_s, self._priority, plan, later=later)
+        options = self._options.but(timeout=self._group.left_s(self._until_s))
+        return self._verbs._begin(self._name, self._posting(verb, rows, key), options, later=later)
 
-    def _plan(self, verb: Verb, rows: Array, key: str) -> MakePlan:
-        return (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if verb is ALL_REDUCE else None, -1, key, None, False)
+    def _posting(self, verb: Verb, rows: Array, key: str) -> Posting:
+        spec, view = SPECS[verb], self._group.view
+        plan = (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if spec.folds else None, -1, key)
+        return Posting(plan, adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
 
 
 def combine(
-    verbs: Verbs, items: Sequence[Item], key: str | None, timeout: Seconds | None, priority: int, wire_dtype: Any,
+    verbs: Verbs, items: Sequence[Item], key: str | None, options: CallOptions,
     gathered: Callable[[dict[str, Any]], Any],
 ) -> Steps:  # fmt: skip
     """Begin a call; ``gathered`` makes its result of the results by name.
@@ -242,9 +242,9 @@ def combine(
     for item in items:
         if str(item.array.dtype) not in DTYPES:
             raise ConfigError(f"adasum is for {', '.join(DTYPES)}, not for {item.array.dtype}")
-    if wire_dtype is not None:
+    if options.wire_dtype is not None:
         raise ConfigError("adasum has no wire dtype: what travels are parts of the arrays themselves")
-    return Adasum(verbs, items, key, timeout, priority, gathered).begin()
+    return Adasum(verbs, items, key, options, gathered).begin()
 
 
 def _typed(rows: Array, place: slice, item: Item) -> Array:

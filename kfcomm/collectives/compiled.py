@@ -20,13 +20,13 @@ import numpy as np
 
 from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.slot_use import SlotUse
+from kfcomm.collectives.specs import SPECS, Arguments, Shape
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane, Program
 from kfcomm.engine.direct import OneStepOperation, SlottedOperation
 from kfcomm.engine.hosted import HubOperation
 from kfcomm.engine.operation import COPIED_NBYTES, Array, Operation
-from kfcomm.types import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,29 +37,6 @@ if TYPE_CHECKING:
     from kfcomm.engine.buffers import Payload
 
 Begun: TypeAlias = "Operation | SlotUse"
-Shape: TypeAlias = tuple[int, ...]
-Arguments: TypeAlias = tuple[Any, ...]
-"""A verb, then its op, then the type of its root and its root, as far as it has them.
-
-The type, since 1.0 and True equal 1, and what only equals a rank is for the long way to judge.
-"""
-
-# Looked up at each call: as attributes of the enum they would cost twice as much.
-ALL_REDUCE: Final = Verb.ALL_REDUCE
-REDUCE: Final = Verb.REDUCE
-BROADCAST: Final = Verb.BROADCAST
-GATHER: Final = Verb.GATHER
-ALL_GATHER: Final = Verb.ALL_GATHER
-REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
-ALL_TO_ALL: Final = Verb.ALL_TO_ALL
-BARRIER: Final = Verb.BARRIER
-
-COMPILABLE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST, GATHER, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER))
-"""Verbs that can be compiled."""
-
-IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
-"""Verbs whose result may be made in the memory of the input."""
-
 NO_ARRAY: Final = np.empty(0, np.uint8)
 """What a verb is started with that takes no array."""
 
@@ -180,7 +157,7 @@ class CompiledName(Compiled):
         self._shape = shape
         self._gets = gets
         self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
-        self._is_in_place = gets is not None and arguments[0] in IN_PLACE
+        self._is_in_place = gets is not None and SPECS[arguments[0]].in_place
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgpack
 import numpy as np
@@ -17,13 +17,14 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutList, adapt, is_list
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.reduce import wire_dtype_of
-from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.through_host import Fetched, Out
-from kfcomm.collectives.plans import Planner, Plans, Shape, row_elements
-from kfcomm.collectives.verbs import Later, MakePlan, Verbs
+from kfcomm.collectives.options import CallOptions
+from kfcomm.collectives.plans import Planner, Plans
+from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, row_elements
+from kfcomm.collectives.verbs import Later, MakePlan, Posting, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import GroupView, name_of, shown
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
@@ -81,22 +82,8 @@ class Steps(Handle[Any]):
         return self
 
 
-class Second(NamedTuple):
-    """What a call does in its second step.
-
-    Attributes:
-        array: what this rank gives.
-        shape: of this rank's result; None if it gets none.
-        target: where that goes, if the caller says so.
-        plan: see ``MakePlan``.
-        outcome: what the caller gets of the result, if that is something else.
-    """
-
-    array: HostArray
-    shape: Shape | None
-    target: Out | None
-    plan: MakePlan
-    outcome: Callable[[Any], Any] | None = None
+Second: TypeAlias = "tuple[Posting, Callable[[Any], Any] | None]"
+"""What a call posts in its second step, and what its caller gets of the result, if that is something else."""
 
 
 class Exchange(Verbs):
@@ -119,26 +106,28 @@ class Exchange(Verbs):
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
-        if not concat:
-            again = self._again(x, name, (GATHER, type(root), root), out, timeout, priority, stream)
+        options = CallOptions(None, root, out, timeout, priority, None, stream)
+        if concat:
+            return self._concatenated(GATHER, x, name, options)
+        if timeout is None and stream is None and not priority:
+            again = self._again(x, name, (GATHER, type(root), root), out)
             if again is not None:
                 return again
-            return self._collective(GATHER, x, name, out, timeout, priority, stream, root=root)
-        return self._concatenated(GATHER, x, root, name, out, timeout, priority, stream=stream)
+        return self._collective(GATHER, x, name, options)
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
-        if not concat:
-            again = self._again(x, name, (ALL_GATHER,), out, timeout, priority, stream, wire_dtype)
+        options = CallOptions(None, None, out, timeout, priority, wire_dtype, stream)
+        if concat:
+            return self._concatenated(ALL_GATHER, x, name, options)
+        if timeout is None and wire_dtype is None and stream is None and not priority:
+            again = self._again(x, name, (ALL_GATHER,), out)
             if again is not None:
                 return again
-            return self._collective(ALL_GATHER, x, name, out, timeout, priority, stream, wire_dtype=wire_dtype)
-        return self._concatenated(
-            ALL_GATHER, x, None, name, out, timeout, priority, stream=stream, wire_dtype=wire_dtype
-        )
+        return self._collective(ALL_GATHER, x, name, options)
 
     def scatter(
         self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None, like: Any = None,
@@ -161,8 +150,8 @@ class Exchange(Verbs):
         Returns:
             A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` or ``like`` is given.
         """
-        size = self._group.view.size
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
+        size, options = self._group.view.size, CallOptions(None, root, out, timeout, priority, None, stream)
+        with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             array: HostArray | None = None
             rows: list[int] = []
@@ -179,9 +168,10 @@ class Exchange(Verbs):
             mine = (counts[self._group.view.rank], *shape)
             source = HostArray(np.empty(0, dtype), (0,), kind, False) if array is None else array
             target = self._devices.out_of_host(out, mine, dtype, stream)
-            return Second(source, mine, target, (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)))
+            plan = (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts))
+            return Posting(plan, source, mine, target), None
 
-        return self._two_steps(record, root, name, timeout, priority, second, fetched)
+        return self._two_steps(BROADCAST, record, name, options.but(root=root), second, fetched)
 
     def all_to_all(
         self, x: Any, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None, priority: int = 0,
@@ -199,13 +189,15 @@ class Exchange(Verbs):
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
-        again = self._again(x, name, (ALL_TO_ALL,), out, timeout, priority, stream)
-        if again is not None:
-            return again
+        if timeout is None and stream is None and not priority:
+            again = self._again(x, name, (ALL_TO_ALL,), out)
+            if again is not None:
+                return again
+        options = CallOptions(None, None, out, timeout, priority, None, stream)
         if not is_list(x):
-            return self._collective(ALL_TO_ALL, x, name, out, timeout, priority, stream)
+            return self._collective(ALL_TO_ALL, x, name, options)
         size = self._group.view.size
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
+        with self._checks(name, options, steps=2) as (name, options):
             if out is not None and not (is_list(out) and len(out) == size):
                 raise ConfigError(f"out is a list of {size} arrays, as what is given")
             array, rows, fetched = self._parts(x, size, stream)
@@ -218,12 +210,13 @@ class Exchange(Verbs):
             received = [line[self._group.view.rank] for line in table]
             row = array.shape[1:]
             plan = (Plans.plan, Planner.all_to_all, array.dtype, row, table)
+            shape = (sum(received), *row)
             if out is not None:
                 target = OutList.of(out, [(rows, *row) for rows in received], array.dtype)
-                return Second(array, (sum(received), *row), target, plan)
-            return Second(array, (sum(received), *row), None, plan, lambda joined: _cut(joined, received, type(x)))
+                return Posting(plan, array, shape, target), None
+            return Posting(plan, array, shape), lambda joined: _cut(joined, received, type(x))
 
-        return self._two_steps(record, None, name, timeout, priority, second, fetched)
+        return self._two_steps(ALL_GATHER, record, name, options, second, fetched)
 
     # ---------------------------------------------------------------- objects
 
@@ -232,7 +225,8 @@ class Exchange(Verbs):
         priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the root's ``value``: anything that msgpack can carry. Tuples arrive as lists."""
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
+        options = CallOptions(root=root, timeout=timeout, priority=priority)
+        with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
             record = _record([mine.size], RECORD_NBYTES)
@@ -241,42 +235,42 @@ class Exchange(Verbs):
             (count,) = _fields(told)
             array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
             plan = (Plans.plan, Planner.broadcast, array.dtype, array.shape, root)
-            return Second(array, array.shape, None, plan, unpacked)
+            return Posting(plan, array, array.shape), unpacked
 
-        return self._two_steps(record, root, name, timeout, priority, second)
+        return self._two_steps(BROADCAST, record, name, options.but(root=root), second)
 
     def all_gather_object(
         self, value: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Every rank gets the list of all ranks' values."""
-        return self._gathered_objects(ALL_GATHER, value, None, name, timeout, priority)
+        return self._gathered_objects(ALL_GATHER, value, name, CallOptions(timeout=timeout, priority=priority))
 
     def gather_object(
         self, value: Any, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
-        return self._gathered_objects(GATHER, value, root, name, timeout, priority)
+        options = CallOptions(root=root, timeout=timeout, priority=priority)
+        return self._gathered_objects(GATHER, value, name, options)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
         timeout: Seconds | None = None, priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
+        options = CallOptions(timeout=timeout, priority=priority)
+        with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             parts = None
             if self._group.view.rank == root:
                 if values is None or len(values) != self._group.view.size:
                     raise ConfigError(f"scatter_object needs one value for each of {self._group.view.size} ranks")
                 parts = [packed(value) for value in values]
-        return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
+        return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=options.priority), unpacked)
 
-    def _gathered_objects(
-        self, verb: Verb, value: Any, root: int | None, name: str | None, timeout: Seconds | None, priority: int
-    ) -> Handle[Any]:
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
+    def _gathered_objects(self, verb: Verb, value: Any, name: str | None, options: CallOptions) -> Handle[Any]:
+        with self._checks(name, options, steps=2) as (name, options):
             mine = packed(value)
-        return self._concatenated(verb, mine, root, name, None, timeout, priority, outcome=_unpacked_each)
+        return self._concatenated(verb, mine, name, options, _unpacked_each)
 
     # ---------------------------------------------------------------- two steps
 
@@ -291,8 +285,7 @@ class Exchange(Verbs):
         return self._devices.joined(x, stream)
 
     def _concatenated(
-        self, verb: Verb, x: Any, root: int | None, name: str | None, out: Any, timeout: Seconds | None,
-        priority: int, *, stream: Any = None, wire_dtype: Any = None,
+        self, verb: Verb, x: Any, name: str | None, options: CallOptions,
         outcome: Callable[[tuple[int, ...], Any], Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """All ranks tell dtype, row shape and number of rows; then the rows move.
@@ -301,11 +294,12 @@ class Exchange(Verbs):
         rows and the rows.
         """
         wire: np.dtype[Any] | None = None
-        with self._checks(name, timeout, priority, steps=2) as (name, priority):
-            to = self._check_rank("root", root) if verb is GATHER else -1
-            if wire_dtype is not None:
+        out, stream = options.out, options.stream
+        with self._checks(name, options, steps=2) as (name, options):
+            to = self._checked_root(verb, options.root)
+            if options.wire_dtype is not None:
                 x = adapt(x)
-                wire = wire_dtype_of(wire_dtype, x.dtype)
+                wire = wire_dtype_of(options.wire_dtype, x.dtype)
             array, fetched = self._devices.on_host(x, stream)
             row_elements(array.shape)
             record = _record([dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), to], RECORD_NBYTES)
@@ -322,15 +316,15 @@ class Exchange(Verbs):
             plan: MakePlan = (Plans.plan, Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
             if verb is GATHER:
                 plan = (Plans.plan, Planner.gather, array.dtype, array.shape[1:], to, rows)
-            return Second(array, shape, target, plan, outcome and partial(outcome, rows))
+            return Posting(plan, array, shape, target), outcome and partial(outcome, rows)
 
-        return self._two_steps(record, None, name, timeout, priority, second, fetched)
+        return self._two_steps(ALL_GATHER, record, name, options, second, fetched)
 
     def _two_steps(
-        self, record: Array, root: int | None, name: str | None, timeout: Seconds | None, priority: int,
-        second: Callable[[Any], Second], fetched: Fetched | None = None,
+        self, verb: Verb, record: Array, name: str | None, options: CallOptions, second: Callable[[Any], Second],
+        fetched: Fetched | None = None,
     ) -> Steps:  # fmt: skip
-        """The root tells its record, or all do; then follows what ``second`` makes of what was told.
+        """Tell the record by ``verb``, of the root or of all; then follows what ``second`` makes of what was told.
 
         That is posted in the order of the calls, on the graphs of the first step, and not before what it works with is
         here, if that has to come from a device.
@@ -343,9 +337,9 @@ class Exchange(Verbs):
         whole.key = name or UNNAMED
         begun_under: list[Plans] = []
         group.in_order(lambda: begun_under.append(group.plans))
-        until_s = group.until_s(timeout)
-        verb = ALL_GATHER if root is None else BROADCAST
-        told = whole.step = self._on_host(verb, record, name, None, timeout, priority, root=root, is_step=True)
+        until_s = group.until_s(options.timeout)
+        step = CallOptions(root=options.root, timeout=options.timeout, priority=options.priority, is_step=True)
+        told = whole.step = self._on_host(verb, record, name, step)
 
         def begin() -> None:
             error = asyncio.CancelledError() if told.cancelled() or whole.cancelled() else told.exception()
@@ -361,13 +355,13 @@ class Exchange(Verbs):
             later = Later(key, told.seq, begun_under[0])
             try:
                 with self._checks(name, later=later):
-                    array, shape, target, plan, outcome = second(told.result())
-                left_s = group.left_s(until_s)
-                step = self._begin(name, array, shape, target, left_s, priority, plan, later=later)
+                    posting, outcome = second(told.result())
+                left = step.but(timeout=group.left_s(until_s))
+                last = self._begin(name, posting, left, later=later)
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
                 whole.fail(refused)
             else:
-                whole.end_as(step, reactor, outcome)
+                whole.end_as(last, reactor, outcome)
 
         def first_done(_: asyncio.Future[Any]) -> None:
             if fetched is not None and not fetched.here.done():

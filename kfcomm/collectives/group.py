@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray
-from kfcomm.collectives.compiled import MAX_NAMES, Arguments, CompiledBarrier, CompiledName
+from kfcomm.collectives.compiled import MAX_NAMES, CompiledBarrier, CompiledName
 from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
+from kfcomm.collectives.specs import Arguments, Shape
 from kfcomm.collectives.turns import Turns
 from kfcomm.common.arguments import whole_number
 from kfcomm.common.sizes import seconds_of
@@ -28,7 +29,6 @@ from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout, Seconds
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-Shape: TypeAlias = tuple[int, ...]
 
 UNNAMED = ""
 IN_ORDER = "~"

@@ -9,13 +9,13 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, checked_version
-from kfcomm.collectives.compiled import ALL_GATHER
 from kfcomm.collectives.exchange import Exchange, Steps
-from kfcomm.collectives.group import checked_priority
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
+from kfcomm.collectives.options import PLAIN, CallOptions
 from kfcomm.collectives.receives import Outcome, Received
+from kfcomm.collectives.specs import ALL_GATHER
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveTimeout, ConfigError
@@ -52,7 +52,8 @@ class Messages(Exchange):
             stream: see ``all_reduce``.
         """
         to = _one_of("to", to, "dest", dest)
-        return self._send(x, to, _key(tag), timeout, priority, stream, may_copy=not synchronous)
+        options = CallOptions(timeout=timeout, priority=priority, stream=stream)
+        return self._send(x, to, _key(tag), options, may_copy=not synchronous)
 
     def recv(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
@@ -87,14 +88,17 @@ class Messages(Exchange):
         Cost: one message. What is left by receives that have ended is kept, one message for each.
         """
         source = _one_of("source", source, "src", src)
-        return self._recv(source, _key(tag), out, timeout, priority, stream, like, _array)
+        options = CallOptions(out=out, timeout=timeout, priority=priority, stream=stream)
+        return self._recv(source, _key(tag), options, like, _array)
 
     def recv_any(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
         timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[tuple[Any, int]]:  # fmt: skip
         """As ``recv``; the result is ``(array, rank of the sender)``."""
-        return self._recv(_one_of("source", source, "src", src), _key(tag), out, timeout, priority, stream, like)
+        source = _one_of("source", source, "src", src)
+        options = CallOptions(out=out, timeout=timeout, priority=priority, stream=stream)
+        return self._recv(source, _key(tag), options, like)
 
     def send_object(
         self, value: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None, synchronous: bool = False,
@@ -108,7 +112,8 @@ class Messages(Exchange):
         except Exception as error:
             self._refuse_message(to, key, error)
             raise
-        return self._send(data, to, key, timeout, priority, may_copy=not synchronous)
+        options = CallOptions(timeout=timeout, priority=priority)
+        return self._send(data, to, key, options, may_copy=not synchronous)
 
     def recv_object(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, timeout: Seconds | None = None,
@@ -116,7 +121,8 @@ class Messages(Exchange):
     ) -> Handle[Any]:  # fmt: skip
         """The next object with this tag from rank ``source`` (or ``src``), or from any rank."""
         source = _one_of("source", source, "src", src)
-        return self._recv(source, _key(tag, "object "), None, timeout, priority, outcome=_object)
+        options = CallOptions(timeout=timeout, priority=priority)
+        return self._recv(source, _key(tag, "object "), options, outcome=_object)
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to rank ``target``; both make their end of it.
@@ -176,21 +182,21 @@ class Messages(Exchange):
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
         """
-        with self._checks(name, timeout, priority) as (name, priority):
+        options = CallOptions(timeout=timeout, priority=priority, is_step=True)
+        with self._checks(name, options) as (name, options):
             mine = np.frombuffer(fingerprint(x), np.uint8)
-        everyone = self._on_host(ALL_GATHER, mine, name, None, timeout, priority, is_step=True)
+        everyone = self._on_host(ALL_GATHER, mine, name, options)
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(
-        self, x: Any, to: int | None, key: str, timeout: Seconds | None, priority: int = 0, stream: Any = None, *,
-        may_copy: bool = False,
-    ) -> Handle[None]:  # fmt: skip
+        self, x: Any, to: int | None, key: str, options: CallOptions = PLAIN, *, may_copy: bool = False
+    ) -> Handle[None]:
         self._check_open()
-        timeout_s = seconds_of(timeout)
-        priority = checked_priority(priority)
+        options = options.checked()
+        timeout_s, priority = options.timeout_s, options.priority
         to = self._check_other("to", to)
         try:
-            array, fetched = self._devices.on_host(x, stream)
+            array, fetched = self._devices.on_host(x, options.stream)
         except Exception as error:
             self._refuse_message(to, key, error)
             raise
@@ -225,19 +231,11 @@ class Messages(Exchange):
         self._mailbox.refuse(view.rank, to, key, f"{view.called(view.rank)} could not send a message with {key}: {why}")
 
     def _recv(
-        self,
-        source: int | None,
-        key: str,
-        out: Any,
-        timeout: Seconds | None,
-        priority: int = 0,
-        stream: Any = None,
-        like: Any = None,
-        outcome: Outcome = both,
+        self, source: int | None, key: str, options: CallOptions, like: Any = None, outcome: Outcome = both
     ) -> Received[Any]:
         self._check_open()
-        timeout_s = seconds_of(timeout)
-        priority = checked_priority(priority)
+        options = options.checked()
+        out, stream = options.out, options.stream
         if source is not None:
             source = self._check_other("source", source)
         target = None
@@ -247,7 +245,7 @@ class Messages(Exchange):
         if out is not None:
             like = self._devices.read(out, stream)
             target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
-        return self._mailbox.recv(source, key, target, timeout_s, priority, kind, outcome)
+        return self._mailbox.recv(source, key, target, options.timeout_s, options.priority, kind, outcome)
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)
@@ -288,7 +286,7 @@ class Queue:
         copy = array.flat.copy().reshape(array.shape)
         await self._wait_for_room(timeout_s)
         try:
-            sent = self._messages._send(copy, self._target, self._key, timeout)
+            sent = self._messages._send(copy, self._target, self._key, CallOptions(timeout=timeout))
         except BaseException:
             self._room.release()
             raise
@@ -320,7 +318,8 @@ class Queue:
         if view.rank != self._target:
             whose = f"the target of {self._key} is {view.called(self._target)}"
             raise ConfigError(f"{view.called(view.rank)} cannot get: {whose}")
-        return await self._messages._recv(self._source, self._key, out, timeout, like=like, outcome=_array)
+        options = CallOptions(out=out, timeout=timeout)
+        return await self._messages._recv(self._source, self._key, options, like, _array)
 
     def _taken(self, sent: asyncio.Future[None]) -> None:
         error = None if sent.cancelled() else sent.exception()

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.group import Group
-from kfcomm.collectives.handle import Handle, named
+from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.messages import Messages
+from kfcomm.collectives.options import CallOptions
+from kfcomm.collectives.specs import ALL_REDUCE
 from kfcomm.engine.meter import Meter
 from kfcomm.types import Op, Seconds
 
@@ -54,18 +55,16 @@ class Monitored(Messages):
                 x, name, op=op, out=out, timeout=timeout, priority=priority, wire_dtype=wire_dtype, stream=stream
             )
         handle: Timed[Any] = Timed(loop=group.engine.loop)
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream)
         if type(x) is np.ndarray:
             nbytes = x.nbytes
         else:
-            with self._checks(name, timeout, priority, devices=self._devices) as (name, priority):
+            with self._checks(name, options, on_device=True) as (name, options):
                 x = self._devices.read(x, stream)
             nbytes = x.flat.nbytes
         group.in_order(lambda: handle.begin(group, meter, nbytes))
-        if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
-            compiled = group.compiled.get(name)
-            operation = None if compiled is None else compiled.start(x, (ALL_REDUCE, op), out, handle)
-            if operation is not None:
-                return named(handle, operation)
-        return self._collective(
-            ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype, handle=handle
-        )
+        if timeout is None and wire_dtype is None and stream is None and not priority:
+            again = self._again(x, name, (ALL_REDUCE, op), out, handle)
+            if again is not None:
+                return again
+        return self._collective(ALL_REDUCE, x, name, options, handle)

@@ -20,12 +20,13 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutArray
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.on_device import DeviceArray
-from kfcomm.collectives.compiled import IN_PLACE
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, join
+from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.specs import VerbSpec
 from kfcomm.collectives.verbs import room
-from kfcomm.types import Op, Verb
+from kfcomm.types import Op
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -76,7 +77,7 @@ class Batch:
     """Arrays on which one verb works, all alike.
 
     Attributes:
-        verb: the results of which have the shape of what is given, or, of gathers, one axis more.
+        spec: of the verb; its results have the shape of what is given, or, of gathers, one axis more.
         items: in an order that all ranks have.
         key: of the n-th unit.
         ops: for each dtype; None for verbs without.
@@ -84,9 +85,10 @@ class Batch:
         root: -1 for verbs without.
         gets: whether this rank gets results.
         size: of the group.
+        overlapping: further uses of the keys may begin before these are over.
     """
 
-    verb: Verb
+    spec: VerbSpec
     items: tuple[Item, ...]
     key: Callable[[int], str]
     ops: dict[np.dtype[Any], Op | None]
@@ -94,16 +96,16 @@ class Batch:
     root: int
     gets: bool
     size: int
+    overlapping: bool = False
 
     def plan(self, plans: Plans, unit: Unit, key: str) -> Plan:
         """How one unit goes."""
         dtype = unit.items[0].array.dtype
-        return plans.of(self.verb, dtype, unit.shape, self.ops[dtype], self.root, key, self.wires.get(dtype))
+        return plans.of(self.spec.verb, dtype, unit.shape, self.ops[dtype], self.root, key, self.wires.get(dtype))
 
     def shape_of(self, item: Item) -> tuple[int, ...]:
         """The shape of a result."""
-        is_gather = self.verb in (Verb.GATHER, Verb.ALL_GATHER)
-        return (self.size, *item.array.shape) if is_gather else item.array.shape
+        return (self.size, *item.array.shape) if self.spec.is_stacked else item.array.shape
 
     def room(self, plan: Plan, unit: Unit) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
         """Memory for the result of a unit; see ``Operation`` for what else."""
@@ -113,13 +115,13 @@ class Batch:
             result = np.empty(plan.result_count, plan.dtype)
             return result, result, None
         (item,) = unit.items
-        return room(plan, item.array, self.shape_of(item), item.out, self.verb in IN_PLACE)
+        return room(plan, item.array, self.shape_of(item), item.out, self.spec.in_place)
 
     def results(self, unit: Unit, found: Any) -> list[Any]:
         """The results of a unit, of the callers' kinds; those of one unit share memory, but for ``out`` and gathers."""
         if len(unit.items) == 1:
             return [found]
-        is_gather = self.verb in (Verb.GATHER, Verb.ALL_GATHER)
+        is_gather = self.spec.is_stacked
         table = found.reshape(self.size, -1) if is_gather else found
         made, at = [], 0
         for item in unit.items:
@@ -176,9 +178,8 @@ def digest_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -
 
 
 def post_units(
-    group: Group, batch: Batch, whole: Handle[Any], gathered: Callable[[dict[str, Any]], Any], *,
-    timeout_s: float | None, priority: int, overlapping: bool = False,
-) -> None:  # fmt: skip
+    group: Group, batch: Batch, whole: Handle[Any], gathered: Callable[[dict[str, Any]], Any], options: CallOptions
+) -> None:
     """Begin all units; ``whole`` gets what ``gathered`` makes of the results by name; None if this rank gets none.
 
     If one fails, the others are given up, and its error is raised once all have ended.
@@ -199,8 +200,9 @@ def post_units(
             plan = replace(plan, signature=plan.signature._replace(**fields))
             result, value, outcome = batch.room(plan, unit)
             group.post(
-                plan, key, source=unit.source(), result=result, value=value, outcome=outcome, timeout_s=timeout_s,
-                priority=priority, handle=handle, seq=seq, overlapping=overlapping,
+                plan, key, source=unit.source(), result=result, value=value, outcome=outcome,
+                timeout_s=options.timeout_s, priority=options.priority, handle=handle, seq=seq,
+                overlapping=batch.overlapping,
             )  # fmt: skip
             seq = whole.seq = handle.seq
             handles.append(handle)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
-from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, Use
 from kfcomm.collectives.group import checked_priority
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.monitored import Monitored
+from kfcomm.collectives.specs import SPECS, Arguments
 from kfcomm.common.arguments import checked_name
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
@@ -128,17 +129,15 @@ class PersistentCollective(Generic[T]):
 
 def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None:
     """What a compiled name has to be asked for; None if the verb itself is always called."""
-    if verb not in COMPILABLE or given["priority"] or given.get("concat") or given.get("shared"):
+    spec = SPECS.get(cast("Verb", verb))  # a verb equals its name
+    if spec is None or given["priority"] or given.get("concat") or given.get("shared"):
         return None
     if any(given.get(option) is not None for option in ("timeout", "wire_dtype", "weight", "stream")):
         return None
     x = given.get("x", NO_ARRAY)
-    arguments: Arguments = (Verb(verb),)
-    if "op" in given:
-        arguments += (given["op"],)
-    if "root" in given:
-        arguments += (type(given["root"]), given["root"])
-    return (x, arguments, given.get("out")) if type(x) is np.ndarray else None
+    if type(x) is not np.ndarray:
+        return None
+    return x, spec.arguments(given.get("op"), given.get("root")), given.get("out")
 
 
 def persistent(

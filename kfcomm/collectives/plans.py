@@ -18,6 +18,7 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.reduce import Wire, kernel, wire_of
+from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.core import program as programs
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, pair_of, split
 from kfcomm.core.collective import ItemSizes
@@ -29,7 +30,6 @@ from kfcomm.engine.direct import OneStepOperation, SlottedOperation
 from kfcomm.engine.hosted import HOSTED_NBYTES, HubOperation, hub_of
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.engine.wired import WiredOperation, WiredWork
-from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.transports.shm.slots import word_of
@@ -47,7 +47,6 @@ MAX_PLANS = 4096
 WireDtype: TypeAlias = "np.dtype[Any] | None"
 """In what numbers travel, where that is not what they are."""
 
-Shape: TypeAlias = tuple[int, ...]
 Shares: TypeAlias = tuple[int, ...]
 """Of a ``Strategy``."""
 
@@ -386,14 +385,3 @@ class Plans:
 def chunk_elements(dtype: np.dtype[Any]) -> int:
     """Elements of one chunk."""
     return max(1, CHUNK_NBYTES // dtype.itemsize)
-
-
-def row_elements(shape: Shape) -> int:
-    """Elements of one row, along the first axis, of an array of this shape.
-
-    Raises:
-        ConfigError: the array has no first axis.
-    """
-    if not shape:
-        raise ConfigError("an array without dimensions cannot be shared out along its first axis")
-    return math.prod(shape[1:])

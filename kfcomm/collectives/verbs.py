@@ -9,45 +9,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.arrays.reduce import kernel, wire_dtype_of
-from kfcomm.collectives.compiled import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    IN_PLACE,
-    NO_ARRAY,
-    REDUCE,
-    REDUCE_SCATTER,
-    Arguments,
-)
-from kfcomm.collectives.group import UNNAMED, Group, checked_priority, may_overlap
+from kfcomm.collectives.compiled import NO_ARRAY
+from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
-from kfcomm.collectives.plans import Plan, Plans, Shape, row_elements
+from kfcomm.collectives.options import PLAIN, CallOptions
+from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.specs import (
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+    SPECS,
+    Arguments,
+    Shape,
+    VerbSpec,
+)
 from kfcomm.common.arguments import checked_name, whole_number
-from kfcomm.common.sizes import seconds_of
-from kfcomm.core.chunk import split
-from kfcomm.core.collective import GroupView
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Op, Seconds, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 OPS = frozenset(Op)
-FOLDING = frozenset((ALL_REDUCE, REDUCE, REDUCE_SCATTER))
-"""Verbs with an op."""
-ROOTED = frozenset((REDUCE, BROADCAST, GATHER))
-"""Verbs with a root, of those of which every rank knows the shape of the result by itself."""
 
 MakePlan: TypeAlias = tuple[Any, ...]
 """``(make, *arguments)``: the plan is ``make(plans, *arguments)``. Not a closure, which costs four times as much."""
@@ -62,25 +55,42 @@ class Later:
     plans: Plans
 
 
+class Posting(NamedTuple):
+    """A collective of this rank that is ready to be posted, but for memory for its result.
+
+    Attributes:
+        plan: see ``MakePlan``.
+        array: what this rank gives, if anything.
+        shape: of this rank's result; None if it gets none.
+        target: where that goes, if the caller says so.
+        in_place: the result may be made in the memory of the input.
+    """
+
+    plan: MakePlan
+    array: HostArray | None = None
+    shape: Shape | None = None
+    target: Out | None = None
+    in_place: bool = False
+
+
 class Checks:
     """The block of ``Verbs._checks``: four times as quick as a generator in its place, which takes 2 µs."""
 
-    __slots__ = ("_devices", "_group", "_key", "_later", "_name", "_steps", "priority")
+    __slots__ = ("_devices", "_group", "_key", "_later", "_steps", "name", "options")
 
     def __init__(
-        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None,
-        name: str | None = None,
-    ) -> None:  # fmt: skip
+        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None
+    ) -> None:
         self._group = group
         self._key = key
         self._steps = steps
         self._later = later
         self._devices = devices
-        self._name = name
-        self.priority = 0
+        self.name: str | None = None
+        self.options = PLAIN
 
-    def __enter__(self) -> tuple[str | None, int]:
-        return self._name, self.priority
+    def __enter__(self) -> tuple[str | None, CallOptions]:
+        return self.name, self.options
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
@@ -153,34 +163,33 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
+        if (
+            timeout is None and wire_dtype is None and weight is None and stream is None
+            and not (priority or shared)
+        ):  # fmt: skip
+            again = self._again(x, name, (ALL_REDUCE, op), out)
+            if again is not None:
+                return again
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight, shared)
         if weight is not None:
             from kfcomm.collectives.weighted import average
 
-            refused = {"shared": shared, "wire_dtype": wire_dtype, "stream": stream}
-            return average(self, x, name, weight, out, timeout, priority, op=op, refused=refused)
+            return average(self, x, name, options)
         if shared:
-            return self._shared(x, name, out, timeout, priority, stream, op, wire_dtype)
-        again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
-        if again is not None:
-            return again
+            return self._shared(x, name, options)
         if isinstance(op, str) and op == "adasum":
             from kfcomm.collectives.batches import adasum_of
 
-            return adasum_of(self, x, name, out, timeout, priority, wire_dtype, stream)
-        return self._collective(ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
+            return adasum_of(self, x, name, options)
+        return self._collective(ALL_REDUCE, x, name, options)
 
-    def _shared(
-        self, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any, op: Any,
-        wire_dtype: Any,
-    ) -> Handle[Any]:  # fmt: skip
+    def _shared(self, x: Any, name: str | None, options: CallOptions) -> Handle[Any]:
         with self._checks(name) as (name, _):
-            if out is not None:
+            if options.out is not None:
                 raise ConfigError("a shared result is an array of its own: give either shared or out")
-            if self._devices.takes(x, stream):
+            if self._devices.takes(x, options.stream):
                 raise ConfigError("a shared result is in host memory: shared is not for arrays on a device")
-        return self._on_host(
-            ALL_REDUCE, x, name, None, timeout, priority, op=op, wire_dtype=wire_dtype, is_step=True, is_shared=True
-        )
+        return self._on_host(ALL_REDUCE, x, name, options)
 
     def all_reduce_many(
         self, arrays: Mapping[str, Any], name: str | None = None, *, op: Any = Op.SUM,
@@ -212,14 +221,14 @@ class Verbs:
 
         Cost: per array about 2 µs and two copies where it has up to 64 KiB; else as ``all_reduce``.
         """
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight)
         if weight is not None:
             from kfcomm.collectives.weighted import average_many
 
-            refused = {"wire_dtype": wire_dtype, "stream": stream}
-            return average_many(self, arrays, name, weight, out, timeout, priority, op=op, refused=refused)
+            return average_many(self, arrays, name, options)
         from kfcomm.collectives.batches import reduce_mapping
 
-        return reduce_mapping(self, arrays, name, op, out, timeout, priority, wire_dtype, stream)
+        return reduce_mapping(self, arrays, name, options)
 
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
@@ -229,12 +238,12 @@ class Verbs:
 
         With a ``wire_dtype`` the result, which does not travel, is not rounded to it.
         """
-        again = self._again(x, name, (REDUCE, op, type(root), root), out, timeout, priority, stream, wire_dtype)
-        if again is not None:
-            return again
-        return self._collective(
-            REDUCE, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
-        )
+        if timeout is None and wire_dtype is None and stream is None and not priority:
+            again = self._again(x, name, (REDUCE, op, type(root), root), out)
+            if again is not None:
+                return again
+        options = CallOptions(op, root, out, timeout, priority, wire_dtype, stream)
+        return self._collective(REDUCE, x, name, options)
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None,
@@ -254,10 +263,12 @@ class Verbs:
                 most abs(x)·u.
             stream: see ``all_reduce``.
         """
-        again = self._again(x, name, (BROADCAST, type(root), root), out, timeout, priority, stream, wire_dtype)
-        if again is not None:
-            return again
-        return self._collective(BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype)
+        if timeout is None and wire_dtype is None and stream is None and not priority:
+            again = self._again(x, name, (BROADCAST, type(root), root), out)
+            if again is not None:
+                return again
+        options = CallOptions(None, root, out, timeout, priority, wire_dtype, stream)
+        return self._collective(BROADCAST, x, name, options)
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
@@ -270,102 +281,94 @@ class Verbs:
         the shape of one row takes a part of one row. See ``all_reduce``; with a ``wire_dtype`` the results, which do
         not travel, are not rounded to it.
         """
-        again = self._again(x, name, (REDUCE_SCATTER, op), out, timeout, priority, stream, wire_dtype)
-        if again is not None:
-            return again
-        return self._collective(REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
+        if timeout is None and wire_dtype is None and stream is None and not priority:
+            again = self._again(x, name, (REDUCE_SCATTER, op), out)
+            if again is not None:
+                return again
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream)
+        return self._collective(REDUCE_SCATTER, x, name, options)
 
     def barrier(self, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Handle[None]:
         """Done when every rank has called it."""
-        again = self._again(NO_ARRAY, name, (BARRIER,), None, timeout, priority)
-        if again is not None:
-            return again
-        with self._checks(name, timeout, priority) as (name, priority):
-            pass
-
-        return self._begin(
-            name, None, None, None, timeout, priority, (Plans.barrier, name or UNNAMED), alike=(BARRIER,)
-        )
+        if timeout is None and not priority:
+            again = self._again(NO_ARRAY, name, (BARRIER,), None)
+            if again is not None:
+                return again
+        with self._checks(name, CallOptions(timeout=timeout, priority=priority)) as (name, options):
+            posting = Posting((Plans.barrier, name or UNNAMED))
+        return self._begin(name, posting, options, alike=(BARRIER,))
 
     # ---------------------------------------------------------------- shared by the verbs
 
     def _collective(
-        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any, *,
-        op: Any = None, root: Any = None, wire_dtype: Any = None, handle: Handle[Any] | None = None,
-    ) -> Handle[Any]:  # fmt: skip
-        """The long way of a verb of which every rank knows the shape of the result by itself.
+        self, verb: Verb, x: Any, name: str | None, options: CallOptions, handle: Handle[Any] | None = None
+    ) -> Handle[Any]:
+        """A call with all of its checks: the one place that chooses what carries it out.
 
-        ``op``, ``root``: ignored by verbs without. ``handle``: what is returned; a new one if left out.
+        ``handle``: what is returned; a new one if left out.
         """
         devices = self._devices
         if is_list(x):
-            with self._checks(name, timeout, priority) as (name, priority):
+            with self._checks(name, options) as (name, options):
                 is_listed = holds_arrays(x)
             if is_listed:
                 from kfcomm.collectives.batches import of_list
 
-                return of_list(
-                    self, verb, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
-                )
-        if not devices.takes(x, stream):
-            return self._on_host(
-                verb, x, name, out, timeout, priority, op=op, root=root, wire_dtype=wire_dtype, handle=handle
-            )
-        with self._checks(name, timeout, priority, devices=devices) as (name, priority):
-            devices.check(wire_dtype)
-            to = self._check_rank("root", root) if verb in ROOTED else -1
-            array = devices.read(x, stream)
-            chosen = checked_op(op, array.dtype) if verb in FOLDING else None
-            shape = _result_shape(verb, array.shape, self._group.view, to)
-            order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=may_overlap(name))
-            return devices.one(order, array, shape, out, seconds_of(timeout), priority, handle)
+                return of_list(self, verb, x, name, options)
+        if not devices.takes(x, options.stream):
+            return self._on_host(verb, x, name, options, handle)
+        with self._checks(name, options, on_device=True) as (name, options):
+            devices.check(options.wire_dtype)
+            spec, root = SPECS[verb], self._checked_root(verb, options.root)
+            array = devices.read(x, options.stream)
+            op = checked_op(options.op, array.dtype) if spec.folds else None
+            order = Order(verb, name or UNNAMED, array.dtype, array.shape, op, root, overlapping=may_overlap(name))
+            return devices.one(order, array, self._result_shape(spec, array.shape, root), options, handle)
 
     def _on_host(
-        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, *,
-        op: Any = None, root: Any = None, wire_dtype: Any = None, handle: Handle[Any] | None = None,
-        is_step: bool = False, is_shared: bool = False,
-    ) -> Handle[Any]:  # fmt: skip
-        """As ``_collective``, of host memory; ``is_step``: of a call of another verb, which is never compiled.
-
-        ``is_shared``: all ranks get one result, of an all_reduce.
-        """
-        with self._checks(name, timeout, priority) as (name, priority):
-            to = self._check_rank("root", root) if verb in ROOTED else -1
+        self, verb: Verb, x: Any, name: str | None, options: CallOptions, handle: Handle[Any] | None = None
+    ) -> Handle[Any]:
+        """As ``_collective``, of host memory."""
+        spec, op = SPECS[verb], options.op
+        with self._checks(name, options) as (name, options):
+            root = self._checked_root(verb, options.root)
             array = adapt(x)
-            chosen = checked_op(op, array.dtype) if verb in FOLDING else None
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            shape = _result_shape(verb, array.shape, self._group.view, to)
-            target = self._target(verb, out, shape, array)
-        if is_shared:
+            chosen = checked_op(op, array.dtype) if spec.folds else None
+            wire = None if options.wire_dtype is None else wire_dtype_of(options.wire_dtype, array.dtype)
+            shape = self._result_shape(spec, array.shape, root)
+            target = self._target(spec, options.out, shape, array)
+        if options.shared:
             array = HostArray(array.flat, array.shape, READ_ONLY, array.is_view)
-        plan = (Plans.of, verb, array.dtype, array.shape, chosen, to, name or UNNAMED, wire, is_shared)
+        plan = (Plans.of, verb, array.dtype, array.shape, chosen, root, name or UNNAMED, wire, options.shared)
         alike: Arguments | None = None
-        if type(x) is np.ndarray and wire is None and not is_step:
-            alike = (verb,) if chosen is None else (verb, op if isinstance(op, Hashable) else chosen)
-            if verb in ROOTED:
-                alike += (type(root), root)
-        return self._begin(
-            name, array, shape, target, timeout, priority, plan, in_place=verb in IN_PLACE, handle=handle, alike=alike
-        )
+        if type(x) is np.ndarray and wire is None and not (options.is_step or options.shared):
+            alike = spec.arguments(op if isinstance(op, Hashable) else chosen, options.root)
+        posting = Posting(plan, array, shape, target, spec.in_place)
+        return self._begin(name, posting, options, handle=handle, alike=alike)
 
-    def _target(self, verb: Verb, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
+    def _target(self, spec: VerbSpec, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
         """Where the result goes, if the caller says so: for a gather perhaps a list, with an array for each rank."""
         if out is None or shape is None:
             return None
-        if verb in (GATHER, ALL_GATHER) and is_list(out):
+        if spec.is_stacked and is_list(out):
             return OutList.of(out, [array.shape] * self._group.view.size, array.dtype)
         return adapt_out(out, shape, array.dtype)
 
+    def _result_shape(self, spec: VerbSpec, shape: Shape, root: int) -> Shape | None:
+        """What this rank gets of an array of this shape; None if it gets nothing."""
+        view = self._group.view
+        return spec.result_shape(shape, view.rank, view.size) if spec.gets(view.rank, root) else None
+
     def _checks(
-        self, name: str | None, timeout: Seconds | None = None, priority: int = 0, *, steps: int = 1,
-        later: Later | None = None, devices: DeviceVerbs | None = None,
+        self, name: str | None, options: CallOptions = PLAIN, *, steps: int = 1, later: Later | None = None,
+        on_device: bool = False,
     ) -> Checks:  # fmt: skip
         """What fails in the block of this fails the other ranks' calls too; the error is this call's.
 
-        The block has the name and the priority of the call made plain: ``with ... as (name, priority)``.
+        The block has the name and the options of the call made plain: ``with ... as (name, options)``.
 
         ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
-        fails at its place among the posts. ``devices``: these are told, too.
+        fails at its place among the posts. ``on_device``: the paths of device arrays are told, too.
         """
         try:
             self._check_open()
@@ -374,37 +377,43 @@ class Verbs:
             if later is not None:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
-        checks = Checks(self._group, name or UNNAMED, steps, later, devices, name)
-        if timeout is not None or priority or type(priority) is not int:
+        checks = Checks(self._group, name or UNNAMED, steps, later, self._devices if on_device else None)
+        checks.name, checks.options = name, options
+        if options.timeout is not None or options.priority or type(options.priority) is not int:
             with checks:
-                seconds_of(timeout)
-                checks.priority = checked_priority(priority)
+                checks.options = options.checked()
         return checks
 
     def _again(
-        self, x: Any, name: str | None, arguments: Arguments, out: Any, timeout: Seconds | None, priority: int,
-        stream: Any = None, wire_dtype: Any = None,
-    ) -> Handle[Any] | None:  # fmt: skip
-        """A call under a name whose last use was alike; None if it has to go the long way. See ``CompiledName``."""
-        if timeout is not None or priority or wire_dtype is not None or stream is not None or type(x) is not np.ndarray:
+        self, x: Any, name: str | None, arguments: Arguments, out: Any, handle: Handle[Any] | None = None
+    ) -> Handle[Any] | None:
+        """A call without options, under a name whose last use was alike; None if it needs all checks.
+
+        See ``CompiledName``. ``handle``: what is returned; a new one if left out.
+        """
+        if type(x) is not np.ndarray:
             return None
         group = self._group
         if type(name) is not str:
             name = checked_name(name)
         compiled = group.compiled.get(name)
+        if compiled is None and not group.waits:
+            return None
+        if handle is None:
+            handle = Handle(loop=group.engine.loop)
         if compiled is None:
-            return self._when_agreed(x, name, arguments, out) if group.waits else None
-        handle: Handle[Any] = Handle(loop=group.engine.loop)
+            return self._when_agreed(x, name, arguments, out, handle)
         operation = compiled.start(x, arguments, out, handle)
         return None if operation is None else named(handle, operation)
 
-    def _when_agreed(self, x: Array, name: str | None, arguments: Arguments, out: Any) -> Handle[Any] | None:
+    def _when_agreed(
+        self, x: Array, name: str | None, arguments: Arguments, out: Any, handle: Handle[Any]
+    ) -> Handle[Any] | None:
         """The same while a strategy is being agreed: what was alike under the one before need not be checked again."""
         group = self._group
         former = group.former.get(name)
         if x is NO_ARRAY or former is None or not former.is_like(x, arguments, out):
             return None
-        handle: Handle[Any] = Handle(loop=group.engine.loop)
 
         def begin() -> None:
             if handle.cancelled():
@@ -416,9 +425,9 @@ class Verbs:
                 named(handle, operation)
                 return
             verb = arguments[0]
-            op, root = arguments[1] if verb in FOLDING else None, arguments[-1]
+            options = CallOptions(arguments[1] if SPECS[verb].folds else None, arguments[-1], out)
             try:
-                self._on_host(verb, x, name, out, None, 0, op=op, root=root, handle=handle)
+                self._on_host(verb, x, name, options, handle)
             except Exception as error:  # noqa: BLE001  the communicator was closed meanwhile: there is no caller to tell
                 handle.set_exception(error)
 
@@ -426,21 +435,21 @@ class Verbs:
         return handle
 
     def _begin(
-        self, name: str | None, array: HostArray | None, shape: Shape | None, target: Out | None,
-        timeout: Seconds | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
+        self, name: str | None, posting: Posting, options: CallOptions, *, later: Later | None = None,
         handle: Handle[Any] | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
+        """Post now, or after a verdict on the strategy, with room for the result.
 
-        ``shape``: None if this rank gets no result. ``later``: for the later steps of a call, which are posted at once,
-        under the plans of its first. ``handle``: what is returned; a new one if left out. ``alike``: what a next call
-        under this name needs to have in common with this one, if its name can be compiled.
+        ``later``: for the later steps of a call, which are posted at once, under the plans of its first. ``handle``:
+        what is returned; a new one if left out. ``alike``: what a next call under this name needs to have in common
+        with this one, if its name can be compiled.
         """
         group = self._group
-        timeout_s = seconds_of(timeout)
+        timeout_s = options.timeout_s
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
 
         def post() -> None:
+            plan, array, shape, target, in_place = posting
             if later is None:
                 key, seq, plans = name or UNNAMED, None, group.plans
             else:
@@ -454,7 +463,7 @@ class Verbs:
                 return
             group.post(
                 chosen, key, overlapping=may_overlap(name), source=None if array is None else array.flat, result=result,
-                value=value, outcome=outcome, timeout_s=timeout_s, priority=priority, handle=made, seq=seq,
+                value=value, outcome=outcome, timeout_s=timeout_s, priority=options.priority, handle=made, seq=seq,
                 generation=plans.generation,
             )  # fmt: skip
             if alike is not None and (array is None or array.is_view):
@@ -473,31 +482,16 @@ class Verbs:
         group.in_order(begin)
         return made
 
+    def _checked_root(self, verb: Verb, root: Any) -> int:
+        """The root of a call as a plain int; -1 for a verb without."""
+        return self._check_rank("root", root) if SPECS[verb].is_rooted else -1
+
     def _check_rank(self, what: str, rank: Any) -> int:
         """``rank`` as a plain int, which is what travels."""
         size, number = self._group.view.size, whole_number(rank)
         if number is None or not 0 <= number < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
         return number
-
-
-def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape | None:
-    """What this rank gets of an array of this shape; None if it gets nothing."""
-    if verb in (REDUCE, GATHER) and view.rank != root:
-        return None
-    if verb in (GATHER, ALL_GATHER):
-        return (view.size, *shape)
-    if verb is REDUCE_SCATTER:
-        row_elements(shape)
-        return (split(shape[0], view.size)[view.rank][1], *shape[1:])
-    if verb is ALL_TO_ALL:
-        row_elements(shape)
-        if shape[0] % view.size:
-            raise ConfigError(
-                f"all_to_all shares {shape[0]} rows among {view.size} ranks: "
-                "give a multiple, or a list of arrays, one for each rank"
-            )
-    return shape
 
 
 def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:

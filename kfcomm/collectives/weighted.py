@@ -8,7 +8,7 @@ Products and sums are in the dtype in which sums of the array's are made (float3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,17 +19,17 @@ from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.arrays.reduce import kernel
 from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
-from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.exchange import Steps
-from kfcomm.collectives.group import UNNAMED, checked_priority
+from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import many_key
-from kfcomm.collectives.plans import Plan, Plans, Shape
-from kfcomm.collectives.verbs import Checks, checked_op
+from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.specs import ALL_REDUCE, Shape
+from kfcomm.collectives.verbs import Checks, Posting, checked_op
 from kfcomm.common.arguments import checked_name
-from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveError, ConfigError
-from kfcomm.types import Op, Seconds
+from kfcomm.types import Op
 
 if TYPE_CHECKING:
     from kfcomm.collectives.verbs import Verbs
@@ -41,20 +41,17 @@ WEIGHT = "kfcomm/weight"
 """The name of the weight among the arrays of a mapping."""
 
 
-def average(
-    verbs: Verbs, x: Any, name: str | None, weight: Any, out: Any, timeout: Seconds | None, priority: int, *, op: Any,
-    refused: Mapping[str, Any],
-) -> Handle[Any]:  # fmt: skip
-    """See ``Verbs.all_reduce``; ``refused``: options that do not go with a weight, by name."""
-    with verbs._checks(name, timeout, priority) as (name, priority):
+def average(verbs: Verbs, x: Any, name: str | None, options: CallOptions) -> Handle[Any]:
+    """``all_reduce`` with a weight; see ``Verbs.all_reduce``."""
+    with verbs._checks(name, options) as (name, options):
         if is_list(x) and holds_arrays(x):
             raise ConfigError("a weight is for one array, or for the mapping of all_reduce_many; not for a list")
-        _check_options(verbs, [x], refused)
+        _check_options(verbs, [x], options)
         array = adapt(x)
-        _check_op(op, array.dtype)
-        target = None if out is None else adapt_out(out, array.shape, array.dtype)
+        _check_op(options.op, array.dtype)
+        target = None if options.out is None else adapt_out(options.out, array.shape, array.dtype)
         packed = np.empty(array.size + 1, _sum_dtype(array))
-        packed[-1] = counted = _checked(weight)
+        packed[-1] = counted = _checked(options.weight)
         _scale(array.flat, counted, packed[:-1])
 
     def averaged(sums: Array) -> Any:
@@ -62,30 +59,27 @@ def average(
 
     given = HostArray(packed, packed.shape, NUMPY, False)
     plan = (_plan, array.dtype, array.shape, packed.dtype, name or UNNAMED)
-    return _then(verbs, verbs._begin(name, given, packed.shape, None, timeout, priority, plan), averaged)
+    return _then(verbs, verbs._begin(name, Posting(plan, given, packed.shape), options), averaged)
 
 
-def average_many(
-    verbs: Verbs, arrays: Any, name: str | None, weight: Any, out: Any, timeout: Seconds | None, priority: int, *,
-    op: Any, refused: Mapping[str, Any],
-) -> Handle[dict[str, Any]]:  # fmt: skip
-    """See ``Verbs.all_reduce_many``."""
+def average_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
+    """``all_reduce_many`` with a weight; see ``Verbs.all_reduce_many``."""
     verbs._check_open()
     name = checked_name(name)
     names = names_of(arrays)
     if not names:
-        return reduce_mapping(verbs, arrays, name, op, out, timeout, priority, None, None)
+        return reduce_mapping(verbs, arrays, name, options)
     title = names[0] if name is None else name
+    out = options.out
     with Checks(verbs._group, many_key((title,))):
-        seconds_of(timeout)
-        priority = checked_priority(priority)
-        _check_options(verbs, arrays.values(), refused)
-        counted, given = _checked(weight), {one: adapt(arrays[one]) for one in names}
+        options = options.checked()
+        _check_options(verbs, arrays.values(), options)
+        counted, given = _checked(options.weight), {one: adapt(arrays[one]) for one in names}
         outs = outs_by_name(out, arrays)
         targets = {one: adapt_out(outs[one], given[one].shape, given[one].dtype) for one in outs}
         scaled: dict[str, Array] = {WEIGHT: np.array(counted)}
         for one, array in given.items():
-            _check_op(op, array.dtype)
+            _check_op(options.op, array.dtype)
             product = scaled[_called(one, array)] = np.empty(array.shape, _sum_dtype(array))
             _scale(array.flat, counted, product.reshape(-1))
 
@@ -97,7 +91,7 @@ def average_many(
             found[one] = _divided(total, whole, given[one], targets.get(one))
         return found if out is None else out
 
-    return _then(verbs, reduce_mapping(verbs, scaled, title, Op.SUM, None, timeout, priority, None, None), averaged)
+    return _then(verbs, reduce_mapping(verbs, scaled, title, options.but(op=Op.SUM, out=None)), averaged)
 
 
 def _plan(plans: Plans, dtype: np.dtype[Any], shape: Shape, sum_dtype: np.dtype[Any], key: str) -> Plan:
@@ -127,10 +121,10 @@ def _check_op(op: Any, dtype: np.dtype[Any]) -> None:
         raise ConfigError(f"a weight is for op avg, not for {op}")
 
 
-def _check_options(verbs: Verbs, arrays: Any, refused: Mapping[str, Any]) -> None:
-    for option, value in refused.items():
-        if value not in (None, False):
-            raise ConfigError(f"{option} does not go with a weight")
+def _check_options(verbs: Verbs, arrays: Iterable[Any], options: CallOptions) -> None:
+    option = options.first_given("shared", "wire_dtype", "stream")
+    if option is not None:
+        raise ConfigError(f"{option} does not go with a weight")
     if any(verbs._devices.takes(x, None) for x in arrays):
         raise ConfigError("a weight is for arrays in host memory")
 

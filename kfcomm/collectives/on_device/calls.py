@@ -56,6 +56,8 @@ class Order:
         root: rank in the group; -1 for verbs without.
         counts: what else must be the same everywhere.
         overlapping: further uses of the key may begin before this one is over.
+        first: the first of several calls that are one to the caller, whose number this one takes: a rank that refuses
+            all of them takes a number of the first alone.
     """
 
     verb: Verb
@@ -66,6 +68,7 @@ class Order:
     root: int = -1
     counts: tuple[Any, ...] = ()
     overlapping: bool = False
+    first: Handle[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

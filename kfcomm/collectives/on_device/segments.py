@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kfcomm.collectives.specs import SPECS
 from kfcomm.core.chunk import split
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
@@ -34,8 +35,6 @@ post) is little beside the time that these take, 0.2 ms each way on a bus of 25 
 the network soon, and that a few in flight are no burden."""
 MAX_SEGMENTS = 1 << 16
 """Of one call; what would have more has larger ones."""
-PIECEWISE = frozenset((Verb.ALL_REDUCE, Verb.REDUCE, Verb.BROADCAST))
-"""Verbs whose calls may be cut anywhere; of the others each is one segment."""
 
 
 class Piece(NamedTuple):
@@ -99,7 +98,7 @@ def segments_of(
         counts: elements of the source of each part; of a broadcast, of its target.
         per_segment: elements of a segment, where a call has several.
     """
-    if verb in PIECEWISE:
+    if SPECS[verb].is_elementwise:  # of other verbs each call is one segment
         return [_piecewise(verb, place, index, pieces) for index, pieces in enumerate(cut(counts, per_segment))]
     return [_whole(verb, place, shape, counts[0])]
 

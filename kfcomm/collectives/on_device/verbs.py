@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,7 +25,8 @@ from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
-from kfcomm.collectives.plans import row_elements
+from kfcomm.collectives.options import CallOptions
+from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.errors import ConfigError
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
@@ -39,7 +40,14 @@ logger = logging.getLogger("kfcomm")
 
 AnyArray: TypeAlias = "HostArray | DeviceArray"
 AnyOut: TypeAlias = "OutArray | DeviceOut"
-Shape: TypeAlias = tuple[int, ...]
+
+
+class Given(NamedTuple):
+    """One array of a call, the shape of its result (None if this rank gets none), and where that goes, if said."""
+
+    array: AnyArray
+    shape: Shape | None
+    out: AnyOut | None = None
 
 
 class DeviceVerbs:
@@ -218,57 +226,52 @@ class DeviceVerbs:
     # ---------------------------------------------------------------- calls
 
     def begin(
-        self, order: Order, given: Sequence[AnyArray], shapes: Sequence[Shape | None],
-        outs: Sequence[AnyOut | None], outcome: Callable[[list[Any]], Any], timeout_s: float | None, priority: int,
-        handle: Handle[Any] | None = None, first: Handle[Any] | None = None,
+        self, order: Order, given: Sequence[Given], outcome: Callable[[list[Any]], Any], options: CallOptions,
+        handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call; the handle resolves when the result is ready on the caller's stream.
 
         Args:
             order: what is done.
             given: arrays of one memory.
-            shapes: of the results; None for those that this rank does not get.
-            outs: where they go, if the caller says so.
             outcome: what the caller gets, of the results.
-            timeout_s: see the verbs.
-            priority: see the verbs.
+            options: of the call; its timeout and priority count here.
             handle: what is returned; a new one if left out.
-            first: of several calls that are one to the caller, whose number this one takes: a rank that refuses all of
-                them takes a number of the first alone.
 
         Raises:
             MemoryError: the device has no room for the results.
             TransportError: the device has failed.
         """
         group = self._group
-        device, dtype = self._device_of(given[0]), order.dtype
-        stream = None if isinstance(given[0], HostArray) else given[0].stream
+        device, dtype = self._device_of(given[0].array), order.dtype
+        stream = None if isinstance(given[0].array, HostArray) else given[0].array.stream
         targets: list[Any] = [
             None if shape is None else out.flat if out is not None else device.empty(math.prod(shape), dtype, stream)
-            for shape, out in zip(shapes, outs, strict=True)
+            for _, shape, out in given
         ]
-        parts = tuple(Part(array.flat, target) for array, target in zip(given, targets, strict=True))
+        parts = tuple(Part(one.array.flat, target) for one, target in zip(given, targets, strict=True))
 
         def results() -> Any:
             return outcome(
                 [
                     None if shape is None else out.finish() if out is not None else array.restore(target, shape)
-                    for array, target, shape, out in zip(given, targets, shapes, outs, strict=True)
+                    for (array, shape, out), target in zip(given, targets, strict=True)
                 ]
             )
 
         buffers = Buffers(device, stream, device.mark(stream), parts, results)
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+        timeout_s = options.timeout_s
 
         def post() -> None:
-            seq = None if first is None else first.seq
+            seq = None if order.first is None else order.first.seq
             if made.cancelled():
                 made.seq = group.refuse_now(order.key, asyncio.CancelledError(), seq=seq)
                 self._paths.never_began(order.key, made.seq)
                 return
             path = self._paths.of(order)
             memory = "" if self.mixed else "device"
-            call = Call(group, order, buffers, path, made, priority=priority, memory=memory, ended=self._ended)
+            call = Call(group, order, buffers, path, made, priority=options.priority, memory=memory, ended=self._ended)
             # A name is free again when its handle is done, which is before the device is.
             earlier = self._latest.get(order.key)
             is_free = earlier is None or earlier.is_enqueued or earlier.is_over
@@ -279,22 +282,24 @@ class DeviceVerbs:
         group.in_order(post)
         return made
 
+    def given(self, array: AnyArray, shape: Shape | None, out: Any) -> Given:
+        """One array, with where its result goes if the caller says so and this rank gets one."""
+        return Given(array, shape, None if shape is None else self.out(out, array, shape))
+
     def one(
-        self, order: Order, array: AnyArray, shape: Shape | None, out: Any, timeout_s: float | None, priority: int,
+        self, order: Order, array: AnyArray, shape: Shape | None, options: CallOptions,
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call with one array and one result, or none where ``shape`` is None."""
-        place = None if shape is None else self.out(out, array, shape)
-        return self.begin(order, [array], [shape], [place], _only, timeout_s, priority, handle)
+        return self.begin(order, [self.given(array, shape, options.out)], _only, options, handle)
 
     def many(
-        self, given: Mapping[str, AnyArray], gathered: Callable[[dict[str, Any]], Any], ops: Mapping[Any, Op],
-        timeout_s: float | None, priority: int, named: Sequence[str], places: Mapping[str, AnyOut | None],
+        self, given: Mapping[str, Given], gathered: Callable[[dict[str, Any]], Any], ops: Mapping[Any, Op | None],
+        named: Sequence[str], options: CallOptions,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
         """``all_reduce`` of all of them, those of one dtype as one call.
 
-        ``gathered``: what the caller gets, of the results by name. ``named``: see ``many_key``. ``places``: where
-        results go, by name.
+        ``gathered``: what the caller gets, of the results by name. ``named``: see ``many_key``.
 
         Raises:
             ConfigError: some are on the device and some are not.
@@ -302,47 +307,36 @@ class DeviceVerbs:
         from kfcomm.collectives.packing import digest_of, many_key
 
         whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
-        names = sorted(given)
-        if len({isinstance(array, HostArray) for array in given.values()}) > 1:
+        if len({isinstance(one.array, HostArray) for one in given.values()}) > 1:
             raise ConfigError("all_reduce_many takes arrays of the host or of a device, not both at a time")
         by_dtype: dict[str, list[str]] = {}
-        for name in names:
-            by_dtype.setdefault(given[name].dtype.name, []).append(name)
+        for name in sorted(given):
+            by_dtype.setdefault(given[name].array.dtype.name, []).append(name)
         found: dict[str, Any] = {}
         handles: list[Handle[Any]] = []
         for number, (_, members) in enumerate(sorted(by_dtype.items())):
             chosen = [given[name] for name in members]
+            arrays, dtype = [one.array for one in chosen], chosen[0].array.dtype
             order = Order(
-                Verb.ALL_REDUCE, many_key(named, number), chosen[0].dtype,
-                (sum(array.flat.size for array in chosen),), ops[chosen[0].dtype], counts=digest_of(members, chosen),
+                Verb.ALL_REDUCE, many_key(named, number), dtype, (sum(one.flat.size for one in arrays),), ops[dtype],
+                counts=digest_of(members, arrays), first=handles[0] if handles else None,
             )  # fmt: skip
-            shapes = [array.shape for array in chosen]
-            outs = [places[name] for name in members]
-            first = handles[0] if handles else None
-            handles.append(
-                self.begin(order, chosen, shapes, outs, _named(found, members), timeout_s, priority, first=first)
-            )
+            handles.append(self.begin(order, chosen, _named(found, members), options))
         join(self._group.engine.reactor, handles, whole, lambda: gathered(found))
         return whole
 
     def each(
-        self, orders: Sequence[Order], given: Sequence[AnyArray], shapes: Sequence[Shape | None], outs: Sequence[Any],
-        listed: Callable[[list[Any]], Any], timeout_s: float | None, priority: int,
-    ) -> Handle[Any]:  # fmt: skip
+        self, orders: Sequence[Order], given: Sequence[Given], listed: Callable[[list[Any]], Any], options: CallOptions
+    ) -> Handle[Any]:
         """A call for each array of a list; ``listed``: what the caller gets, of the results."""
         from kfcomm.collectives.packing import digest_of
 
         whole: Handle[Any] = Handle(loop=self._group.engine.loop)
-        alike = digest_of([f"x[{place}]" for place in range(len(given))], given)
-        places = [
-            None if shape is None else self.out(out, array, shape)
-            for array, shape, out in zip(given, shapes, outs, strict=True)
-        ]
+        alike = digest_of([f"x[{place}]" for place in range(len(given))], [one.array for one in given])
         handles: list[Handle[Any]] = []
-        for order, array, shape, place in zip(orders, given, shapes, places, strict=True):
-            first = handles[0] if handles else None
-            one = replace(order, counts=alike)
-            handles.append(self.begin(one, [array], [shape], [place], _only, timeout_s, priority, first=first))
+        for order, one in zip(orders, given, strict=True):
+            numbered = replace(order, counts=alike, first=handles[0] if handles else None)
+            handles.append(self.begin(numbered, [one], _only, options))
         join(self._group.engine.reactor, handles, whole, lambda: listed([handle.result() for handle in handles]))
         return whole
 

@@ -1,0 +1,134 @@
+"""Table of the verbs whose result shape every rank knows by itself.
+
+Each record says in what a verb differs from the others. Checks, cached plans, packing, persistent forms and the path of
+device arrays read it, so that a new verb is a record here, a method of ``Planner`` and a public method.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final, TypeAlias, assert_never
+
+from kfcomm.core.chunk import split
+from kfcomm.errors import ConfigError
+from kfcomm.types import Verb
+
+Shape: TypeAlias = tuple[int, ...]
+Arguments: TypeAlias = tuple[Any, ...]
+"""A verb, then its op, then the type of its root and its root, as far as it has them.
+
+The type, since 1.0 and True equal 1: a value that only equals a rank is left to the full checks.
+"""
+
+# Looked up at each call: as attributes of the enum they would cost twice as much.
+ALL_REDUCE: Final = Verb.ALL_REDUCE
+REDUCE: Final = Verb.REDUCE
+BROADCAST: Final = Verb.BROADCAST
+GATHER: Final = Verb.GATHER
+ALL_GATHER: Final = Verb.ALL_GATHER
+REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
+ALL_TO_ALL: Final = Verb.ALL_TO_ALL
+BARRIER: Final = Verb.BARRIER
+
+
+class ResultShape(Enum):
+    """Rule for the shape of a result, given the shape of a rank's array."""
+
+    SAME = auto()
+    STACKED = auto()
+    """One axis more, the first, with one place for each rank."""
+    PART = auto()
+    """This rank's share of the rows; the first shares may be one row longer."""
+    EXCHANGED = auto()
+    """The same, of a number of rows that the size of the group divides."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerbSpec:
+    """One verb.
+
+    Attributes:
+        verb: its name.
+        shape: rule for the shape of the result.
+        folds: contributions are combined by an op.
+        is_rooted: it has a root.
+        for_root: only the root gets a result.
+        in_place: the result may be made in the memory of the input.
+        is_elementwise: element i of the result depends on elements i alone, so that a call may be cut anywhere.
+    """
+
+    verb: Verb
+    shape: ResultShape = ResultShape.SAME
+    folds: bool = False
+    is_rooted: bool = False
+    for_root: bool = False
+    in_place: bool = False
+    is_elementwise: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the result has one axis more, for the ranks."""
+        return self.shape is ResultShape.STACKED
+
+    def arguments(self, op: Any, root: Any) -> Arguments:
+        """What two calls under one name have in common if the second may use what is cached of the first."""
+        found: Arguments = (self.verb, op) if self.folds else (self.verb,)
+        return (*found, type(root), root) if self.is_rooted else found
+
+    def gets(self, rank: int, root: int) -> bool:
+        """Whether this rank gets a result."""
+        return not self.for_root or rank == root
+
+    def result_shape(self, shape: Shape, rank: int, size: int) -> Shape:
+        """Shape of the result of a rank that gets one.
+
+        Raises:
+            ConfigError: an array of this shape cannot be shared out among so many ranks.
+        """
+        match self.shape:
+            case ResultShape.SAME:
+                return shape
+            case ResultShape.STACKED:
+                return (size, *shape)
+            case ResultShape.PART:
+                row_elements(shape)
+                return (split(shape[0], size)[rank][1], *shape[1:])
+            case ResultShape.EXCHANGED:
+                row_elements(shape)
+                if shape[0] % size:
+                    raise ConfigError(
+                        f"all_to_all shares {shape[0]} rows among {size} ranks: "
+                        "give a multiple, or a list of arrays, one for each rank"
+                    )
+                return shape
+            case _:
+                assert_never(self.shape)
+
+
+SPECS: Final[dict[Verb, VerbSpec]] = {
+    spec.verb: spec
+    for spec in (
+        VerbSpec(ALL_REDUCE, folds=True, in_place=True, is_elementwise=True),
+        VerbSpec(REDUCE, folds=True, is_rooted=True, for_root=True, in_place=True, is_elementwise=True),
+        VerbSpec(BROADCAST, is_rooted=True, in_place=True, is_elementwise=True),
+        VerbSpec(GATHER, ResultShape.STACKED, is_rooted=True, for_root=True),
+        VerbSpec(ALL_GATHER, ResultShape.STACKED),
+        VerbSpec(REDUCE_SCATTER, ResultShape.PART, folds=True),
+        VerbSpec(ALL_TO_ALL, ResultShape.EXCHANGED),
+        VerbSpec(BARRIER),
+    )
+}
+"""These are also the verbs whose plans are cached by name; scatter and the verbs of two steps are made of them."""
+
+
+def row_elements(shape: Shape) -> int:
+    """Elements of one row, along the first axis, of an array of this shape.
+
+    Raises:
+        ConfigError: the array has no first axis.
+    """
+    if not shape:
+        raise ConfigError("an array without dimensions cannot be shared out along its first axis")
+    return math.prod(shape[1:])
