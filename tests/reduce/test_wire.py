@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -104,6 +106,19 @@ def test_in_place_and_in_pieces(wire_name: str) -> None:
         w.last(pieces[cut], theirs[cut], 3, pieces[cut], sent_in_pieces[cut])
     assert same(pieces, whole)
     assert same(sent_in_pieces, sent)
+
+
+def test_one_wire_serves_several_threads_at_once() -> None:
+    wire, x = wire_of(Op.SUM, np.dtype(np.float32), np.dtype(np.float16)), np.full(1 << 16, 1.5, np.float32)
+
+    def encode(_: int) -> float:
+        out = np.empty(x.size, np.float16)
+        for _ in range(50):
+            wire.encode(x, out)
+        return float(out.sum(dtype=np.float64))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encode, range(4))) == [1.5 * x.size] * 4
 
 
 @pytest.mark.parametrize("wire_name", WIRES)

@@ -11,7 +11,7 @@ more; beyond the wire dtype's largest number (65504 in float16) it becomes infin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -58,29 +58,29 @@ class Wire:
         wire_dtype: of what travels.
     """
 
-    __slots__ = ("_math", "_run", "dtype", "wire_dtype")
+    __slots__ = ("_math", "_quiet", "dtype", "wire_dtype")
 
     def __init__(self, op: Op, dtype: np.dtype[Any], wire_dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self.wire_dtype = wire_dtype
         self._math = half_math(op)
-        self._run: Callable[..., Any] = Quiet().run
+        self._quiet = Quiet()  # not its ``run``, which is that of this thread: another may use the wire meanwhile
 
     def encode(self, x: Array, out: Array) -> None:
         """``out`` (of ``wire_dtype``) = ``x`` (of ``dtype`` or float32), rounded."""
-        self._run(self._math.convert, x, out)
+        self._quiet.run(self._math.convert, x, out)
 
     def decode(self, x: Array, out: Array) -> None:
         """``out`` (of ``dtype``) = ``x`` (of ``wire_dtype``), exactly."""
-        self._run(self._math.convert, x, out)
+        self._quiet.run(self._math.convert, x, out)
 
     def fold(self, a: Array, b: Array, out: Array) -> None:
         """``out`` (float32, may be ``a``) = ``a`` (of ``dtype`` or float32) ∘ ``b`` (of ``wire_dtype``)."""
-        self._run(self._math.fold, a, b, out)
+        self._quiet.run(self._math.fold, a, b, out)
 
     def last(self, a: Array, b: Array, size: int, out: Array, sent: Array | None) -> None:
         """As ``fold``, and then ``finish`` while it is in the cache."""
-        self._run(self._put, self._math.last(a, b, size), out, sent)
+        self._quiet.run(self._put, self._math.last(a, b, size), out, sent)
 
     def finish(self, acc: Array, size: int, out: Array, sent: Array | None) -> None:
         """``out`` (of ``dtype``) = the result of ``acc``, to which ``size`` ranks have contributed.
@@ -88,7 +88,7 @@ class Wire:
         If the result travels, ``sent`` (of ``wire_dtype``) gets the rounded numbers, and ``out`` these numbers widened,
         as on the receiving ranks. Else the result is not rounded to ``wire_dtype``.
         """
-        self._run(self._put, self._math.finished(acc, size), out, sent)
+        self._quiet.run(self._put, self._math.finished(acc, size), out, sent)
 
     def _put(self, results: Iterator[tuple[slice, Array]], out: Array, sent: Array | None) -> None:
         convert = self._math.convert
