@@ -15,7 +15,7 @@ from kfcomm.errors import InternalError, KfcommError
 
 E = TypeVar("E", bound=KfcommError)
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 _LIBRARY = str(Path(os.__file__).parent)
 
 

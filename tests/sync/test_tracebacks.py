@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm import strategies
 from kfcomm.common.tracebacks import terse
 from kfcomm.sync.driver import Driver
 from kfcomm.testing import sync_world
+from kfcomm.types import Layout
 from tests.stubs import Broken, broken
 from tests.support import free_port
 
@@ -46,6 +48,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "memory for an array": lambda comm: comm.empty(-3),
     "a policy": lambda comm: kfcomm.sync.Adaptation(comm, ["nope"]),
 }
+
+
+def test_a_cause_inside_the_package_is_dropped() -> None:
+    with pytest.raises(kfcomm.ConfigError) as inside:
+        strategies.build("noop", Layout.even(2))
+    assert inside.tb.tb_next is not None  # the first frame is this test's
+    error = kfcomm.ConfigError("the name cannot work")
+    error.__cause__ = inside.value.with_traceback(inside.tb.tb_next)
+    assert terse(error).__cause__ is None
 
 
 @pytest.mark.parametrize("call", CALLS)
