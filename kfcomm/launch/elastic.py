@@ -1,18 +1,18 @@
-"""A job whose ranks may change: how many it may have, and where others are started when some end, or more are wanted.
+"""Elastic job: its number of ranks, and where replacements and additional ranks are started.
 
-Each process that was ever started is in one stage, and all that is decided is counted from these::
+Each process that was ever started is in one stage, and every decision is counted from these::
 
-    stage      what is known of it                                lives  counts   code 0 leads to  another code to
+    stage      state of the process                               lives  counts   code 0 leads to  another code to
     ---------  -------------------------------------------------  -----  -------  ---------------  ----------------
     RUNS       it takes part, or was started to                   yes    yes      FINISHED         ENDED, replaced
-    GIVEN_UP   the others go on without it; it is killed soon     yes    yes      FINISHED         ENDED, replaced
-    LEAVING    it is to go; another was started in its place      yes    no       FINISHED         ENDED
-    RELEASED   the ranks have let it go, or never let it in       yes    no       ENDED            ENDED
-    FINISHED   it has come to the end of the program              no
-    ENDED      it is over, and nobody misses it                   no
+    GIVEN_UP   the others continue without it; killed soon        yes    yes      FINISHED         ENDED, replaced
+    LEAVING    it has to leave; its replacement is started        yes    no       FINISHED         ENDED
+    RELEASED   released by the ranks, or never admitted           yes    no       ENDED            ENDED
+    FINISHED   it has completed the program                       no
+    ENDED      it has ended, and is not missed                    no
 
-Those that *count* are as many as are wanted, or others are owed. A process holds its slot for as long as it lives, in
-whatever stage. Nothing here starts or stops a process: the supervisor does, by what is said here.
+If fewer processes *count* than are wanted, the difference is *owed*: it is to be started. A process holds its slot for
+as long as it lives, in any stage. Pure: the launcher starts and stops processes accordingly.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.keyvalue import Exit
 
 FLEDGED_S = 5.0
-"""A process that has lived so long did not fail because of where it was started."""
+"""Lifetime after which a failure is not attributed to the host."""
 LONGEST_REST_S = 60.0
 
 
 @dataclass(slots=True)
 class Place:
-    """A host of the job, as long as one launcher lives there; the next one of that host has a place of its own.
+    """A host of the job during the life of one launcher; the host's next launcher has another place.
 
     Attributes:
         address: of the host.
-        num_ranks: with which the job began there.
-        is_gone: nobody is started there, since the launcher is not there any more, or not yet.
+        num_ranks: initial number of ranks there.
+        is_gone: no rank is started there, since the launcher has gone, or has not arrived.
     """
 
     address: str
@@ -46,11 +46,11 @@ class Place:
 
 @dataclass(slots=True)
 class Health:
-    """Of a host, whichever launcher it has.
+    """Health of a host, across its launchers.
 
     Attributes:
-        failures: how many that were started there later ended early, one after the other.
-        rests_until_s: until then nobody is started there.
+        failures: number of successive early failures of ranks that were started there later.
+        rests_until_s: no rank is started there before this time.
     """
 
     failures: int = 0
@@ -58,7 +58,7 @@ class Health:
 
 
 class Stage(Enum):
-    """State of a process; see the module."""
+    """Stage of a process; see the table above."""
 
     RUNS = auto()
     GIVEN_UP = auto()
@@ -74,19 +74,19 @@ COUNTED = frozenset({Stage.RUNS, Stage.GIVEN_UP})
 
 @dataclass(slots=True)
 class Elasticity:
-    """How many ranks a job has, and may have. Times are those of one monotonic clock.
+    """Numbers and stages of the ranks of a job. Times are on one monotonic clock.
 
     Attributes:
-        least: with fewer that run, or have come to the end, the job has failed.
-        most: more are never started, but for spares.
-        asked: so many were asked for last.
-        size: so many are wanted now: as many as were asked for, as far as there are slots for them.
-        restarts: so many that died may be replaced yet.
-        spares: so many more run, and wait to be let in.
+        least: least number of ranks that run or have finished; with fewer the job has failed.
+        most: largest number of ranks, without spares.
+        asked: latest requested number of ranks.
+        size: wanted number of ranks: the requested one, limited by slots.
+        restarts: number of replacements left.
+        spares: number of additional processes, which wait to be admitted.
         places: the hosts, by position.
-        slots: how many processes may run on each host, by address; None if nobody says.
-        unreplaced: so many that died have nobody in their place, since no restart was left.
-        where: the host of each process that was ever started, by birth.
+        slots: largest number of processes on each host, by address; None for no limit.
+        unreplaced: number of dead ranks without a replacement, for lack of restarts.
+        where: host of each process that was ever started, by uid.
         stages: the stage of each of them.
     """
 
@@ -110,88 +110,88 @@ class Elasticity:
 
     @property
     def running(self) -> set[int]:
-        """Uids of the processes that take part, or were started to."""
+        """Uids of the processes that take part, or were started for that."""
         return self.in_stage(Stage.RUNS, Stage.LEAVING)
 
     @property
     def going(self) -> set[int]:
-        """Uids of the live processes that are to go or were released."""
+        """Uids of the live processes that have to leave or were released."""
         return self.in_stage(Stage.LEAVING, Stage.RELEASED)
 
     @property
     def has_failed(self) -> bool:
-        """Whether too few are left."""
+        """Whether too few ranks are left."""
         return len(self.in_stage(Stage.RUNS, Stage.LEAVING, Stage.FINISHED)) < self.least
 
     @property
     def is_ending(self) -> bool:
-        """Whether ranks have come to the end of the program: then nobody is replaced."""
+        """Whether a rank has completed the program: then there are no replacements."""
         return Stage.FINISHED in self.stages.values()
 
     @property
     def owed(self) -> int:
-        """So many are to be started, as soon as there is a place."""
+        """Number of processes to start, as soon as there is a place."""
         if self.is_ending or self.has_failed:
             return 0
         return max(0, self.size + self.spares - len(self.in_stage(*COUNTED)) - self.unreplaced)
 
     @property
     def next_birth(self) -> int:
-        """The number of the next process."""
+        """Uid of the next process."""
         return max(self.where, default=-1) + 1
 
     @property
     def capacity(self) -> int:
-        """How many processes may run on the hosts whose launchers are there."""
+        """Largest number of processes on the hosts that have launchers."""
         if self.slots is None:
             return self.most + self.spares
         return sum(self.slots.get(address, 0) for address in {one.address for one in self.places if not one.is_gone})
 
     def births_at(self, host: int) -> list[int]:
-        """All that were ever started on a host."""
+        """Uids of all processes ever started on a host."""
         return [birth for birth, place in self.where.items() if place == host]
 
     def by_host(self) -> list[tuple[str, list[int]]]:
-        """The address of each host whose launcher is or was there, and who runs on it."""
+        """Address of each host that has or had a launcher, and its running ranks."""
         addresses = dict.fromkeys(one.address for one in self.places if one.address)
         return [(address, sorted(self._at(address, self.running))) for address in addresses]
 
     def expect(self, position: int, address: str) -> None:
-        """A launcher of this host is to come, for this position; nobody is started there before."""
+        """Expect the launcher of a host, for a position; no rank is started there before it arrives."""
         while len(self.places) <= position:
-            self.places.append(Place("", is_gone=True))  # which others have asked for
+            self.places.append(Place("", is_gone=True))  # requested by other launchers
         num_ranks = next((one.num_ranks for one in self.places if one.address == address), 1)
         self.places[position] = Place(address, num_ranks, is_gone=True)
 
     def begun(self, birth: int, host: int = 0) -> None:
-        """A process runs."""
+        """Note that a process runs."""
         self.stages[birth] = Stage.RUNS
         self.where[birth] = host
 
     def goes_on(self, starts: Mapping[int, int], exits: Mapping[int, Exit], size: int) -> None:
-        """All begins again at what is known of a running job.
+        """Restore the state of a running job.
 
         Args:
-            starts: the host of each process that was ever started, by birth.
-            exits: of those that have ended. Who has ended well is taken to have been released.
-            size: that was asked for last.
+            starts: host of each process that was ever started, by uid.
+            exits: exits so far. Processes that ended with code 0 count as released.
+            size: latest requested number of ranks.
         """
         self.where = dict(starts)
         self.stages = {birth: Stage.ENDED if birth in exits else Stage.RUNS for birth in starts}
         self.resize(size)
 
     def given_up(self, birth: int) -> None:
-        """The others do without this one, whose process may not have ended yet."""
+        """Note that the ranks have given up one of them, whose process may not have ended yet."""
         match self.stages.get(birth):
             case Stage.RUNS:
                 self.stages[birth] = Stage.GIVEN_UP
-            case Stage.LEAVING:  # another is there in its place
+            case Stage.LEAVING:  # its replacement has been started
                 self.stages[birth] = Stage.RELEASED
 
     def released(self, birth: int) -> bool:
-        """The ranks have let this one go, or it is not to be let in; whether that is news.
+        """Note that the ranks have released one of them, or that it will not be admitted; return whether that is new.
 
-        It ends by itself, and is neither missed nor replaced: what is wanted besides is owed from now on.
+        It ends by itself, and is not replaced; if more ranks are wanted, they are owed from now on.
         """
         stage = self.stages.get(birth)
         if stage in (None, Stage.RELEASED, Stage.ENDED):
@@ -200,15 +200,16 @@ class Elasticity:
         return True
 
     def not_started(self, birth: int) -> None:
-        """A process that was to be started was not; its number is used up."""
+        """Note that a process could not be started; its uid is not used again."""
         if self.stages.get(birth) in LIVING:
             self.stages[birth] = Stage.ENDED
             self._later.pop(birth, None)
 
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> Stage:
-        """A process has ended; returns the stage in which it was.
+        """Note the end of a process; return its previous stage.
 
-        A host on which they keep failing is left alone for 1 s, then for 2, and so on; not for those that were to go.
+        A host on which processes keep failing rests for 1 s, then for 2, and so on; those that had to leave do not
+        count.
         """
         before = self.stages.get(birth, Stage.ENDED)
         if before not in LIVING:
@@ -224,14 +225,14 @@ class Elasticity:
         return before
 
     def replace(self, birth: int) -> bool:
-        """Another is to come in the place of this one, which is to go; whether it runs, so that this can be."""
+        """Have a running process replaced; return whether it runs."""
         if self.stages.get(birth) is not Stage.RUNS:
             return False
         self._change(birth, Stage.LEAVING)
         return True
 
     def _change(self, birth: int, stage: Stage) -> None:
-        """Put a process in a stage; who is owed on account of it is one of those that may be replaced, if any."""
+        """Put a process in a stage; a process that is owed because of this uses up a restart, if any is left."""
         owed = self.owed
         self.stages[birth] = stage
         if self.owed > owed:
@@ -241,20 +242,20 @@ class Elasticity:
                 self.unreplaced += 1
 
     def resize(self, size: int, waiting: Collection[int] = ()) -> list[int]:
-        """So many are asked for, within the bounds.
+        """Request a number of ranks, limited to the bounds.
 
         Args:
-            size: that number.
+            size: number of ranks.
             waiting: uids of the processes that run and have not joined yet.
 
         Returns:
-            Which of those that wait are not wanted any more. What else is too much the ranks release themselves.
+            Waiting processes that are not wanted any more. The ranks release other surplus ones themselves.
         """
         self.asked = max(self.least, min(size, self.most))
         return self.fit(waiting)
 
     def fit(self, waiting: Collection[int] = ()) -> list[int]:
-        """There is room for more, or for fewer, of those that were asked for; see `resize`."""
+        """Adjust the wanted number of ranks to changed slots; see `resize`."""
         self.size = max(self.least, min(self.asked, self.capacity - self.spares))
         self.unreplaced = 0
         staying = self.in_stage(Stage.RUNS)
@@ -272,7 +273,7 @@ class Elasticity:
             waiting: uids of the processes that run and have not joined yet.
 
         Returns:
-            Which of them wait.
+            Waiting processes among them.
         """
         found: list[int] = []
         if self.slots is None:
@@ -292,9 +293,9 @@ class Elasticity:
         return found
 
     def start(self, now_s: float = 0.0) -> tuple[int, int] | None:
-        """The next process that is to be started: its birth and its host; None if none is owed, or there is no place.
+        """Uid and host of the next process to start; None if none is owed, or no host is free.
 
-        Where the fewest are, for the slots of the host or what it began with, of those that do not rest.
+        The host is the least full one, relative to its slots or initial ranks, of those that do not rest.
         """
         free = [host for host in self._open() if self._health_of(self.places[host]).rests_until_s <= now_s]
         if not self.owed or not free:
@@ -306,11 +307,11 @@ class Elasticity:
         return birth, host
 
     def next_place_s(self) -> float | None:
-        """When a host has rested; None if there is no other."""
+        """Time at which the next host has rested; None without an open host."""
         return min((self._health_of(self.places[host]).rests_until_s for host in self._open()), default=None)
 
     def _open(self) -> list[int]:
-        """The hosts on which others may be started, once they have rested."""
+        """Hosts on which processes may be started, once they have rested."""
         found = [host for host, one in enumerate(self.places) if not one.is_gone]
         if self.slots is None:
             return found
@@ -328,17 +329,17 @@ class Elasticity:
 
 
 def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addresses: Sequence[str] = ()) -> Elasticity:
-    """``MIN`` or ``MIN:MAX``; ``MIN`` alone starts nobody in the place of others.
+    """Parse ``MIN`` or ``MIN:MAX``; with ``MIN`` alone there are no replacements.
 
     Args:
-        text: that.
-        ranks: with how many the job begins, by host.
-        restarts: how many may be replaced.
-        spares: how many wait beside them.
-        addresses: of the hosts; their positions, if left out.
+        text: the text.
+        ranks: initial number of ranks, by host.
+        restarts: largest number of replacements.
+        spares: number of spare processes.
+        addresses: of the hosts; their positions, if omitted.
 
     Raises:
-        ConfigError: it is neither, or a job of this size does not fit.
+        ConfigError: the text is malformed, or does not fit the number of ranks.
     """
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least]

@@ -1,22 +1,22 @@
-"""Launchers of a job whose ranks may change: one on each host, and the first host's says who is started where.
+"""Launchers of an elastic job: one on each host; the primary one, of the first host, decides where ranks are started.
 
-What they tell each other lies in folders of the store::
+They communicate through folders of the store::
 
-    folder       who writes               what it says
+    folder       writer                   value
     -----------  -----------------------  ----------------------------------------------------------------
-    start/HOST   the first                the launcher of that host starts a process of this birth
-    dismissed    the first                a process that waits is not wanted any more
-    outcome      the first                how the job has ended, which ends it on all hosts
-    leaving      a launcher that was      nobody is started there any more
+    start/HOST   primary                  uid of a process that the launcher of that host starts
+    dismissed    primary                  uid of a waiting process that is not wanted any more
+    outcome      primary                  how the job has ended; ends it on all hosts
+    leaving      a launcher that was      no rank is started there any more
                  asked to end
-    launchers    a launcher that ends     what it was to start and did not is started elsewhere
-    given-up     ranks                    the process is of no use any more, and is killed where it runs
-    released     ranks                    the process is not of the job any more, and ends by itself
-    silent       a launcher               which of its ranks have shown no sign of life for so long that peers who
-                                          live would have given them up
+    launchers    a launcher that ends     ranks that it did not start are started elsewhere
+    given-up     ranks                    uid of a rank that they gave up; it is killed
+    released     ranks                    uid of a rank that has left the job; it ends by itself
+    silent       a launcher               its ranks without a sign of life for so long that live peers would
+                                          have given them up
 
-If the first launcher is gone the others keep what runs until that ends, or until it is started again: then they tell it
-what has happened meanwhile.
+If the primary launcher is gone, the others keep their ranks running until these end, or until it is restarted: then
+they report all exits again.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from kfcomm.rendezvous.keyvalue import (
 
 _SAID_WITHIN_S = 5.0
 _LOOKS = 4
-"""So often signs of life are looked for in the time after which a rank without any is silent."""
+"""Number of checks for signs of life within ``lost_after_s``."""
 RELEASED_WITHIN_S = 60.0
-"""Time for released ranks to end when the job is over; stopped ranks get no time."""
+"""Time for released ranks to end after the job; stopped ranks get none."""
 NOT_STARTED = 126
-"""The exit code of a process that the kernel did not run."""
+"""Exit code of a process that the kernel did not run."""
 
 
 @dataclass(slots=True)
 class ElasticLauncher(Launcher):
-    """Watches ranks on one host, some of which may end before the job does.
+    """Watches the ranks of one host, which may end before the job does.
 
     Attributes:
-        lost_after_s: after this a rank that shows no sign of life is silent.
-        start: starts the process of this birth.
-        say: tells of what happens.
-        lived_s: when each rank of this host showed last that it runs, of those that ever did.
-        silent: births of those that should have by now.
-        dismissed: births of those that waited, or were still to be started, and are not wanted any more.
-        released: births of those that the ranks have let go.
+        lost_after_s: time without a sign of life after which a rank is silent.
+        start: starts the process of a uid.
+        say: shows a message.
+        lived_s: time of the last sign of life of each rank of this host that ever sent one.
+        silent: uids of silent ranks.
+        dismissed: uids of processes that were to start or waiting, and are not wanted any more.
+        released: uids that the ranks have released.
     """
 
     lost_after_s: float = field(kw_only=True)
@@ -85,7 +85,7 @@ class ElasticLauncher(Launcher):
     _patience: asyncio.TimerHandle | None = None
 
     async def _launch(self, birth: int, exits: KeyValue) -> None:
-        if not self.has_stopped and birth not in self.dismissed:  # while the store was told that it is to be started
+        if not self.has_stopped and birth not in self.dismissed:  # since the order
             try:
                 self._follow_too(birth, self.start(birth))
                 return
@@ -96,9 +96,9 @@ class ElasticLauncher(Launcher):
         await self._report(end, exits)
 
     async def _watch_given_up(self, exits: KeyValue) -> None:
-        """A rank that the others have given up is killed, since it is of no use to anybody if it is stopped or stuck.
+        """Kill ranks that the others have given up: they may be stopped or stuck.
 
-        Not before the grace is over: if it lives it hears what has become of it, and tells its user why it fails.
+        After the grace only: a live rank is notified that it was given up, and shows its user why it fails.
         """
         async for birth, _ in exits.watch(GIVEN_UP):
             self._is_given_up(birth)
@@ -109,19 +109,19 @@ class ElasticLauncher(Launcher):
             self._patience.cancel()
 
     async def _watch_released(self, exits: KeyValue) -> None:
-        """A rank that was let go says so itself; it may have been stopped before it could."""
+        """Hear of released ranks that were stopped before they could report their release."""
         async for birth, _ in exits.watch(RELEASED):
             self.hear_released(birth)
 
     def hear_released(self, birth: int) -> None:
-        """The ranks have let this one go: it ends by itself."""
+        """Note that the ranks have released this one, which ends by itself."""
         self.released.add(birth)
 
     def _why(self, rank: int) -> Why:
         return Why.RELEASED if rank in self.released else Launcher._why(self, rank)
 
     def _wait_for_released(self) -> None:
-        """The job is over; those that were let go before may still have something to do, but not for ever."""
+        """The job is over: give released ranks time to end."""
         if self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(self.grace_s, self._wait_longer)
 
@@ -144,12 +144,12 @@ class ElasticLauncher(Launcher):
         asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
     async def _watch_signs_of_life(self, exits: KeyValue) -> None:
-        """Which ranks of this host show none: their processes are stopped, or say nothing though they have joined."""
+        """Find the silent ranks of this host: their processes are stopped, or have joined and send no sign of life."""
         heard_s = looked_s = now_s()
         while True:
             await asyncio.sleep(self.lost_after_s / _LOOKS)
             if now_s() - looked_s > self.lost_after_s / 2:
-                heard_s = now_s()  # this launcher itself was stopped, and heard nobody
+                heard_s = now_s()  # this launcher itself was stopped
             looked_s = now_s()
             self.listen()
             due_s = looked_s - self.lost_after_s
@@ -160,7 +160,7 @@ class ElasticLauncher(Launcher):
             await self._tell_silent(exits)
 
     def _seen_s(self, birth: int, now_s: float) -> float:
-        """When a rank was last seen to live; one that has not joined yet, or leaves, does not say so itself."""
+        """Time at which a rank was last seen alive; before it joins and while it leaves, by its process state."""
         if not self.children[birth].is_stopped:
             self._ran_s[birth] = now_s
         ran_s, said = self._ran_s.setdefault(birth, now_s), self.blame.said(birth)
@@ -168,10 +168,10 @@ class ElasticLauncher(Launcher):
         return ran_s if has_left else min(ran_s, self.lived_s.get(birth, ran_s))
 
     async def _tell_silent(self, exits: KeyValue) -> None:
-        """Time has passed, and it is known who is silent."""
+        """Report the silent ranks, after a check."""
 
     def _is_given_up(self, birth: int) -> None:
-        """The ranks go on without this one."""
+        """Note that the ranks continue without this one."""
 
     def _signal(self, birth: int, number: int) -> None:
         if birth in self.children and birth not in self.ended:
@@ -180,11 +180,11 @@ class ElasticLauncher(Launcher):
 
 @dataclass(slots=True)
 class HostLauncher(ElasticLauncher):
-    """On any other host: does what the first host's launcher says.
+    """Launcher on any other host: carries out the orders of the primary launcher.
 
     Attributes:
-        first: by which it is heard of, and hears of this one.
-        let_go: called when the job is over, to have those end that wait to be let in.
+        first: client of the primary launcher's store, for signs of life in both directions.
+        let_go: called when the job is over, to end processes that wait to be admitted.
     """
 
     first: StoreClient = field(kw_only=True)
@@ -211,7 +211,7 @@ class HostLauncher(ElasticLauncher):
             self._has_left = True
             await claimed(exits, f"{LEAVING}/{self.host}")
         if self._is_alone and any(code == 0 for code in self.ended.values()):
-            # the program has come to its end: nobody is left to let others in
+            # the program is completed: no rank is left to admit others
             for birth in self.children.keys() - self.ended.keys():
                 with contextlib.suppress(KfcommError):
                     if birth >= self.blame.size and not await exits.was_let_in(birth):
@@ -226,26 +226,26 @@ class HostLauncher(ElasticLauncher):
                 self._told_silent = self.silent
 
     async def _watch_first(self, exits: KeyValue) -> None:
-        """Be heard by the first launcher, and know whether it is there."""
+        """Send signs of life to the primary launcher, and notice when it is gone."""
         while True:
             async for _ in self.first.watch_exits(self.host):
-                pass  # they are heard of elsewhere
+                pass  # handled by _watch_others
             self._first_is_gone()
             if not await self._has_first_again():
                 self.let_go()
                 return
             self._is_alone = False
             self.say("the launcher of the first host is back")
-            for birth in self.children.keys() & self.ended.keys():  # it may not know of it
+            for birth in self.children.keys() & self.ended.keys():  # it may have missed the report
                 await self._report(Exit(birth, self.ended[birth], self._why(birth)), exits)
 
     async def _report(self, end: Exit, exits: KeyValue) -> None:
-        """To the first launcher itself as well, which hears of it also while the store is kept by none."""
+        """Report to the primary launcher's store too, in case the backend is unreachable."""
         told = [self.first.report_exit(end)] if exits is not self.first else []
         await asyncio.gather(exits.report_exit(end), *told, return_exceptions=True)
 
     async def _has_first_again(self) -> bool:
-        """Wait until it has been started again; or until it is known that the job is over."""
+        """Wait until the primary launcher is back, or the job is known to be over."""
         while True:
             try:
                 await self.first.arrive(self.host or 0, timeout_s=AGAIN_S)
@@ -265,13 +265,13 @@ class HostLauncher(ElasticLauncher):
             self._changed.set()
 
     def _has_ended(self, end: Exit) -> None:
-        """The first launcher judges it."""
+        """Do nothing: the primary launcher decides."""
 
     def _exits_of(self, exits: KeyValue) -> AsyncIterator[Exit]:
         return exits.watch_exits(lasting=True)
 
     def _store_is_gone(self) -> None:
-        """Whether the first launcher is, is watched by itself."""
+        """Do nothing: `_watch_first` watches the primary launcher."""
 
     def _judge(self) -> None:
         ends = [(birth, self.ended[birth]) for birth in self.children if birth in self.ended]
@@ -309,7 +309,7 @@ def these(births: Iterable[int]) -> str:
 
 
 async def claimed(exits: KeyValue, key: str, value: bytes = b"") -> None:
-    """Say it; if the store is gone, nobody is left to hear it, and no end waits for that."""
+    """Claim a key, within a bounded time; errors of the store are ignored."""
     with contextlib.suppress(KfcommError, TimeoutError):
         async with asyncio.timeout(_SAID_WITHIN_S):
             await exits.claim(key, value)

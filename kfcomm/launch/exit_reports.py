@@ -29,18 +29,18 @@ _UNKNOWN = -1
 
 
 class ExitReports:
-    """Hears the ranks of this host.
+    """Receives the exit reports of the ranks of this host.
 
     Args:
-        ranks: those that may speak.
-        heard: called with each thing that one says.
-        let_go: called with a rank that the others have let go.
-        is_elastic: whether more may be started.
+        ranks: initial ranks of this host.
+        heard: called with each report.
+        let_go: called with each rank that the others have released.
+        is_elastic: whether more ranks may be started.
 
     Attributes:
-        address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
-        lived_s: when each rank showed last that it runs, of those that ever did, by the monotonic clock.
-        pids: the process of each rank that has joined and has not ended, which need not be the one that was started.
+        address: value of ``KFCOMM_LAUNCHER`` for the ranks.
+        lived_s: time of the last sign of life of each rank that ever sent one, by the monotonic clock.
+        pids: process of each rank that has joined and not ended, which may be a child of the one that was started.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class ExitReports:
         self._loop.add_reader(self._listener, self._accept)
 
     def drain(self) -> None:
-        """Hear all that has been said by now."""
+        """Read all pending reports."""
         self._accept()
         for line in list(self._lines):
             self._read(line)
 
     def close(self) -> None:
-        """Hang up, when no rank is left. May be called twice."""
+        """Close all connections, when no rank is left. May be called twice."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for line in list(self._lines):
@@ -110,7 +110,7 @@ class ExitReports:
                 self._let_go(rank)
 
     def _may_speak(self, rank: int) -> bool:
-        """Those that were started later, in an elastic job, have larger numbers."""
+        """Whether a rank may report here; ranks of an elastic job that were started later have larger numbers."""
         return rank in self._ranks or (self._is_elastic and rank >= self._ranks.stop)
 
     def _hang_up(self, line: socket.socket) -> None:
@@ -120,9 +120,9 @@ class ExitReports:
 
 
 CAUSE_WITHIN_S = 2.0
-"""How long the cause is waited for when only victims have ended."""
+"""Time to wait for the cause if only victims have ended."""
 LEAVING_WITHIN_S = 6.0
-"""The same when a rank has said that it leaves: closing may take a rank 5 s."""
+"""The same if a rank has reported that it leaves: closing may take a rank 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Failure:
     Attributes:
         rank: in the world.
         code: its return code (negative: minus a signal); if it has not ended, the one that its error leads to.
-        at_s: when it began to leave, or ended.
-        why: it ended.
-        summary: its error in a line, if it told one.
+        at_s: time when it began to leave, or ended.
+        why: reason of its end.
+        summary: its error in one line, if reported.
     """
 
     rank: int
@@ -146,7 +146,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Blame:
-    """What is known of a job's ranks. ``size`` is their number."""
+    """Finds the rank that failed first, of a job of ``size`` ranks. Pure: the time is an argument."""
 
     size: int
     _said: dict[int, ExitReport] = field(default_factory=dict)
@@ -155,15 +155,15 @@ class Blame:
     _since_s: float = 0.0
 
     def heard(self, report: ExitReport) -> None:
-        """A rank said something: the last counts."""
+        """Note a report; the last one of a rank counts."""
         self._said[report.rank] = report
 
     def said(self, rank: int) -> ExitReport | None:
-        """What a rank said last."""
+        """Last report of a rank."""
         return self._said.get(rank)
 
     def ended(self, end: Exit, now_s: float) -> None:
-        """A rank has ended; what one of another host has said is in ``end``."""
+        """Note the end of a rank; ``end`` tells whether a rank of another host blamed others."""
         self._ended.add(end.rank)
         if end.code == 0:
             return
@@ -176,7 +176,7 @@ class Blame:
             self._failed.append(Failure(end.rank, end.code, min(said.at_s, now_s), Why(end.why), said.summary))
 
     def verdict(self, now_s: float) -> Failure | float | None:
-        """Who failed first; or the time when to ask again, unless something happens before; None if nobody has."""
+        """The first failure; or the time when to ask again at the latest; None without a failure."""
         if not self._failed:
             return None
         first = min((one for one in self._failed if one.why is not Why.ELSEWHERE), key=_at_s, default=None)
@@ -190,7 +190,7 @@ class Blame:
         return min(leaving or ([first] if first is not None else self._failed), key=_at_s)
 
     def _leaving(self) -> list[Failure]:
-        """Ranks that have not ended, and said that they leave with an error of their own."""
+        """Ranks that have not ended, and reported that they leave with an error of their own."""
         return [
             Failure(said.rank, said.code, said.at_s, summary=said.summary)
             for said in self._said.values()

@@ -1,15 +1,14 @@
-"""The guardian: a process that outlives the launcher for as long as it takes to leave no orphan.
+"""Guardian: a process that outlives the launcher, to kill its orphans.
 
 It is run by path, on its own (``python -I -S guardian.py MARK``), and imports nothing of the package. Its
 standard input is a pipe whose other end the launcher alone holds; on it come the process groups of the ranks, one
 a line. When the pipe ends, the launcher is gone, in whatever way, and the guardian kills every process that is
-in one of these groups or that carries ``KFCOMM_JOB=MARK`` in its environment: the one finds programs that
-cleared their environment, the other those that made a group of their own, or were born while the launcher
-died. PR_SET_PDEATHSIG does less: it reaches children only, not what they started; it is for the case that the guardian
-is killed, too.
+in one of these groups or that carries ``KFCOMM_JOB=MARK`` in its environment: the former finds programs that cleared
+their environment, the latter those that made their own group, or were started while the launcher died.
+PR_SET_PDEATHSIG reaches children only, not their children; it covers the case that the guardian is killed, too.
 
-A process is killed through its descriptor, after a second look: its number cannot be another's by then. One that
-is about to run a program has no environment at that moment: while there are such, the guardian looks again.
+A process is killed through its descriptor, after a second check: by then its pid cannot have been reused. A process
+between fork and exec shows no environment: while such processes exist, the guardian looks again.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _KERNEL_THREAD = 0x00200000
 
 
 def main() -> None:
-    """Read the groups until the pipe ends, then leave none of their processes alive."""
+    """Read the groups until the pipe ends, then kill all their processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups = {int(line) for line in sys.stdin}
     mark = b"KFCOMM_JOB=" + sys.argv[1].encode()
-    # a process that the kernel holds fast does not die; then there is nothing more to be done
+    # bounded, since a process in uninterruptible sleep does not die
     rounds, looks = _ROUNDS, _LOOKS
     while rounds and looks:
         if _kill_all(groups, mark):
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def _kill_all(groups: set[int], mark: bytes) -> bool:
-    """Kill what belongs to the job and wait for its end; whether there was anything."""
+    """Kill processes of the job and wait for their end; return whether there were any."""
     descriptors = [descriptor for pid in _pids() for descriptor in _opened(pid, groups, mark)]
     poll = select.poll()
     for descriptor in descriptors:
@@ -98,7 +97,7 @@ def _belongs(pid: int, groups: set[int], mark: bytes) -> bool:
 
 
 def _is_bare(pid: int) -> bool:
-    """Whether it shows no environment, as between fork and exec; programs that really have none look the same."""
+    """Whether it shows no environment, as between fork and exec, or for a program started without one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *_, flags = file.read().rpartition(b")")[2].split()[:7]

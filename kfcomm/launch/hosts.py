@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who runs where.
+    """Hosts and their initial ranks.
 
     Attributes:
         hosts: all hosts, in the order of their ranks.
@@ -51,17 +51,17 @@ class Plan:
     here: int = 0
 
     def with_late(self, address: str) -> Plan:
-        """The plan of a host that comes later: as seen there, it is one more, with no rank at the beginning."""
+        """Plan of a host that joins later: it is appended, with no initial rank."""
         return Plan((*self.hosts[: self.num_first], Host(address, 0)), self.num_first)
 
     @property
     def is_late(self) -> bool:
-        """Whether the job begins without this host."""
+        """Whether this host joins later."""
         return self.hosts[self.here].num_ranks == 0
 
     @property
     def num_first(self) -> int:
-        """With how many hosts it begins."""
+        """Number of initial hosts."""
         return len(self.hosts) - self.is_late
 
     @classmethod
@@ -98,7 +98,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts in ``address[:ranks],...``; names are resolved, IPv6 addresses stand in brackets.
 
     Raises:
-        ConfigError: an entry is malformed, cannot be resolved, or stands there twice.
+        ConfigError: an entry is malformed, cannot be resolved, or appears twice.
     """
     try:
         hosts = tuple(parse_host(entry.strip()) for entry in text.split(","))
@@ -115,7 +115,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
-    """The plan of this host, which is the entry ``own``, or else the one with an address of this host.
+    """Plan with this host's position: the entry ``own``, else the one with an address of this host.
 
     Raises:
         ConfigError: no entry, or more than one, is this host's.
@@ -150,7 +150,7 @@ def resolved(name: str) -> str:
     """The IP address of a host.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the name cannot be resolved.
     """
     try:
         return str(ipaddress.ip_address(name))
@@ -163,7 +163,7 @@ def resolved(name: str) -> str:
 
 
 EVERY_S = 1.0
-"""From the end of one run to the next."""
+"""Seconds from the end of one run to the next."""
 WITHIN_S = 10.0
 MAX_ANSWER_NBYTES = 1 << 20
 _MAX_MESSAGE = 160
@@ -172,17 +172,17 @@ Slots = Mapping[str, int]
 
 
 class _NoAnswer(Exception):
-    """There is no answer this time."""
+    """The script gave no valid answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """A program that says which hosts there are.
+    """Script that names the available hosts.
 
     Attributes:
-        command: of it, with its arguments, as one text.
+        command: script and arguments as one text.
         program: the file to run.
-        environ: what it finds in its environment.
+        environ: environment of the script.
     """
 
     command: str
@@ -191,10 +191,10 @@ class Discovery:
 
     @classmethod
     def of(cls, command: str, environ: Mapping[str, str]) -> Discovery:
-        """The program of a command; it does not learn the secrets of the job.
+        """Resolve the program of a command; its environment lacks the secrets of the job.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the program does not exist.
         """
         try:
             words = shlex.split(command)
@@ -207,10 +207,10 @@ class Discovery:
         return cls(command, program, {name: value for name, value in environ.items() if name not in secrets})
 
     async def first(self) -> Slots:
-        """Its answer before the job begins.
+        """Answer before the job begins.
 
         Raises:
-            ConfigError: it gives none that can be understood.
+            ConfigError: the script gives no valid answer.
         """
         try:
             return await self._answer()
@@ -218,11 +218,11 @@ class Discovery:
             raise ConfigError(f"--discover {self.command!r}: {error}") from error
 
     async def answers(self, known: Slots, say: Callable[[str], None]) -> AsyncIterator[Slots]:
-        """Its answer, or the last one where it has none, every second or so; never ends.
+        """Yield the answer every second, or the last valid one; never ends.
 
         Args:
-            known: the last one.
-            say: told of what is wrong, once, and that it is right again.
+            known: last valid answer.
+            say: shows a message, once for each new error, and when answers are valid again.
         """
         wrong = ""
         while True:
@@ -267,7 +267,7 @@ class Discovery:
 
 
 async def _all_of(descriptor: int) -> bytes:
-    """What a program writes; of too much, the beginning."""
+    """Output of a program, cut after `MAX_ANSWER_NBYTES`."""
     os.set_blocking(descriptor, False)
     found = b""
     while True:
@@ -278,10 +278,10 @@ async def _all_of(descriptor: int) -> bytes:
 
 
 def read_slots(text: str) -> Slots:
-    """The slots by address, of what the program has printed.
+    """Parse the output of a script: slots by address.
 
     Raises:
-        ConfigError: a line is no host, or one that stands there before; or there is none.
+        ConfigError: a line is malformed, a host appears twice, or there is none.
     """
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -300,7 +300,7 @@ def read_slots(text: str) -> Slots:
 
 
 def difference(before: Slots, after: Slots) -> list[str]:
-    """What an answer has that the one before had not, in words."""
+    """Differences between two answers, in words."""
     said = [f"{one} has {_slots(after[one])}" for one in after if before.get(one) != after[one]]
     return said + [f"{one} is not named any more" for one in before if one not in after]
 

@@ -24,9 +24,9 @@ from kfcomm.strategies.plugins import check
 
 _MAX_DIGITS = 6
 JOB = "KFCOMM_JOB"
-"""Carried by every process of a job; by it the guardian finds them."""
+"""Variable of every process of a job, by which the guardian finds them."""
 LAUNCHER = "KFCOMM_LAUNCHER"
-"""Where a rank tells its launcher of its end (see `farewells`)."""
+"""Variable with the address for exit reports (see `exit_reports`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,21 @@ class RunOptions:
 
     Attributes:
         command: program and arguments of every rank.
-        num_ranks: number of ranks; None if ``hosts`` says.
+        num_ranks: number of ranks; None to take it from ``hosts``.
         hosts: list of hosts, ``address:ranks,...``; None to run all ranks here.
-        own: which of the hosts is this one; None to find out.
+        own: this host's entry of ``hosts``; None to find out.
         port: port of the store; None for any that is free, or `DEFAULT_PORT` with ``hosts``.
         token_file: file that holds the token.
         grace_s: seconds between asking the ranks to end and killing them.
-        keep_going: whether the others run on when one fails.
-        elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
-        restart_limit: how many ranks of such a job are replaced.
-        spares: how many processes of such a job wait to take the place of others.
-        discover: a command that says which hosts such a job may use; None if these do not change.
-        store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.backends.etcd.address``);
-            None for the memory of the first launcher.
-        log_dir: where the unprefixed output of each rank is kept as well.
-        stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
-        color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
+        keep_going: whether other ranks continue when one fails.
+        elastic: ``MIN`` or ``MIN:MAX`` for an elastic job; None for a fixed size.
+        restart_limit: largest number of replacements in an elastic job.
+        spares: number of spare processes of an elastic job.
+        discover: command that names the hosts of an elastic job; None if these do not change.
+        store: address of the store of an elastic job (see ``rendezvous.backends``); None for memory.
+        log_dir: folder for the unprefixed output of each rank.
+        stdin: ranks that get the launcher's standard input: ``none``, ``all``, or one by its number.
+        color: whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``.
         settings: variables for the ranks, by full name.
     """
 
@@ -73,7 +72,7 @@ class RunOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self) -> Plan:
-        """Who runs where.
+        """Hosts and their initial ranks.
 
         Raises:
             ConfigError: neither or both of ``num_ranks`` and ``hosts`` are given, or the hosts do not work.
@@ -88,7 +87,7 @@ class RunOptions:
         return plan
 
     def _plan_for(self, hosts: tuple[Host, ...]) -> Plan:
-        """That of this host, which may be none of these if others come later."""
+        """Plan of this host, which may join later if hosts are discovered."""
         if self.discover is None:
             return plan_for(hosts, self.own)
         mine = {resolved(self.own)} if self.own is not None else {one.address for one in interfaces()}
@@ -98,10 +97,10 @@ class RunOptions:
         return Plan(hosts).with_late(min(mine) if self.own is not None else choose_address(None, towards))
 
     def elasticity(self, plan: Plan) -> Elasticity | None:
-        """How many ranks the job may have; None if they do not change.
+        """Bounds of an elastic job; None for a fixed size.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: options are missing or contradict each other.
         """
         if self.elastic is None:
             given = (("--spares", self.spares), ("--discover", self.discover), ("--store", self.store))
@@ -118,10 +117,10 @@ class RunOptions:
         return parse(self.elastic, ranks, self.restart_limit, self.spares, addresses)
 
     def readers(self, plan: Plan) -> range:
-        """The ranks of this host that get what the launcher reads.
+        """Ranks of this host that get the launcher's standard input.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: the rank does not exist.
         """
         if self.stdin == "all":
             return plan.ranks
@@ -144,7 +143,7 @@ class RunOptions:
         """The token of the job: the given one, or a new one if this launcher starts all of it.
 
         Raises:
-            ConfigError: the job is on several hosts and no token is given, or it is none.
+            ConfigError: the job is on several hosts and no token is given, or the token is invalid.
         """
         if self.token_file is not None:
             return read_token(self.token_file)
@@ -165,20 +164,20 @@ at least: 72 were counted of 12 ranks. More are open while they join."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is the same for all ranks of the job on this host.
+    """Data shared by all ranks of the job on this host.
 
     Attributes:
         options: as they were given.
-        plan: who begins where.
-        elastic: how many ranks there may be; None if they do not change.
+        plan: hosts and their initial ranks.
+        elastic: numbers and stages of the ranks; None for a fixed size.
         program: the file to run.
         token: the secret of the job.
         mark: the name of the job on this host.
         environ: of the launcher.
-        launcher: which one this is, as it tells others.
-        discovery: says which hosts there are; None if that does not change, or this is not the first host.
-        arrivals: addresses of other hosts whose launchers have come after the beginning.
-        torch_port: at which rank 0 of torch's group can listen; None if ranks may change.
+        launcher: unique description of this launcher.
+        discovery: script that names the hosts; None if they do not change, or this is not the first host.
+        arrivals: addresses of hosts whose launchers arrived after the beginning.
+        torch_port: port for rank 0 of torch's group; None if the job is elastic.
     """
 
     options: RunOptions
@@ -194,12 +193,12 @@ class Job:
     torch_port: int | None = None
 
     def at(self, position: int) -> Job:
-        """As it is on a host that has this position: one that it had not at the beginning has no ranks of that."""
+        """Job as seen from a position; one that is assigned later has no initial ranks."""
         is_first = position == self.plan.here and not self.plan.is_late
         return self if is_first else replace(self, plan=self.plan.with_late(self.plan.address))
 
     def with_torch_port(self, settings: Settings) -> Job:
-        """With a port for torch's group, where ranks do not change; on the first host."""
+        """Job with a port for torch's group, if its size is fixed; on the first host."""
         if self.elastic is not None:
             return self
         first = settings.metrics_port or 0
@@ -207,10 +206,10 @@ class Job:
         return replace(self, torch_port=torch_environ.free_port(self.mark, taken))
 
     async def discovered(self) -> Job:
-        """With the hosts that a program says there are, if it is to; on the first host.
+        """Job with the hosts of the discovery script, if any; on the first host.
 
         Raises:
-            ConfigError: it cannot be run, or gives no answer that can be understood.
+            ConfigError: the script cannot be run, or gives no valid answer.
         """
         if self.options.discover is None or self.elastic is None:
             return self
@@ -259,14 +258,14 @@ class Job:
         }
 
     def ranks_of(self, host: int) -> Iterable[int]:
-        """Those that a host has, or had, as far as it is known here."""
+        """Ranks that a host has, or had, as far as known here."""
         return self.plan.ranks_of(host) if self.elastic is None else self.elastic.births_at(host)
 
     def _check_descriptors(self) -> None:
-        """This launcher, and the ranks with it, may have open what they need.
+        """Raise the soft limit of open files as needed.
 
         Raises:
-            ConfigError: even the hard limit is too low for the ranks with which the job begins.
+            ConfigError: the hard limit is too low for the initial ranks.
         """
         here, all_ranks = len(self.plan.ranks), self.plan.size
         most = all_ranks if self.elastic is None else max(all_ranks, self.elastic.most + self.elastic.spares)
@@ -279,7 +278,7 @@ class Job:
             )
 
     def check(self) -> Settings:
-        """Find here, once, what every rank would find wrong."""
+        """Check here, once, all that every rank would check."""
         # which port it will be does not matter to the check
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
         settings = detect(self.environ_of(self.plan.ranks.start, 0, store_url(*store)))
@@ -292,5 +291,5 @@ class Job:
 
 
 def tls_of(settings: Settings) -> Tls | None:
-    """What connections of the job are secured with; None for plain ones."""
+    """TLS contexts of the job; None for plain connections."""
     return None if settings.tls is None else load(settings.tls)

@@ -1,9 +1,9 @@
-"""The life of a job: its ranks are started, watched, and ended together.
+"""Launcher of one host: the ranks of a job are started, watched, and ended together.
 
-- The first rank to fail, on any host (see `blame`), gives the job its exit code, and the others are asked to end
+- The first rank to fail, on any host (see `exit_reports`), gives the job its exit code, and the others are asked to end
   (unless the job keeps going). What has not ended after the grace is killed.
-- A signal to the launcher is passed on to every rank's group; a second one kills at once.
-- Each end is reported to the store, so that peers learn of it even where something else keeps the sockets open.
+- A signal to the launcher is forwarded to every rank's group; a second one kills at once.
+- Each exit is reported to the store, so that peers are notified even if another process keeps the sockets open.
 - When `run` returns, no process of the job is left on this host; nor if the launcher is killed (see `guardian`).
 """
 
@@ -30,7 +30,7 @@ _HURRIED_REPORT_WITHIN_S = 1.0
 
 @dataclass(slots=True)
 class Verdict:
-    """How a job ended; the first cause stands.
+    """Outcome of a job; the first cause stands.
 
     Attributes:
         failed: the rank that failed first.
@@ -59,18 +59,18 @@ class Verdict:
 
 @dataclass(slots=True)
 class Launcher:
-    """Watches the ranks of one host.
+    """Watches the ranks of one host of a job of fixed size.
 
     Attributes:
-        blame: who failed first, of the ranks of the job.
+        blame: finds the first failure among the ranks of the job.
         children: the ranks on this host.
         grace_s: seconds between asking and killing.
         keep_going: whether the others run on when one fails.
         host: position of this host among those of the job; None if it is the only one.
-        listen: called before a rank's end is judged, to hear what it said before.
+        listen: reads pending exit reports; called before an exit is judged.
         pids: the processes that have joined, by rank.
-        ended: return codes of the ranks that have ended, of all hosts.
-        has_stopped: whether `watch` is over, in whatever way: then nothing is started any more.
+        ended: return codes of ended ranks of all hosts.
+        has_stopped: whether `watch` has returned or raised; nothing is started after that.
     """
 
     blame: Blame
@@ -96,7 +96,7 @@ class Launcher:
         """Watch until all ranks of this host have ended, and all others have too, or the job has failed.
 
         Args:
-            exits: where ends are reported; those of other hosts are learnt of there.
+            exits: store for exits of this and other hosts.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -113,7 +113,7 @@ class Launcher:
                     await self._look(exits)
                 for task in (watcher, *hearing):
                     task.cancel()
-                # the end of a job does not wait for a store that does not answer; who asked for it waits less
+                # a store that does not answer must not delay the end of the job, least of all after Ctrl-C
                 within_s = _REPORT_WITHIN_S if self.verdict.signal is None else _HURRIED_REPORT_WITHIN_S
                 for follow in follows:
                     asyncio.get_running_loop().call_later(within_s, follow.cancel)
@@ -127,15 +127,15 @@ class Launcher:
         return self.verdict
 
     def interrupt(self, number: int) -> None:
-        """The launcher was asked to end by a signal: pass it on; if the ranks are ending already, kill."""
+        """Forward a signal that ends the launcher; if the ranks are ending already, kill them."""
         if self.verdict.is_open:
             self.verdict.signal = number
             self._changed.set()
-        # Python programs ignore SIGPIPE, and it was not they who wrote where nobody reads
+        # Python programs ignore SIGPIPE, and the closed pipe is the launcher's, not theirs
         self._end(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def pass_on(self, number: int) -> None:
-        """The ranks of this host get a signal; see `signals`."""
+        """Forward a signal to the ranks of this host; see `signals`."""
         for rank, child in self.children.items():
             if rank not in self.ended and number in PASSED_ON:
                 child.notify(number, self.pids.get(rank))
@@ -143,15 +143,15 @@ class Launcher:
                 child.send(signal.SIGSTOP if number == signal.SIGTSTP else number)
 
     def _begin(self, exits: KeyValue) -> list[Coroutine[Any, Any, None]]:
-        """What else is listened to while the job runs."""
+        """Further watches to run during the job."""
         del exits
         return []
 
     def _stop(self) -> None:
-        """Stop: this supervisor does nothing more."""
+        """Cancel timers and tasks."""
 
     async def _look(self, exits: KeyValue) -> None:
-        """Something has changed."""
+        """Act on a change of state."""
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
         if not self.ended.keys() >= self.children.keys():
@@ -160,7 +160,7 @@ class Launcher:
         return given_up or len(self.ended) == self.blame.size or watcher.done()
 
     def _judge(self) -> None:
-        """All is over: who failed, if nobody has been found yet."""
+        """Settle the first failure at the end, if it is not known yet."""
         if self.verdict.is_open and isinstance(failure := self.blame.verdict(math.inf), Failure):
             self.verdict.failed = failure
 
@@ -172,7 +172,7 @@ class Launcher:
         await self._report(end, exits)
 
     def _why(self, rank: int) -> Why:
-        """Why a rank of this host has ended, by what it said."""
+        """Reason of a local rank's end, from its exit report."""
         said = self.blame.said(rank)
         return Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
 
@@ -185,7 +185,7 @@ class Launcher:
             if end.rank not in self.children:
                 self._note(end)
             elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
-                # the first host has given this one up
+                # the primary launcher has given up this host
                 self.verdict.failed = Failure(end.rank, end.code, now_s(), Why(end.why))
                 self._changed.set()
                 self._end(signal.SIGTERM)
@@ -196,7 +196,7 @@ class Launcher:
         return exits.watch_exits(self.host)
 
     def _store_is_gone(self) -> None:
-        """With it, the launcher of the first host."""
+        """End the job: the primary launcher is gone with its store."""
         if not self.ended.keys() >= self.children.keys() and self.verdict.is_open:
             self.verdict.lost = True
             self._end(signal.SIGTERM)
@@ -209,13 +209,13 @@ class Launcher:
         self._has_ended(end)
 
     def _has_ended(self, end: Exit) -> None:
-        """A rank has, here or elsewhere; told once."""
+        """Handle the end of a rank of any host, once."""
         if self.verdict.is_open:
             self.blame.ended(end, now_s())
             self._judge_now()
 
     def _judge_now(self) -> None:
-        """See whether it is known who failed first; else look again when it must be."""
+        """Find the first failure; if it is not settled yet, try again when it must be."""
         if self._judging is not None:
             self._judging.cancel()
             self._judging = None
@@ -232,7 +232,7 @@ class Launcher:
                 self._judging = asyncio.get_running_loop().call_at(due_s, self._judge_now)
 
     def _end(self, number: int) -> None:
-        """Ask the ranks to end, and see to it that they do."""
+        """Ask the ranks to end; kill them after the grace, or at once the second time."""
         if self._killer is None:
             self._send(number)
             self._killer = asyncio.get_running_loop().call_later(self.grace_s, self._send, signal.SIGKILL)
@@ -246,5 +246,5 @@ class Launcher:
 
 
 def now_s() -> float:
-    """The host's monotonic clock, which is the loop's, too."""
+    """Monotonic clock of the host; also the loop's clock."""
     return time.monotonic()

@@ -52,39 +52,39 @@ LOOK_EVERY_S = 0.5
 _POLL_S = 2.0
 _MISSED_AFTER_S = 15.0
 _COMES_WITHIN_S = 5.0
-"""Whoever has been given a position takes it at once, unless it has ended."""
+"""Time for a launcher to take its assigned position; after that it counts as ended."""
 
 logger = logging.getLogger("kfcomm")
 
 
 class NotNeeded(RendezvousError):
-    """The job was over before it had a use for this host."""
+    """The job ended before it used this host."""
 
 
 def who_launches() -> bytes:
-    """This launcher, which no other is."""
+    """Unique description of this launcher."""
     return f"process {os.getpid()} on {hostname()} ({secrets.token_hex(8)})".encode()
 
 
 async def arrive(
     client: StoreClient, store: KeyValue, plan: Plan, me: bytes, within_s: float, *, is_elastic: bool
 ) -> int:
-    """Tell the first host's store that the launcher of a host has come, be it at the beginning or later.
+    """Report the arrival of a launcher, initial or later, to the first host's store.
 
     Args:
         client: of that store.
-        store: where that is kept; the same one, or a part of it here.
-        plan: who begins where, with this host.
-        me: who has come; see `who_launches`.
-        within_s: for which a store of a job that is over may still be there.
-        is_elastic: whether a launcher may come later, or in the place of one that is gone.
+        store: the same one, or this host's mirror of it.
+        plan: hosts and initial ranks, with this host.
+        me: this launcher; see `who_launches`.
+        within_s: time for which a store of a finished job may still be there.
+        is_elastic: whether launchers may arrive later, or replace gone ones.
 
     Returns:
-        The position that this launcher has.
+        Position of this launcher.
 
     Raises:
-        NotNeeded: the job has ended meanwhile.
-        RendezvousError: another launcher runs on this host, or has; or the store cannot be reached.
+        NotNeeded: the job has ended.
+        RendezvousError: another launcher runs or ran on this host; or the store cannot be reached.
     """
     loop = asyncio.get_running_loop()
     deadline_s, is_told = loop.time() + within_s, False
@@ -96,7 +96,7 @@ async def arrive(
                 return plan.here
             if not is_elastic:
                 raise RendezvousError(_taken(held))
-            await store.find(BOUNDS)  # it may not be there yet
+            await store.find(BOUNDS)  # waits until the store is there
             if plan.is_late and not is_told:
                 logger.warning("this host, as %s, waits until --discover names it", plan.address)
                 is_told = True
@@ -105,17 +105,17 @@ async def arrive(
                 await client.arrive(position)
                 return position
         except StoreClosed as error:
-            client.identity = b""  # another job may begin in its place: this launcher may be of that
+            client.identity = b""  # another job may take its place, and this launcher may belong to that
             if loop.time() >= deadline_s:
                 raise NotNeeded("the job ended before it had a use for this host") from error
         await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: float) -> int | None:
-    """Ask for a position, and wait until it is given; None if that is forgotten, as by a job that begins anew.
+    """Request a position, and wait for it; None if the request is lost, as when a job begins again.
 
     Raises:
-        RendezvousError: it is refused; or the store is gone for longer than ``patience_s``.
+        RendezvousError: the request is refused; or the store is gone for longer than ``patience_s``.
     """
     loop = asyncio.get_running_loop()
     asked: bytes = msgpack.packb([plan.address, me])
@@ -128,7 +128,7 @@ async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: floa
             comers = await store.collect(COMERS, 0, timeout_s=0.0)
             if comers.get(str(number)) != asked:
                 return None
-            # whoever waits in it hears when it is closed
+            # a waiter is notified when the store closes
             answers = await store.collect(ADMITTED, len(answers) + 1, timeout_s=_POLL_S)
             heard_s = loop.time()
         except StoreClosed:
@@ -143,20 +143,20 @@ async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: floa
 
 
 def expect_those_admitted(store: LocalStore, plan: Plan, elastic: Elasticity) -> None:
-    """Whoever was given a position by a first launcher that has ended since has it still."""
+    """Restore the positions that a previous first launcher assigned."""
     for name, told in store.contents.folder(ADMITTED).items():
         if not told and (asked := store.contents.held(f"{COMERS}/{name}")) is not None:
             elastic.expect(plan.num_first - 1 + int(name), msgpack.unpackb(asked)[0])
 
 
 async def admit(store: LocalStore, plan: Plan, elastic: Elasticity, arrived: Callable[[str], None]) -> None:
-    """Give positions to the launchers that ask for one, on the first host; never returns.
+    """Assign positions to launchers that request one, on the first host; never returns.
 
     Args:
         store: of the job.
-        plan: who begins where.
-        elastic: which hosts there are, and have slots; is told of those that have come.
-        arrived: told of the address of each of them.
+        plan: hosts and their initial ranks.
+        elastic: hosts and slots; updated with each arrival.
+        arrived: called with the address of each.
     """
     loop = asyncio.get_running_loop()
     since_s: dict[str, float] = {}
@@ -178,7 +178,7 @@ async def admit(store: LocalStore, plan: Plan, elastic: Elasticity, arrived: Cal
 
 
 def _refusal(store: LocalStore, elastic: Elasticity, address: str, since_s: float, now_s: float) -> str | None:
-    """Why a launcher of this host, which asks since then, has no place; empty if it has; None if that is open yet."""
+    """Reason why a launcher, which asks since then, is refused; empty to admit it; None if undecided."""
     if address == elastic.places[0].address:
         return _taken(b"that of the first host")
     if elastic.slots is not None and address not in elastic.slots:
@@ -196,7 +196,7 @@ def _refusal(store: LocalStore, elastic: Elasticity, address: str, since_s: floa
 
 
 def _gone(store: LocalStore) -> set[str]:
-    """Positions whose launchers are gone."""
+    """Positions whose launchers have ended."""
     return store.contents.folder(LEAVING).keys() | store.contents.folder(LAUNCHERS).keys()
 
 
@@ -215,15 +215,15 @@ async def watch_hosts(
     plan: Plan, store: LocalStore, ranks_of: RanksOf, *, come_within_s: float, lost_after_s: float,
     is_elastic: bool = False,
 ) -> None:  # fmt: skip
-    """Report the ranks of hosts whose launchers are not there; returns when none is left to watch.
+    """Report the ranks of hosts without a live launcher as ended; returns when no host is left to watch.
 
     Args:
-        plan: who begins where.
+        plan: hosts and their initial ranks.
         store: of the first host, which is this one.
-        ranks_of: those that a host has, or had, by position.
-        come_within_s: how long a launcher may take to come.
-        lost_after_s: how long one that has come may be silent.
-        is_elastic: whether others may come later: then it goes on.
+        ranks_of: ranks that a host has, or had, by position.
+        come_within_s: time for a launcher to arrive.
+        lost_after_s: time without a request after which it is lost.
+        is_elastic: whether launchers may arrive later: then it never returns.
     """
     loop = asyncio.get_running_loop()
     since_s = dict.fromkeys(range(1, plan.num_first), loop.time())
@@ -233,7 +233,7 @@ async def watch_hosts(
         await asyncio.sleep(min(LOOK_EVERY_S, lost_after_s / 4))
         now_s = loop.time()
         if now_s - looked_s > _LATE_S:
-            # this launcher itself was stopped: the others had no chance
+            # this launcher itself was stopped: the others could not ask
             since_s = dict.fromkeys(since_s, now_s)
         looked_s = now_s
         for host in set(map(int, store.contents.folder(LAUNCHED))) - over - {0}:
@@ -255,13 +255,13 @@ async def watch_hosts(
 
 
 def company(plan: Plan, store: LocalStore) -> set[str]:
-    """The other hosts, by position, that have not left the job before it ended, and have not been given up."""
+    """Other hosts, by position, that neither left before the end of the job nor were given up."""
     late = {name for name in store.contents.folder(LAUNCHED) if int(name) >= plan.num_first}
     return {*map(str, range(1, plan.num_first)), *late} - store.contents.folder(LEAVING).keys()
 
 
 async def all_know(plan: Plan, store: LocalStore, wait_s: float) -> None:
-    """The launchers of the other hosts have learnt how the job has ended, and have ended; or time is up."""
+    """Wait until the launchers of the other hosts have ended, knowing the outcome; or time is up."""
     loop = asyncio.get_running_loop()
     deadline_s, left = loop.time() + wait_s, store.contents.folder(LAUNCHERS)
     while not company(plan, store) <= left.keys() and loop.time() < deadline_s:

@@ -1,6 +1,6 @@
-"""The launcher of the first host of a job whose ranks may change: it decides who is replaced, where, and who is to go.
+"""Primary launcher of an elastic job, on its first host: decides which ranks are replaced, where, and which leave.
 
-What it tells those of the other hosts, and hears of them: see `agents`.
+See `elastic_launcher` for its communication with the other launchers.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from kfcomm.rendezvous.keyvalue import (
 from kfcomm.types import Wanted
 
 RETRY_S = 5.0
-"""After this a store that has refused who is to be started is asked again."""
+"""Pause before the store is asked again after it refused an order to start a rank."""
 
 
 @dataclass(slots=True)
 class PrimaryLauncher(ElasticLauncher):
-    """On the first host, or the only one: decides who is replaced, and where.
+    """Launcher on the first host, or the only one: decides which ranks are replaced, and where.
 
     Attributes:
-        elastic: how many ranks there may be.
-        discovery: says which hosts there are; None if that does not change.
-        arrivals: addresses of other hosts whose launchers have come after the beginning.
+        elastic: numbers and stages of the ranks.
+        discovery: script that names the hosts; None if they do not change.
+        arrivals: addresses of hosts whose launchers arrived after the beginning.
     """
 
     elastic: Elasticity = field(kw_only=True)
@@ -87,16 +87,16 @@ class PrimaryLauncher(ElasticLauncher):
         if is_over and self._later is not None:
             self._later.cancel()
         if is_over and self._is_told:
-            for task in self._tasks:  # what a store that does not answer keeps waiting
+            for task in self._tasks:  # they may wait for a store that does not answer
                 task.cancel()
         return is_over and self._is_told
 
     async def _look(self, exits: KeyValue) -> None:
         if self._defect is not None:
-            raise self._defect  # a launcher that has lost one of its tasks ends, and does not wait for what never comes
+            raise self._defect  # without this task the launcher could wait for ever
         if self.elastic.is_ending or not self.verdict.is_open:
             self._give_up_starting()
-        if self.elastic.is_ending:  # nobody is left to let them in
+        if self.elastic.is_ending:  # no rank is left to admit them
             self._dismiss(await self._waiting(exits))
         await self._fail_if_nobody_goes_on(exits)
         if not self._is_told and not (self.verdict.is_open and self.elastic.running):
@@ -107,10 +107,9 @@ class PrimaryLauncher(ElasticLauncher):
             await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
 
     async def _fail_if_nobody_goes_on(self, exits: KeyValue) -> None:
-        """All ranks are gone, or show no sign of life; those that wait to be let in would wait for ever.
+        """End the job if no rank is left that could admit waiting processes.
 
-        Where all of them are silent and none has failed they are only told of: somebody has stopped them, and may have
-        them go on.
+        If all ranks are silent and none has failed, only show a message: they were stopped, and may be continued.
         """
         running = self.elastic.running
         if not running or not self.verdict.is_open:
@@ -133,21 +132,21 @@ class PrimaryLauncher(ElasticLauncher):
             self._end(signal.SIGTERM)
 
     async def _silent_ones(self, exits: KeyValue) -> set[int]:
-        """Births of the ranks, of all hosts, that show no sign of life."""
+        """Uids of the silent ranks of all hosts."""
         told: dict[str, bytes] = {}
         with contextlib.suppress(StoreClosed):
             told = await exits.collect(SILENT, 0, timeout_s=0.0)
         return self.silent.union(*map(msgpack.unpackb, told.values()))
 
     async def _is_one_missed(self, exits: KeyValue) -> bool:
-        """Whether a rank has failed that those who live would have given up by now."""
+        """Whether a rank has failed that live ranks would have given up by now."""
         for birth in self._failures.keys() - self._given_up:
             if await self._was_let_in(birth, exits):
                 return True
         return False
 
     def _cause(self) -> Failure:
-        """Of those that nobody has given up, the last that failed and blames no other; else the last."""
+        """The last failure that is not given up and blames no other rank; else the last one."""
         unanswered = [one for birth, one in self._failures.items() if birth not in self._given_up]
         causes = [one for one in unanswered if one.rank not in self._victims]
         nobody = Failure(max(self.ended, default=0), 1, now_s(), summary="no rank has come to the end of the program")
@@ -172,10 +171,10 @@ class PrimaryLauncher(ElasticLauncher):
             return
         if end.code == 0 or stage is Stage.RELEASED:
             self._say_end_of_released(end)
-            self._start_owed()  # there may be a slot now
+            self._start_owed()  # a slot may have become free
             return
         if elastic.is_ending and stage is Stage.GIVEN_UP and end.code < 0:
-            return  # the others have come to the end without it, and somebody has ended what was left of it
+            return  # the others have completed the program without it, and its process was killed
         said = self.blame.said(end.rank)
         self._failures[end.rank] = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
         if end.why == Why.ELSEWHERE:
@@ -196,7 +195,7 @@ class PrimaryLauncher(ElasticLauncher):
             self.say(f"rank {end.rank}, which was released, ended ({_how(end)})")
 
     def _start_owed(self) -> int:
-        """Start those for whom there is a place, and the others when there is one; returns how many were started."""
+        """Start owed processes, as far as there are places, and later the others; return how many were started."""
         count = 0
         self._later = None
         is_open = self.verdict.is_open and not (self._is_alone or self.has_stopped)
@@ -209,11 +208,11 @@ class PrimaryLauncher(ElasticLauncher):
         return count
 
     def ask_size(self, size: int) -> asyncio.Task[None]:
-        """Ask for so many ranks; it is done when the store keeps that, which may take until it answers again."""
+        """Request a number of ranks; the task is done when the store has saved it, which may wait until it answers."""
         return self._do(_asked(self._exits, size))
 
     async def _start_at(self, host: int, birth: int) -> None:
-        """Have the launcher of a host start a process, once the store keeps that: a number is used once."""
+        """Have the launcher of a host start a process, after the store has saved its uid, which is used once."""
         try:
             await self._exits.claim(f"{START}/{host}/{birth}", b"")
         except asyncio.CancelledError:
@@ -231,7 +230,7 @@ class PrimaryLauncher(ElasticLauncher):
             await self._launch(birth, self._exits)
 
     async def _ask_for_spares(self, exits: KeyValue) -> None:
-        """Who waits beside the others is let in only where a number is asked for."""
+        """Request the initial size: ranks admit spares only up to a requested size."""
         if self.discovery is None and self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
             await exits.ask_size(self.elastic.size)
 
@@ -243,7 +242,7 @@ class PrimaryLauncher(ElasticLauncher):
             task.cancel()
 
     def _store_is_gone(self) -> None:
-        """Go on without the store: running ranks do not need it. Other hosts are no longer reachable."""
+        """Continue without the store: running ranks do not need it. Other hosts are no longer reachable."""
         if self.verdict.is_open and not self._is_told:
             self._is_alone = True
             self._give_up_starting()
@@ -255,7 +254,7 @@ class PrimaryLauncher(ElasticLauncher):
     def _give_up_starting(self) -> None:
         while self._starting:
             birth, task = self._starting.popitem()
-            self.elastic.not_started(birth)  # here: a task that has not begun does not hear that it is cancelled
+            self.elastic.not_started(birth)  # here, since a task that has not begun cannot handle its cancellation
             task.cancel()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -270,10 +269,10 @@ class PrimaryLauncher(ElasticLauncher):
         self._changed.set()
 
     async def _watch_sizes(self, exits: KeyValue) -> None:
-        """Another number of ranks is asked for."""
+        """Follow requests for another number of ranks."""
         elastic = self.elastic
         async for size in exits.watch_sizes():
-            self._held = None  # what the ranks keep to now is what was asked
+            self._held = None  # the request has replaced the limit
             if self.verdict.is_open and not elastic.is_ending and size != elastic.asked:
                 self._dismiss(elastic.resize(size, await self._waiting(exits)))
                 self._say_size(self._start_owed())
@@ -282,7 +281,7 @@ class PrimaryLauncher(ElasticLauncher):
         self.say(f"{self.elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
 
     async def _watch_slots(self, exits: KeyValue) -> None:
-        """Other hosts are there, or fewer slots: the job grows with them, and who has no slot any more is to go."""
+        """Follow the discovery script: grow with its slots, and have ranks without a slot leave."""
         if self.discovery is None or (known := self.elastic.slots) is None:
             return
         async for slots in self.discovery.answers(known, self.say):
@@ -307,7 +306,7 @@ class PrimaryLauncher(ElasticLauncher):
             self._say_size(count)
 
     async def _hold(self, exits: KeyValue) -> None:
-        """Tell the ranks, as soon as the store can keep it, for how many there is room, and which of them are to go."""
+        """Tell the ranks, as soon as the store can save it, the wanted size and which of them have to leave."""
         going = sorted(self.elastic.in_stage(Stage.LEAVING))
         wanted = Wanted(self.elastic.size, tuple(going))
         if wanted == self._held:
@@ -319,7 +318,7 @@ class PrimaryLauncher(ElasticLauncher):
             await exits.hold(wanted)
 
     async def _watch_arrivals(self) -> None:
-        """The launcher of a host comes later, or comes back: others may be started there."""
+        """Start ranks on hosts whose launchers arrive later, or return."""
         while True:
             address = await self.arrivals.get()
             if self.verdict.is_open and not self._is_told:
@@ -327,7 +326,7 @@ class PrimaryLauncher(ElasticLauncher):
                 self._start_owed()
 
     async def _watch_replaced(self, exits: KeyValue) -> None:
-        """The ranks want another in the place of one of them, which goes."""
+        """Start replacements that the ranks have requested."""
         elastic = self.elastic
         async for birth, _ in exits.watch(REPLACED):
             if self.verdict.is_open and not elastic.is_ending and elastic.replace(birth):
@@ -338,7 +337,7 @@ class PrimaryLauncher(ElasticLauncher):
             self.elastic.places[host].is_gone = True
 
     async def _watch_launchers(self, exits: KeyValue) -> None:
-        """A launcher that has ended has reported what it had: what it was to start besides, it has not."""
+        """Mark the unreported ranks of launchers that have ended as not started."""
         async for host, _ in exits.watch(LAUNCHERS):
             self.elastic.places[host].is_gone = True
             for birth in self.elastic.births_at(host):
@@ -346,25 +345,25 @@ class PrimaryLauncher(ElasticLauncher):
                     self._note(Exit(birth, NOT_STARTED, Why.ITSELF))
 
     async def _waiting(self, exits: KeyValue) -> list[int]:
-        """Births of those that were started to join, and have not been let in."""
+        """Uids of processes that were started to join, and have not been admitted."""
         return [birth for birth in sorted(self.elastic.running) if not await self._was_let_in(birth, exits)]
 
     async def _was_let_in(self, birth: int, exits: KeyValue) -> bool:
-        """Whether it takes part, or did. Those that are not let in when the store is gone end by themselves."""
+        """Whether a process takes part, or did. Processes not admitted before the store is gone end by themselves."""
         try:
             return birth < self.blame.size or await exits.was_let_in(birth)
         except StoreClosed:
             return True
 
     def hear_released(self, birth: int) -> None:
-        """See `ElasticLauncher`: start a replacement if one is wanted, as after another change of size."""
+        """As in `ElasticLauncher`; start a replacement if one is wanted, as after another change of size."""
         ElasticLauncher.hear_released(self, birth)
         if self.elastic.released(birth) and (count := self._start_owed()):
             self._say_size(count)
         self._changed.set()
 
     def _dismiss(self, births: Iterable[int]) -> None:
-        """These are not wanted any more, and nobody is to miss them."""
+        """Release processes that are not wanted any more."""
         for birth in births:
             self.elastic.released(birth)
             self._is_dismissed(birth)

@@ -1,12 +1,12 @@
-"""One rank as a process with a process group of its own, watched through its descriptor.
+"""Process of a rank, with its own process group, watched through its descriptor.
 
-The group makes one signal reach whatever the rank has started. An ended rank is left unreaped until the job is
-over: as long as it is, its number, which is also that of its group, can be nobody else's, so that a signal to the
-group cannot hit a stranger. Watching needs no thread (pidfd_open(2), waitid(2) with WNOWAIT).
+A signal to the group reaches all child processes of the rank. An ended rank is left unreaped until the job is over:
+until then its pid, also the id of its group, cannot be reused, so that a signal to the group cannot hit an unrelated
+process. Watching needs no thread (pidfd_open(2), waitid(2) with WNOWAIT).
 
-The ranks share the launcher's session: Linux shares out the processor among sessions first (sched(7), "autogroup"),
-so that a rank which looks for news and yields would yield to nobody outside of its own, and take as much time from
-the rank that it waits for as that one has used (half of the processor, measured).
+The ranks share the launcher's session: Linux divides the processor among sessions first (sched(7), "autogroup"). In a
+session of its own, a rank that polls and yields would not yield to other ranks, and take half of the processor from the
+rank that it waits for (measured).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CommandError(KfcommError):
 
 
 def find_program(command: Sequence[str], path: str | None) -> str:
-    """The file that ``command`` would run.
+    """File that ``command`` would run.
 
     Raises:
-        CommandError: there is none (127), or it may not be executed (126), as in a shell.
+        CommandError: it does not exist (127), or may not be executed (126), as in a shell.
     """
     name = command[0]
     found = shutil.which(name, path=path)
@@ -58,13 +58,13 @@ def find_program(command: Sequence[str], path: str | None) -> str:
 
 
 def shell_code(code: int) -> int:
-    """The return code as a shell gives it: 128 + n for signal n."""
+    """Return code as in a shell: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that was started, and the pipes that it writes to."""
+    """A started process, and the pipes that it writes to."""
 
     popen: subprocess.Popen[bytes]
     descriptor: int
@@ -75,10 +75,10 @@ class Child:
     def start(
         cls, program: str, command: Sequence[str], environ: Mapping[str, str], stdin: int = subprocess.DEVNULL
     ) -> Child:
-        """Start ``command`` in a process group of its own, which can read nothing from a terminal.
+        """Start ``command`` in its own process group, which cannot read from a terminal.
 
         Raises:
-            CommandError: the kernel does not run the file.
+            CommandError: the kernel refuses to run the file.
         """
         raise_limit_by(RESERVE)
         pipes: list[int] = []
@@ -110,12 +110,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Number of the process and its group."""
+        """Id of the process and its group."""
         return self.popen.pid
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it has been stopped, by a signal or a debugger, and does not run until it is continued."""
+        """Whether it is stopped by a signal or a debugger."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 # after the command in parentheses
@@ -139,9 +139,9 @@ class Child:
             os.killpg(self.pid, number)
 
     def notify(self, number: int, pid: int | None = None) -> None:
-        """Send a signal to the process alone, or to another of its group, if that is there and lives through it.
+        """Send a signal to the process alone, or to another one of its group, if that handles or ignores the signal.
 
-        By the time a Python program ends it has no handlers any more, and the signal would make a failure of its end.
+        A Python program that is ending has no handlers left: the signal would turn its end into a failure.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if pid is not None and os.getpgid(pid) == self.pid:
@@ -151,7 +151,7 @@ class Child:
                 signal.pidfd_send_signal(self.descriptor, number)
 
     def close(self) -> None:
-        """Release the number of the process, which must have ended, and its pipes."""
+        """Reap the process, which must have ended, and close its pipes."""
         self.popen.wait()
         for descriptor in (self.descriptor, self.out, self.err):
             os.close(descriptor)
@@ -170,8 +170,8 @@ def _lives_through(pid: int, number: int) -> bool:
 def _bound_to_this() -> Callable[[], None] | None:
     """Return a hook for a new process that has the kernel kill it when this one dies; see `signals`.
 
-    It is for the case that the guardian is killed as well; the process alone is killed, not what it has started, and a
-    program that changes its user loses it (prctl(2)). The kernel means the thread that forks: only the main thread
+    It is for the case that the guardian is killed as well. Only the process itself is killed, not its children, and a
+    program that changes its user loses it (prctl(2)). The kernel watches the thread that forks: only the main thread
     lives as long as the process.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -183,7 +183,7 @@ def _bound_to_this() -> Callable[[], None] | None:
         signals.ignore()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != this:
-            # it died in between
+            # the launcher died in between
             os.kill(os.getpid(), signal.SIGKILL)
 
     return bind
@@ -213,7 +213,7 @@ class Guardian:
             self._popen.stdin.flush()
 
     async def finish(self) -> None:
-        """Have it kill what is left of the job; returns when that is done and the guardian gone."""
+        """Have the guardian kill what is left of the job; return when it has ended."""
         if self._popen.returncode is not None:
             return
         assert self._popen.stdin is not None  # noqa: S101 - it is a pipe
@@ -229,7 +229,7 @@ class Guardian:
 
 @contextlib.contextmanager
 def _ignored(*numbers: signal.Signals) -> Iterator[None]:
-    """What is started in the block ignores these signals: a rank that asks the terminal gets an error, and no stop."""
+    """Ignore these signals in processes started in the block: reading the terminal is an error there, not a stop."""
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
         yield

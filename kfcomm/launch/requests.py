@@ -30,10 +30,10 @@ class Origin:
 
     Attributes:
         pid: of its process.
-        command: of every rank; empty where it is not known.
-        directory: in which it was started.
-        session: of processes that it belongs to, those of one terminal for example.
-        began_s: when, by the wall clock.
+        command: of every rank; empty if unknown.
+        directory: working directory at its start.
+        session: its session of processes, such as those of one terminal.
+        began_s: start time, by the wall clock.
     """
 
     pid: int
@@ -76,14 +76,14 @@ class Origin:
 
 
 def command_line(command: Sequence[str]) -> str:
-    """A command as it may have been typed, on one line, cut if it is long."""
+    """Command as typed, on one line, shortened."""
     return shortened(shlex.join(command), _MAX_COMMAND)
 
 
 def _directory() -> str:
     try:
         return os.path.realpath(os.getcwd())
-    except OSError:  # it was removed
+    except OSError:  # the directory was removed
         return ""
 
 
@@ -106,7 +106,7 @@ class Requests:
 
     Args:
         job: its name.
-        answer: gets a line and returns the answer; a ``ConfigError`` is passed on as such.
+        answer: returns the answer to a line; its ``ConfigError`` is sent to the client.
         command: of its ranks.
     """
 
@@ -139,7 +139,7 @@ class Requests:
                 writer.write(json.dumps(told).encode() + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError, ValueError):
-            pass  # whoever asked is gone, or said too much
+            pass  # the client is gone, or its line is too long
         finally:
             writer.close()
 
@@ -176,10 +176,10 @@ def find(asked: str | None) -> str:
 
 
 def ask(job: str, line: str) -> dict[str, Any]:
-    """Ask a job; ``line`` is what.
+    """Send a request to a job; return its answer.
 
     Raises:
-        ConfigError: it does not answer, or refuses.
+        ConfigError: the job does not answer, or refuses.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(PATIENCE_S)
@@ -205,7 +205,7 @@ def titled(told: dict[str, Any]) -> str:
 def _nearness(name: str) -> int:
     try:
         origin = Origin.from_json(ask(name, "status").get("origin", {}))
-    except ConfigError:  # it has just ended
+    except ConfigError:  # the job has just ended
         return 0
     return 0 if origin is None else origin.nearness
 

@@ -1,7 +1,7 @@
-"""`kfcomm run`: what a job needs is set up, the job watched, and everything taken down again.
+"""`kfcomm run`: sets up a job, watches it, and tears everything down again.
 
-The ranks of the first host are started before the store is, unless that is kept: they take longer to come to it than it
-takes to serve, and who comes early waits in the queue of its socket.
+On the first host, ranks are started before a store in memory: they take longer to connect than it takes to serve, and
+early connections wait in the queue of its socket.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
 
     Args:
-        job: what they are.
-        store: of the job.
+        job: the job.
+        store: its store.
         settings: of the ranks.
         display: see `run`.
     """
@@ -186,10 +186,10 @@ def _launcher(job: Job, children: dict[int, Child], store: Store, lost_after_s: 
 
 
 async def _answer(job: Job, launcher: PrimaryLauncher, line: str) -> dict[str, Any]:
-    """What is told to who asks from outside.
+    """Answer a request from outside.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it is malformed or out of bounds.
     """
     what, _, number = line.partition(" ")
     elastic = launcher.elastic
@@ -216,7 +216,7 @@ def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
 
 
 def _logs(folder: Path, ranks: Iterable[int]) -> dict[int, Log]:
-    """The log files of the ranks with which a job begins. Those of later ones are opened when they are written to.
+    """Open the log files of the initial ranks. Those of later ranks are opened at the first write.
 
     Raises:
         ConfigError: they cannot be written.
@@ -239,7 +239,7 @@ def _log(folder: Path, rank: int) -> Log:
 def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Have signals end the ranks, or reach them (see `signals`). Yields an event, set by the first one that ends them.
 
-    Unread output is awaited for as long as the ranks are.
+    The launcher waits for unread output as long as for the ranks.
     """
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
@@ -262,7 +262,7 @@ def _screen(job: Job) -> Screen:
 
 
 def _summary(verdict: Verdict, job: Job, children: Mapping[int, Child]) -> str | None:
-    """A line on what went wrong first, or None."""
+    """A line on the first failure, or None."""
     if verdict.signal is not None:
         return f"ended by {signal.Signals(verdict.signal).name}"
     if verdict.lost:

@@ -1,10 +1,9 @@
-"""The output of many ranks on one terminal: whole lines, each with its rank before it.
+"""Output of many ranks on one terminal: complete lines, each after its rank.
 
-What arrives is cut into lines; a line is passed on when it is complete, so that lines of different ranks never
-mix. A carriage return begins a line anew, as on a terminal: of a progress bar, the last state before the
-newline is passed on, and of one that takes longer a state every `BAR_EVERY_S`, as a line. On a terminal, a line
-still incomplete is shown instead, at the bottom, cut to one row and overwritten by whatever comes next, so that a
-progress bar moves there.
+Output is split into lines; a line is written when it is complete, so that lines of different ranks never mix. A
+carriage return restarts a line, as on a terminal: of a progress bar, the last state before the newline is written, and
+of a slow one a state every `BAR_EVERY_S`, as a line. On a terminal an incomplete line is shown instead, at the bottom,
+cut to one row and overwritten by the next output, so that a progress bar moves there.
 
 Sans-IO: bytes and times in, bytes to write out.
 """
@@ -17,19 +16,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 MAX_LINE_NBYTES = 1 << 24
-"""What is longer is cut."""
+"""Longer lines are cut."""
 BAR_EVERY_S = 1.0
 
 _COLORS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 _MAX_LETTER_NBYTES = 32
-"""With the escapes before it."""
+"""Bytes of one character with its escapes."""
 _RESET = b"\x1b[0m"
 _WIPE = b"\r\x1b[K"
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f]")
 
 
 class Stream(Enum):
-    """Where a line comes from and goes to."""
+    """Standard stream of a rank, and of the launcher."""
 
     OUT = 1
     ERR = 2
@@ -61,15 +60,16 @@ class _Line:
     """A line that is not complete.
 
     Attributes:
-        text: of it, after the last return, but for one at the end, which may belong to a newline that is still to come.
-        told_s: when a state of it was last passed on, or when it was first begun anew; None if it never was.
+        text: its bytes after the last return, except a final return, which may belong to a newline that is still to
+            come.
+        told_s: time when a state was last written, or when it was first restarted; None before.
     """
 
     text: bytearray = field(default_factory=bytearray)
     told_s: float | None = None
 
     def begun_anew(self) -> bytes:
-        """Forget what is before the last return; returns the last state that was complete."""
+        """Drop the text before the last return; return the last complete state."""
         is_open = self.text.endswith(b"\r")
         before, _, last = bytes(self.text).rstrip(b"\r").rpartition(b"\r")
         self.text[:] = last + (b"\r" if is_open else b"")
@@ -85,7 +85,7 @@ class Screen:
         self._shown: Source | None = None
 
     def feed(self, rank: int, stream: Stream, data: bytes, now_s: float = 0.0) -> Writes:
-        """What to write, and where, now that ``data`` has come from ``rank``."""
+        """Process output of ``rank``; return what to write."""
         pending = self._pending.setdefault((rank, stream), _Line())
         *lines, rest = data.split(b"\n")
         if lines:
@@ -102,22 +102,22 @@ class Screen:
         return [*self._lines(rank, stream, lines), *self._show((rank, stream), before)]
 
     def end(self, rank: int, stream: Stream) -> Writes:
-        """What to write when nothing more will come from a stream of ``rank``: its incomplete line."""
+        """End a stream of ``rank``; return its incomplete line."""
         rest = _visible(bytes(self._pending.pop((rank, stream), _Line()).text))
         return list(self._lines(rank, stream, [rest] if rest else []))
 
     def answered(self) -> None:
-        """A line was typed at the terminal, after the incomplete one that is shown, a prompt: that is a line now."""
+        """Treat the shown incomplete line as complete: the user has answered this prompt."""
         if self._shown is not None:
             self._pending.pop(self._shown, None)
             self._shown = None
 
     def say(self, text: str) -> Writes:
-        """A line of the launcher's own, to the error stream."""
+        """Return a line of the launcher, for the error stream."""
         return [*self._wipe(), (Stream.ERR, f"kfcomm: {text}\n".encode())]
 
     def _bar(self, stream: Stream, pending: _Line, now_s: float) -> list[bytes]:
-        """The state of a line that is begun anew, again and again, if it is time for one."""
+        """State of a line that is restarted again and again, if one is due."""
         state = pending.begun_anew()
         if not state.strip() or stream in self._look.terminals:
             return []
@@ -168,10 +168,10 @@ class Screen:
 
 
 def _visible(line: bytes) -> bytes:
-    """What is left of a line to see: the text after the last return, trailing returns aside."""
+    """Visible part of a line: its text after the last return, without trailing returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _closed(line: bytes) -> bytes:
-    """The line, with its colours ended, so that they do not run into the next rank's."""
+    """Line with its colours reset, so that they do not affect the next rank's line."""
     return line + _RESET if b"\x1b[" in line else line

@@ -6,7 +6,7 @@ signal                       effect
 SIGINT, SIGTERM, SIGHUP,     each rank's process group gets it; what has not ended after the grace is killed, and a
 SIGQUIT                      second one kills at once. SIGHUP is left ignored where it is (nohup)
 SIGUSR1, SIGUSR2             the process of each rank that survives it gets it, on all hosts; its child processes do not
-SIGTSTP                      the groups of all ranks are stopped, on all hosts; then the launcher, if there is no other
+SIGTSTP                      the groups of all ranks are stopped, on all hosts; then a single launcher
 SIGCONT                      they go on
 ============================ ======================================================================================
 
@@ -33,22 +33,22 @@ from kfcomm.rendezvous.keyvalue import AGAIN_S, KeyValue, StoreClosed
 
 _WAIT_S = 20.0
 FOLDER = "signals"
-"""Folder of the store for what goes to the ranks of all hosts: number of the signal, and which launcher got it."""
+"""Folder of the store for signals to the ranks of all hosts: number of the signal, and position of its launcher."""
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 HALTING = (signal.SIGTSTP, signal.SIGCONT)
 MAX_TOLD = 10_000
-"""Signals that one job passes on from host to host; the store keeps each."""
+"""Largest number of signals of one job between hosts; the store saves each."""
 
 logger = logging.getLogger("kfcomm")
 
 
 class Passing:
-    """Passes signals on to the ranks of this host, and by way of the store to those of the others.
+    """Forwards signals to the ranks of this host, and through the store to those of other hosts.
 
     Args:
-        host: position of this host among several; None if it is the only one.
-        deliver: gives the ranks of this host a signal.
+        host: position of this host among several; None for a single host.
+        deliver: sends a signal to the ranks of this host.
     """
 
     def __init__(self, host: int | None, deliver: Callable[[int], None]) -> None:
@@ -57,7 +57,7 @@ class Passing:
         self._told: asyncio.Queue[int] = asyncio.Queue()
 
     def hear(self, number: int) -> None:
-        """This launcher got a signal."""
+        """Forward a signal that this launcher got."""
         self._deliver(number)
         if self._host is not None:
             self._told.put_nowait(number)
@@ -65,7 +65,7 @@ class Passing:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     async def tell(self, store: KeyValue) -> None:
-        """Tell the other launchers what this one hears; never returns."""
+        """Send the signals of this launcher to the others; never returns."""
         while True:
             number = await self._told.get()
             with contextlib.suppress(KfcommError):
@@ -79,7 +79,7 @@ class Passing:
         logger.warning("%s is passed on to the ranks of this host alone", signal.Signals(number).name)
 
     async def listen(self, store: KeyValue) -> None:
-        """Give the ranks of this host what other launchers hear from now on; ends with the store."""
+        """Deliver new signals of other launchers to the ranks of this host; ends with the store."""
         known: set[str] | None = None
         while True:
             count = 0 if known is None else len(known) + 1
@@ -98,14 +98,14 @@ class Passing:
 
 
 def ignore() -> None:
-    """In a new process: it lives through what is passed on until its program sets a handler."""
+    """Make a new process survive forwarded signals until its program sets a handler."""
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
-    """A launcher that has no ranks yet, or none any more, is not ended by what it would pass on."""
+    """Ignore forwarded signals while the launcher has no ranks."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     try:
         yield
@@ -116,7 +116,7 @@ def ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def heard(end: Callable[[int], None], pass_on: Callable[[int], None]) -> Iterator[None]:
-    """Have signals call these; one that is ignored stays so, but for those that are passed on."""
+    """Handle signals with these functions; ignored signals stay ignored, except forwarded ones."""
     loop = asyncio.get_running_loop()
     handlers = dict.fromkeys((*PASSED_ON, *HALTING), pass_on) | dict.fromkeys(ENDING, end)
     for number in (signal.SIGHUP, signal.SIGTSTP):

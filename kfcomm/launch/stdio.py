@@ -30,7 +30,7 @@ _READ_NBYTES = 1 << 16
 
 
 _AT_ONCE_NBYTES = 4096
-"""A pipe that can be written takes as many without waiting (PIPE_BUF)."""
+"""A writable pipe takes this much without blocking (PIPE_BUF)."""
 _LOOK_EVERY_MS = 100
 
 _NAMES = {Stream.OUT: "standard output", Stream.ERR: "standard error"}
@@ -38,10 +38,10 @@ _OTHER = {Stream.OUT: Stream.ERR, Stream.ERR: Stream.OUT}
 
 
 class Output:
-    """Where everything is written. ``on_broken`` is called once, when nobody reads any more (``| head``).
+    """Writes all output. ``on_broken`` is called once, when its reader is gone (``| head``).
 
-    What else keeps something from being written (a full disk, a closed descriptor) is no harm to the job: it is
-    dropped, counted and told on the other stream, at first and in the end.
+    Other errors of writing (a full disk, a closed descriptor) do not affect the job: the output is dropped and counted,
+    with a message on the other stream, at the first error and at the end.
     """
 
     def __init__(self, screen: Screen, on_broken: Callable[[], None], descriptors: Mapping[Stream, int]) -> None:
@@ -54,29 +54,29 @@ class Output:
         self._lock = asyncio.Lock()
 
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Pass on what came from a rank; nothing at its end."""
+        """Write output of a rank; empty data at its end."""
         async with self._lock:
             now_s = time.monotonic()
             await self._write(self._screen.feed(rank, stream, data, now_s) if data else self._screen.end(rank, stream))
 
     async def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Write a line of the launcher."""
         async with self._lock:
             await self._write(self._screen.say(text))
 
     async def finish(self) -> None:
-        """Say how much could not be written."""
+        """Write how much was dropped."""
         for stream, dropped in self._dropped.items():
             if dropped.nbytes:
                 async with self._lock:
                     await self._write([(_OTHER[stream], f"kfcomm: {dropped.total()}\n".encode())])
 
     def answered(self) -> None:
-        """A line was typed at the terminal: what stands there is no incomplete line any more."""
+        """Note that a line was typed at the terminal, after the incomplete one."""
         self._screen.answered()
 
     def abandon(self) -> None:
-        """From now on wait for no terminal or pager that takes nothing."""
+        """Stop waiting for a blocked terminal or pager."""
         self._abandoned = True
 
     async def _write(self, writes: Writes) -> None:
@@ -101,7 +101,7 @@ class Output:
                         self._write_all(self._descriptors[_OTHER[stream]], f"kfcomm: {first}\n".encode())
 
     def _write_all(self, descriptor: int, data: bytes) -> None:
-        """Write to a descriptor that may belong to others, too: whether or not it waits is theirs to say."""
+        """Write to a descriptor; its blocking mode is left alone, since other processes may share it."""
         view = memoryview(data)
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
@@ -114,7 +114,7 @@ class Output:
 
 
 class Dropped:
-    """Counts what could not be written to one place."""
+    """Counts bytes that could not be written to one place."""
 
     def __init__(self, name: str) -> None:
         self.nbytes = 0
@@ -122,19 +122,19 @@ class Dropped:
         self._reason = ""
 
     def add(self, nbytes: int, error: OSError) -> str | None:
-        """Count; returns what is to be told, the first time."""
+        """Count; return a message the first time."""
         is_first = self.nbytes == 0
         self.nbytes += nbytes
         self._reason = error.strerror or str(error)
         return f"{self._name} cannot be written ({self._reason}): it is dropped, the job goes on" if is_first else None
 
     def total(self) -> str:
-        """What is to be told in the end."""
+        """Message at the end."""
         return f"{self.nbytes} bytes of {self._name} could not be written ({self._reason})"
 
 
 class Log:
-    """The file that keeps what one rank writes; made anew when it is opened, at the latest when it is written to."""
+    """Log file of one rank; truncated when it is opened, at the first write at the latest."""
 
     def __init__(self, path: Path) -> None:
         self.dropped = Dropped(str(path))
@@ -142,17 +142,17 @@ class Log:
         self._file: FileIO | None = None
 
     def open(self) -> FileIO:
-        """The file, which can be written now.
+        """Open the file.
 
         Raises:
-            OSError: it cannot.
+            OSError: it cannot be written.
         """
         if self._file is None:
             self._file = self._path.open("wb", buffering=0)
         return self._file
 
     def write(self, data: bytes) -> str | None:
-        """Write it; what cannot be is dropped. Returns what is to be told of that, the first time."""
+        """Write or drop data; return a message the first time it is dropped."""
         view = memoryview(data)
         try:
             while view:
@@ -169,9 +169,9 @@ class Log:
 
 
 def open_standard_descriptors() -> None:
-    """See to it that 0, 1 and 2 are open, lest a socket or a file takes a number to which the ranks' output goes.
+    """Open descriptors 0, 1 and 2 if they are closed, so that no socket or file gets their numbers.
 
-    One that was closed can be read, with nothing in it, and not be written, as before.
+    Reading them gives nothing, and writing fails, as before.
     """
     for number in (0, 1, 2):
         try:
@@ -192,13 +192,13 @@ class Pump:
         self._waiter: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Pass on all that comes, then ``b""``."""
+        """Forward all output, then ``b""``."""
         while data := await self._read():
             await self._sink(data)
         await self._sink(b"")
 
     def finish(self) -> None:
-        """Stop waiting: a process that got away may keep the pipe open for ever."""
+        """Stop waiting: an escaped process may keep the pipe open for ever."""
         self._finishing = True
         self._wake()
 
@@ -234,8 +234,8 @@ class Feed:
     """The standard input of the ranks.
 
     Args:
-        ranks: those of this host that get what is read.
-        answered: called when a line has been typed at the terminal.
+        ranks: those of this host that get the input.
+        answered: called when a line was typed at the terminal.
     """
 
     def __init__(self, ranks: Sequence[int], answered: Callable[[], None]) -> None:
@@ -247,7 +247,7 @@ class Feed:
 
     @contextlib.contextmanager
     def open_for(self, rank: int) -> Iterator[int]:
-        """The standard input of one rank, while it is started."""
+        """Standard input of one rank, while it is started."""
         if rank not in self._ranks:
             yield subprocess.DEVNULL
         elif self._is_direct:
@@ -262,10 +262,10 @@ class Feed:
                 os.close(source)
 
     async def run(self) -> None:
-        """Copy what is read to the ranks, until it ends or nobody takes it any more."""
+        """Copy the input to the ranks, until it ends or all of them have closed it."""
         if not self._ends:
             return
-        before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # else a read in the background stops the launcher
+        before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # it would stop a background reader
         try:
             while self._ends and (data := await self._read()):
                 if self._is_terminal and b"\n" in data:
@@ -277,18 +277,18 @@ class Feed:
             self.close()
 
     def close(self) -> None:
-        """The ranks read to the end of what they have got. May be called twice."""
+        """Close the pipes; ranks can still read their contents. May be called twice."""
         while self._ends:
             os.close(self._ends.pop())
 
     async def _read(self) -> bytes:
-        """What has come; nothing at the end."""
+        """Read input; empty at the end."""
         while True:
             if self._is_terminal and not _is_ours():
-                # what is typed now is for the shell
+                # in the background: the shell reads what is typed now
                 await asyncio.sleep(_FOREGROUND_EVERY_S)
                 continue
-            with contextlib.suppress(PermissionError):  # a file can always be read, and not be waited for
+            with contextlib.suppress(PermissionError):  # files are always readable, and epoll refuses them
                 await readable(_STANDARD_INPUT)
             try:
                 return os.read(_STANDARD_INPUT, _FEED_NBYTES)
@@ -313,7 +313,7 @@ class Feed:
 
 
 def _is_ours() -> bool:
-    """Whether this process is in the foreground of its terminal, if that is still there."""
+    """Whether this process is in the foreground of its terminal."""
     try:
         return os.tcgetpgrp(_STANDARD_INPUT) == os.getpgrp()
     except OSError:

@@ -56,20 +56,20 @@ _FAREWELL_S = 5.0
 _LEAST_LOST_AFTER_S = 3.0
 """Launchers ask the store once a second."""
 _REACH_WITHIN_S = 15.0
-"""For which an etcd is tried before the job begins."""
+"""Time to reach a backend before the job begins."""
 _AGAIN_WITHIN_S = 20.0
-"""What a first launcher takes to be started again, beyond the time for which it waits for the others."""
+"""Time for a first launcher to restart, beyond the time for which it waits for the others."""
 
 
 class Store(NamedTuple):
-    """A store, towards which ranks are started.
+    """Store of a job, for the ranks of this host.
 
     Attributes:
-        url: of it.
-        entered: once they have been; told of signals.
-        first: by which the first launcher is known to be there; None on its host.
-        let_go: ends what waits in it.
-        ended: if the job runs already, the return codes of those that have ended; else None.
+        url: address for the ranks.
+        entered: makes it available, after ranks have been started; gets an event that a signal sets.
+        first: client of the first launcher's store; None on its host.
+        let_go: ends all waits in it.
+        ended: return codes of ended ranks, if the job runs already; else None.
         position: of this host among those of the job.
     """
 
@@ -83,8 +83,8 @@ class Store(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def served(job: Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[KeyValue]:
-    """The store, on the first host, in the memory of this process."""
-    from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
+    """Store in memory, on the first host."""
+    from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, by now after the ranks have been started
 
     server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings))
     if job.elastic is not None:
@@ -99,11 +99,11 @@ async def served(job: Job, listener: socket, settings: Settings, interrupted: as
 async def kept_store(
     job: Job, elastic: Elasticity, address: str, listener: socket, settings: Settings
 ) -> AsyncIterator[Store]:
-    """The store, on the first host, kept where it outlives this process; ranks are started when it has been read.
+    """Store in a backend, on the first host; ranks are started after it has been read.
 
     Raises:
-        ConfigError: it cannot be, or is another job's.
-        RendezvousError: it cannot be reached, or is another launcher's.
+        ConfigError: the backend cannot be used, or holds another job.
+        RendezvousError: the backend cannot be reached, or another launcher uses it.
     """
     from kfcomm.rendezvous.store import StoreServer
 
@@ -137,7 +137,7 @@ async def _opened(job: Job, address: str, settings: Settings, *, is_first: bool)
 async def _watched(
     job: Job, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
 ) -> AsyncIterator[KeyValue]:
-    """The store of the first host, and by it the launchers of the others; closed in the end."""
+    """Store of the first host, which also watches the launchers of the others; closed at the end."""
     lost_after_s = _lost_after_s(settings)
     watching = asyncio.create_task(
         watch_hosts(
@@ -148,7 +148,7 @@ async def _watched(
     admitting = asyncio.create_task(_admitting(job, server))
     try:
         yield server.store
-        # the launchers of the other hosts still have to learn how it ended
+        # the launchers of the other hosts still have to learn the outcome
         learnt = asyncio.ensure_future(all_know(job.plan, server.store, job.options.grace_s + _FAREWELL_S))
         hurried = asyncio.ensure_future(interrupted.wait())
         await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -174,18 +174,18 @@ def _lost_after_s(settings: Settings) -> float:
 
 @contextlib.asynccontextmanager
 async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store]]:
-    """The store, on the other hosts, once that of the first answers: that one, or, in etcd, a part of it here.
+    """Store on another host, once the first host's store answers: a client of it, or a mirror of a shared backend.
 
-    Also the job as it is here: without ranks at the beginning, if this launcher comes later.
+    Also the job as seen from here: without initial ranks, if this launcher arrives later.
 
     Raises:
-        NotNeeded: the job has ended before this host had a part in it.
+        NotNeeded: the job ended before it used this host.
         RendezvousError: another launcher runs on this host; or the store cannot be reached.
     """
     url = store_url(job.plan.hosts[0].address, job.options.store_port())
     client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=tls_of(settings))
     kept = job.options.store
-    # who was ended with all others is started again with them, and waits until the first knows it
+    # after a common restart, wait until the first launcher knows this one
     within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
     try:
         if kept is None or not backend_of(kept).is_shared:
@@ -207,7 +207,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
 async def _mirrored(
     job: Job, kept: str, client: StoreClient, settings: Settings, within_s: float
 ) -> AsyncIterator[tuple[Store, StoreServer]]:
-    """The store of this host, kept in etcd as that of the first is; its ranks know no other."""
+    """Store of this host, in the same backend as the first host's; for the ranks of this host."""
     from kfcomm.rendezvous.store import StoreServer
 
     local = await _opened(job, kept, settings, is_first=False)
@@ -243,12 +243,12 @@ logger = logging.getLogger("kfcomm")
 
 
 class JobRecord(NamedTuple):
-    """What a store says of its job.
+    """Record of the job that a store holds.
 
     Attributes:
-        identity: by which those who have heard of the job know its store again.
-        hosts: addresses, and with how many ranks the job began on each.
-        bounds: the least and the largest number of ranks.
+        identity: of the job, by which clients recognise its store.
+        hosts: address and initial number of ranks of each.
+        bounds: least and largest number of ranks.
     """
 
     identity: bytes
@@ -257,26 +257,26 @@ class JobRecord(NamedTuple):
 
     @classmethod
     def of(cls, identity: bytes, plan: Plan, elastic: Elasticity) -> JobRecord:
-        """That of a job which begins."""
+        """Record of a new job."""
         hosts = tuple((host.address, host.num_ranks) for host in plan.hosts)
         return cls(identity, hosts, (elastic.least, elastic.most))
 
     def to_wire(self) -> bytes:
-        """As the store has it."""
+        """Value of `JOB_RECORD`."""
         told: bytes = msgpack.packb(tuple(self))
         return told
 
     @classmethod
     def found(cls, store: LocalStore) -> JobRecord | None:
-        """That of a board; None if there is none."""
+        """Record in a store, or None."""
         told = store.contents.held(JOB_RECORD)
         return None if told is None else cls(*msgpack.unpackb(told, use_list=False))
 
     def check(self, other: JobRecord, store: str) -> None:
-        """Whether this launcher was started for the job that is there.
+        """Check that this launcher was started for the job in the store.
 
         Raises:
-            ConfigError: it was not; shows both.
+            ConfigError: it was not; shows both jobs.
         """
         if self[1:] != other[1:]:
             raise ConfigError(
@@ -291,20 +291,20 @@ class JobRecord(NamedTuple):
 
 
 async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasticity, heard_within_s: float) -> bool:
-    """Take up the job that a store holds, or begin one.
+    """Continue the job that a store holds, or begin a new one.
 
     Args:
-        server: of that store; it serves already.
+        server: of that store, already serving.
         address: of the store, as it was given.
-        plan: who begins where.
-        elastic: made for a job that begins; if one goes on, it is brought to what is known of that.
-        heard_within_s: for which the launchers of other hosts are waited for, if they have ranks of the job.
+        plan: hosts and their initial ranks.
+        elastic: made for a new job; updated to the state of a continued one.
+        heard_within_s: time to wait for launchers of other hosts that have ranks of the job.
 
     Returns:
-        Whether a job goes on: then no rank is started with which it began.
+        Whether a job continues: then no initial rank is started.
 
     Raises:
-        ConfigError: it holds another job.
+        ConfigError: the store holds another job.
         RendezvousError: the store has ended.
     """
     store = server.store
@@ -320,7 +320,7 @@ async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasti
         asked = _asked_last(store)
         await server.begin_anew(*([] if asked is None else [SIZES]))
         if asked is not None:
-            await store.ask_size(asked)  # what was held since was of the ranks that are gone
+            await store.ask_size(asked)  # later limits concerned ranks that are gone
         del elastic.places[plan.num_first :]
         logger.warning("--store %s holds a job of which no rank is left: it begins again", address)
     await store.claim(JOB_RECORD, mine._replace(identity=store.identity).to_wire())
@@ -328,13 +328,13 @@ async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasti
 
 
 def _asked_last(store: LocalStore) -> int | None:
-    """How many ranks somebody has asked for, other than the launcher by what there is room for."""
+    """Number of ranks that was requested last, limits by the launcher aside."""
     told = [read_wanted(one) for _, one in sorted(store.contents.folder(SIZES).items(), key=lambda item: int(item[0]))]
     return next((wanted.size for wanted, is_held in told[::-1] if not is_held), None)
 
 
 def _starts(store: LocalStore, elastic: Elasticity) -> Mapping[int, int]:
-    """The host of each process that was ever started, by birth."""
+    """Host of each process that was ever started, by uid."""
     found = dict(elastic.where)
     for host in range(len(elastic.places)):
         found |= dict.fromkeys(map(int, store.contents.folder(f"{START}/{host}")), host)
@@ -342,7 +342,7 @@ def _starts(store: LocalStore, elastic: Elasticity) -> Mapping[int, int]:
 
 
 def _survivors(store: LocalStore, elastic: Elasticity) -> Mapping[int, list[int]]:
-    """Births of those on other hosts that may still run, by host."""
+    """Uids of ranks on other hosts that may still run, by host."""
     arrived, ended, leaving = (store.contents.folder(one).keys() for one in (LAUNCHED, LAUNCHERS, LEAVING))
     come = arrived - ended - leaving
     found: dict[int, list[int]] = {}

@@ -1,8 +1,8 @@
-"""What the ranks of this host write: to the logs all of it, to the display what is news.
+"""Output of the ranks of this host: all of it to the logs, without repetitions to the display.
 
-The traceback of a rank that fails because of another is held back until it is known which failed first, and then
-shortened to a line. Not for ever: where nothing comes of it (a process that does not end), it is shown whole. Of
-tracebacks that several ranks print alike one is shown (see `repeats`).
+The traceback of a rank that fails because of another is held back until the first failure is known, and then
+shortened to a line; after a bounded time it is shown whole. Of equal tracebacks of several ranks one is shown (see
+`tracebacks`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _HELD_FOR_S = LEAVING_WITHIN_S + 2.0
 
 
 class Display(Protocol):
-    """Where the output of the ranks goes."""
+    """Destination of the ranks' output."""
 
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """What a rank has written; nothing at the end of the stream."""
+        """Take output of a rank; empty data at the end of the stream."""
 
     async def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Take a line of the launcher."""
 
 
 class Streams:
-    """The way from the ranks' pipes to the display and the logs.
+    """Relay from the ranks' pipes to the display and the logs.
 
     Args:
-        display: where it is shown.
-        logs: by rank, of all that were started so far; empty without.
-        launcher: knows what has become of the job.
+        display: destination of the output.
+        logs: by rank, of all ranks started so far; empty without logs.
+        launcher: its exit reports and outcome decide what is shown.
 
     Attributes:
-        listen: called to hear what the ranks have said by now.
+        listen: reads pending exit reports.
     """
 
     def __init__(self, display: Display, logs: Mapping[int, Log], launcher: Launcher) -> None:
@@ -59,7 +59,7 @@ class Streams:
         self._shows: set[asyncio.Task[None]] = set()
 
     def heard(self, report: ExitReport) -> None:
-        """A rank said something of its end."""
+        """Handle an exit report."""
         self._launcher.blame.heard(report)
         if report.at_s is not None and report.code:
             self._repeats.leaves(report.rank)
@@ -72,7 +72,7 @@ class Streams:
             self._timers.append(asyncio.get_running_loop().call_later(_HELD_FOR_S, self._give_up))
 
     async def relay(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Pass on what a rank has written; nothing at its end."""
+        """Relay output of a rank; empty data at its end."""
         log = self._logs.get(rank)
         if log is not None and (news := log.write(data)) is not None:
             await self._display.say(news)
@@ -86,7 +86,7 @@ class Streams:
     async def _relay_errors(self, rank: int, data: bytes) -> None:
         async with self._turn:
             if _TRACEBACK in data:
-                # what it prints now it has told before
+                # the rank reports a traceback before it prints it
                 self.listen()
             now_s = asyncio.get_running_loop().time()
             shown = self._victims.shown(rank, data)
@@ -106,7 +106,7 @@ class Streams:
         return not self._launcher.verdict.is_open and not self._launcher.keep_going
 
     async def _settle(self, *, is_over: bool = False) -> None:
-        """Show what has been held back for long enough."""
+        """Show output that was held back long enough."""
         now_s = asyncio.get_running_loop().time()
         for rank, text in self._repeats.settle(now_s, is_ending=self._is_ending, is_over=is_over):
             await self._display.feed(rank, Stream.ERR, text)
@@ -116,21 +116,21 @@ class Streams:
         self._shows.add(asyncio.get_running_loop().create_task(self._tell()))
 
     async def _tell(self, *, is_over: bool = False) -> None:
-        """Show what was held back, and tell who has what is not shown."""
+        """Show held-back output, and lines on tracebacks that are not shown."""
         async with self._turn:
             await self._settle(is_over=is_over)
-            if is_over or not self._is_ending:  # else more of them come soon
+            if is_over or not self._is_ending:  # otherwise more of them follow soon
                 for line in self._repeats.tell():
                     await self._display.say(line)
             if self._repeats.is_waiting and self._settling is None:
                 self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
 
     async def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Take a line of the launcher."""
         await self._display.say(text)
 
     async def finish(self, verdict: Verdict) -> None:
-        """All streams have ended: show what was held back, and say what the logs lack."""
+        """All streams have ended: show held-back output, and what the logs lack."""
         self._cancel_timers()
         if self._shows:
             await asyncio.wait(self._shows)
@@ -149,7 +149,7 @@ class Streams:
             log.close()
 
     async def _show_unprinted(self, rank: int) -> None:
-        """The rank that failed first was ended before it could print its traceback; it has told it."""
+        """Show the reported traceback of the first failed rank, if it was killed before it could print it."""
         said = self._launcher.blame.said(rank)
         if said is None or said.is_printed or not said.text:
             return
@@ -157,7 +157,7 @@ class Streams:
             await self._display.feed(rank, Stream.ERR, said.text)
 
     def _give_up(self) -> None:
-        """Nothing has come of what was said: show it."""
+        """Show held-back tracebacks: no first failure was found in time."""
         if self._launcher.verdict.is_open:
             show = asyncio.get_running_loop().create_task(self._release(None))
             self._shows.add(show)

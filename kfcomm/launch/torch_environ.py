@@ -1,11 +1,10 @@
-"""The variables by which ``torch.distributed`` finds its world (``env://``), as torchrun sets them, for a job's ranks.
+"""Variables of ``torch.distributed`` (``env://``) for the ranks of a job, as torchrun sets them.
 
-A variable that the user has set stays; those of a launcher around this one (torchrun, or another ``kfcomm run``) speak
-of its ranks, not of these, and are replaced. kfcomm itself reads ``KFCOMM_*`` first, and never takes these for its own.
+Variables of the user stay; those of an enclosing launcher (torchrun, or another ``kfcomm run``) describe its ranks, not
+these, and are replaced. kfcomm itself reads ``KFCOMM_*`` first, and never uses these variables in such a job.
 
-In an elastic job the number of a rank and that of all change while a process lives, and a group of torch's cannot
-follow. So only ``LOCAL_RANK`` is set there, which tells a process its device, and ``env://`` fails at once for want of
-``RANK``.
+In an elastic job rank and size change while a process lives, which a group of torch cannot follow. So only
+``LOCAL_RANK`` is set there, for the choice of a device, and ``env://`` fails at once for lack of ``RANK``.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from kfcomm.launch.hosts import Plan
 LOCAL_RANK = "LOCAL_RANK"
 NAMES = ("RANK", "WORLD_SIZE", LOCAL_RANK, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEY = "torch/port"
-"""Key of the store for the port of rank 0 of torch's group, which the first launcher has found to be free."""
+"""Key of the store for the port of rank 0 of torch's group, chosen by the first launcher."""
 
 _OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
-"""What torchrun sets besides."""
+"""Further variables of torchrun."""
 _TORCHRUN, _KFCOMM = "TORCHELASTIC_", "KFCOMM_JOB"
 _PORTS = range(20000, 29500)
-"""Below those which Linux gives to clients, and torch's and kfcomm's own."""
+"""Below Linux's ports for clients, and the defaults of torch and kfcomm."""
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a launcher around this one has set for torch."""
+    """Environment without variables that an enclosing launcher has set for torch."""
     if _KFCOMM not in environ and not any(name.startswith(_TORCHRUN) for name in environ):
         return dict(environ)
     foreign = {*NAMES, *_OTHERS}
@@ -42,10 +41,10 @@ def variables(plan: Plan, rank: int, local: tuple[int, int], port: int | None) -
     """Variables to set for a rank, unless the user has set them.
 
     Args:
-        plan: who runs where.
+        plan: hosts and their initial ranks.
         rank: in the world.
         local: rank and number of ranks on its host.
-        port: at which rank 0 can listen; None if ranks may change.
+        port: for rank 0; None if the job is elastic.
     """
     found = {LOCAL_RANK: str(local[0])}
     if port is not None:
@@ -83,5 +82,5 @@ def _is_free(family: int, port: int) -> bool:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("", port))
     except OSError as error:
-        return error.errno != errno.EADDRINUSE  # a host may have one of the families alone
+        return error.errno != errno.EADDRINUSE  # a host may lack one of the families
     return True

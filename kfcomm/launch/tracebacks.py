@@ -45,8 +45,8 @@ class Error:
     """A traceback.
 
     Attributes:
-        way: its lines but the last, without those in kfcomm itself: ranks meet an error there in different ones.
-        message: the last ones: class and message.
+        way: all lines but the last ones, without those in kfcomm itself, which differ between ranks.
+        message: last lines: class and message.
     """
 
     way: bytes
@@ -86,10 +86,10 @@ class _Block:
     """The error stream of a rank from the beginning of a traceback on.
 
     Attributes:
-        since_s: when that came.
-        is_shown: what comes is shown at once.
-        has_ended: the stream has.
-        is_whole: the traceback is.
+        since_s: time of its beginning.
+        is_shown: whether output is shown at once.
+        has_ended: whether the stream has ended.
+        is_whole: whether the traceback is complete.
     """
 
     since_s: float
@@ -124,15 +124,15 @@ class Repeats:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is held back, or to be told."""
+        """Whether output is held back, or a line is due."""
         return bool(self._blocks or self._alike)
 
     def told(self, rank: int, text: bytes) -> None:
-        """A rank is about to print this traceback."""
+        """Note that a rank is about to print this traceback."""
         self._told[rank] = text
 
     def leaves(self, rank: int) -> None:
-        """A rank has said that it leaves with an error: soon it has written all."""
+        """Note that a rank leaves with an error: its output will be complete soon."""
         self._leaving.add(rank)
 
     def shown(self, rank: int, data: bytes, now_s: float) -> bytes:
@@ -158,7 +158,7 @@ class Repeats:
         return before + (block.text if is_long else b"") + after
 
     def _take(self, rank: int, block: _Block, data: bytes) -> bytes:
-        """Add to a block; returns what comes after the error, if it is whole now."""
+        """Add to a block; return output after the error, if that is complete."""
         block.text += data
         block.has_ended = block.is_whole = not data
         told = self._told.get(rank)
@@ -175,8 +175,8 @@ class Repeats:
 
         Args:
             now_s: the time.
-            is_ending: all ranks have been asked to end: each is waited for.
-            is_over: all have ended; nothing is held back after this.
+            is_ending: whether all ranks have been asked to end: each is waited for.
+            is_over: whether all have ended: then nothing is held back.
         """
         for rank, block in self._blocks.items():
             if block.is_late(now_s) and rank in self._leaving:
@@ -209,7 +209,7 @@ class Repeats:
         return freed
 
     def tell(self) -> list[str]:
-        """Lines on those that were not shown."""
+        """Lines on errors that were not shown."""
         lines = []
         for error, alike in self._alike.items():
             first = self._shown[error.way]
@@ -238,19 +238,19 @@ class Repeats:
 
 @dataclass(slots=True)
 class Victims:
-    """What is held back of the error stream of each rank."""
+    """Held-back tracebacks of victims."""
 
     _expected: dict[int, ExitReport] = field(default_factory=dict)
     _partly: dict[int, bytes] = field(default_factory=dict)
     _held: dict[int, ExitReport] = field(default_factory=dict)
 
     def expect(self, report: ExitReport) -> None:
-        """A rank will print this traceback next."""
+        """Expect a rank to print this traceback next."""
         if report.rank not in self._held:
             self._expected[report.rank] = report
 
     def shown(self, rank: int, data: bytes) -> bytes:
-        """What is to be shown of what a rank has written; at its end, of nothing."""
+        """Output to show now, of output of a rank; empty data at its end."""
         expected = self._expected.get(rank)
         if expected is None:
             return data
@@ -265,7 +265,7 @@ class Victims:
         return seen[: len(seen) - kept]
 
     def release(self, first: int | None) -> dict[int, bytes]:
-        """What was held back, by rank: whole for the one that failed first, a line for each other one."""
+        """Held-back tracebacks by rank: complete for the first failed rank, one line for the others."""
         held, self._held = self._held, {}
         return {
             rank: report.text if first in (rank, None) else f"{report.summary}\n".encode()
@@ -274,5 +274,5 @@ class Victims:
 
 
 def _overlap(seen: bytes, text: bytes) -> int:
-    """With how many of its first bytes ``text`` may have begun at the end of what was seen."""
+    """Length of the longest beginning of ``text`` at the end of ``seen``."""
     return next((size for size in range(min(len(seen), len(text) - 1), 0, -1) if seen.endswith(text[:size])), 0)
