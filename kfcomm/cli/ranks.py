@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+import click
+
 import kfcomm
 from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
@@ -24,7 +26,9 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch.job import RunOptions
 from kfcomm.launch.run import run
 from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.launch.streams import Display
 from kfcomm.rendezvous.settings import Settings
+from kfcomm.types import override
 
 _MOST_RANKS = 8
 
@@ -64,7 +68,7 @@ def _measure_new(suite: Suite, num_ranks: int, files: Files, watch: Watch) -> in
     _check_memory(suite, num_ranks)
     options = RunOptions(command=own_module("kfcomm.bench", suite.to_json()), num_ranks=num_ranks)
     try:
-        exit_code = asyncio.run(run(options, os.environ, _Relay(watch, num_ranks)))
+        exit_code = asyncio.run(run(options, os.environ, _Events(watch, num_ranks)))
     except KeyboardInterrupt:
         # before any rank was started: from then on the job hears signals itself
         exit_code = 130
@@ -78,12 +82,12 @@ def own_module(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def default_ranks(num_gpus: int | None = None) -> int:
-    """How many to start where nobody says: one for each core, or for each device where arrays are on devices."""
+    """Default number of ranks: one for each core, or for each device where arrays are on devices."""
     return min(max(num_gpus or len(os.sched_getaffinity(0)), 2), _MOST_RANKS)
 
 
 def _check_memory(suite: Suite, num_ranks: int) -> None:
-    """Each rank has an input and a result of the largest case: refuse what would get ranks killed."""
+    """Check that the inputs and results of the largest case fit into memory, before ranks are killed for it."""
     needed = 2 * num_ranks * max(case.nbytes for case in suite.cases(num_ranks))
     available = available_nbytes()
     if available is not None and needed > available:
@@ -93,34 +97,63 @@ def _check_memory(suite: Suite, num_ranks: int) -> None:
         )
 
 
-class _Relay:
-    """What the ranks write: events of rank 0 to the watch, everything else to standard error."""
+class Relay(Display):
+    """Output of started ranks: that of rank 0 is the command's own, everything else goes to standard error."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._screen = Screen(Look(num_ranks))
+
+    @override
+    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
+        if (rank, stream) == (0, Stream.OUT):
+            self.take(data)
+        else:
+            self.pass_on(rank, stream, data)
+
+    @override
+    async def say(self, text: str) -> None:
+        self.show(f"kfcomm: {text}")
+
+    def take(self, data: bytes) -> None:
+        """Take in output of rank 0; empty at its end."""
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def show(self, text: str) -> None:
+        """Write a line to standard error."""
+        click.echo(text, err=True)
+
+    def pass_on(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Show output with the rank before each line."""
+        writes = self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream)
+        for _, text in writes:
+            self.show(text.decode(errors="replace").rstrip("\n"))
+
+
+class _Events(Relay):
+    """Events of rank 0 go to the watch, which shows everything else above its live line."""
 
     def __init__(self, watch: Watch, num_ranks: int) -> None:
+        super().__init__(num_ranks)
         self._watch = watch
-        self._screen = Screen(Look(num_ranks))
         self._rest = b""
 
-    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """See ``launch.run.Display``."""
-        if (rank, stream) != (0, Stream.OUT):
-            self._pass_on(rank, stream, data)
-            return
-        # at the end, what was no whole line is one
+    @override
+    async def say(self, text: str) -> None:
+        if not self._watch.has_failed:  # else the watch has shown why ranks fail
+            await super().say(text)
+
+    @override
+    def take(self, data: bytes) -> None:
+        # At the end of the output, an incomplete line counts as one.
         *lines, self._rest = (self._rest + (data or (self._rest and b"\n"))).split(b"\n")
         for line in lines:
             event = from_line(line.decode(errors="replace"))
             if event is not None:
                 self._watch.note(event)
             else:
-                self._pass_on(rank, stream, line + b"\n")
+                self.pass_on(0, Stream.OUT, line + b"\n")
 
-    async def say(self, text: str) -> None:
-        """See ``launch.run.Display``. That ranks have failed is no news if it is known why."""
-        if not self._watch.has_failed:
-            self._watch.say(f"kfcomm: {text}")
-
-    def _pass_on(self, rank: int, stream: Stream, data: bytes) -> None:
-        writes = self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream)
-        for _, text in writes:
-            self._watch.say(text.decode(errors="replace").rstrip("\n"))
+    @override
+    def show(self, text: str) -> None:
+        self._watch.say(text)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import click
 
 from kfcomm.common.spelling import hint, meant
+from kfcomm.types import override
 
 ELSEWHERE = {
     "strategies": "topology list",
@@ -30,10 +31,10 @@ class Commands(click.Group):
     others: ClassVar[Mapping[str, str]] = {}
     """Names that people may look for, and what these are here."""
 
+    @override
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See ``click.Group``."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             near = [self.others[name]] if name in self.others else meant(name, self.list_commands(ctx))
@@ -45,8 +46,8 @@ class Commands(click.Group):
 class Choice(click.Choice[str]):
     """One of several words; says which was probably meant."""
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """See ``click.ParamType``."""
         if isinstance(value, str) and value not in self.choices:
             listed = ", ".join(map(repr, self.choices))
             self.fail(f"{value!r} is not one of {listed}{hint(value, self.choices)}", param, ctx)
@@ -62,8 +63,8 @@ class Aliased(click.Command):
 
     aliases: ClassVar[Mapping[str, str]] = {}
 
+    @override
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See ``click.Command``."""
         end = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [word for given in args[:end] for word in self._here(given)] + args[end:])
 

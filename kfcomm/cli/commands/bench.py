@@ -25,7 +25,7 @@ from kfcomm.common.spelling import meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES
-from kfcomm.types import Op, Verb
+from kfcomm.types import Op, Verb, override
 
 _CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)
 _SIZES = "1KiB:64MiB"
@@ -40,8 +40,8 @@ def _listed(names: Iterable[str]) -> str:
 class _Collective(Choice):
     """A verb, with ``-`` or, as in Python, with ``_``."""
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """See ``click.ParamType``."""
         word = value.replace("_", "-") if isinstance(value, str) else value
         if word not in self.choices and meant(word, [*self.choices, _TOPOLOGIES])[:1] == [_TOPOLOGIES]:
             self.fail(f"unknown collective {value!r}; did you mean kfcomm bench {_TOPOLOGIES}?", param, ctx)

@@ -19,7 +19,6 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSize
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
-from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import LINKS
@@ -107,7 +106,7 @@ def _forget(given: dict[str, Any]) -> None:
 
 def _start(given: dict[str, Any], settings: Settings) -> int:
     """New ranks on this host run this command; returns the exit code."""
-    from kfcomm.cli.ranks import own_module
+    from kfcomm.cli.ranks import Relay, own_module
     from kfcomm.launch.job import RunOptions
     from kfcomm.launch.run import run
 
@@ -122,7 +121,7 @@ def _start(given: dict[str, Any], settings: Settings) -> int:
     ]
     flags = [f"--{name}" for name in ("keep", "force") if given[name]]
     command = own_module("kfcomm", "probe", *options, *flags)
-    return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
+    return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, Relay(given["num_ranks"])))
 
 
 async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
@@ -191,24 +190,3 @@ def _ticks() -> tuple[int, int]:
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
     return idle + waiting, user + nice + system + idle + waiting + sum(rest)
-
-
-class _Relay:
-    """What rank 0 shows is this command's output; everything else goes to standard error, with the rank before it."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._screen = Screen(Look(num_ranks))
-
-    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """See ``launch.run.Display``."""
-        if (rank, stream) == (0, Stream.OUT):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-            return
-        writes = self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream)
-        for _, line in writes:
-            click.echo(line, nl=False, err=True)
-
-    async def say(self, text: str) -> None:
-        """See ``launch.run.Display``."""
-        click.echo(f"kfcomm: {text}", err=True)
