@@ -1,6 +1,6 @@
 """The default strategy: the cheapest of all others for each size of message.
 
-The time model is in `cost`, the candidates are those of `registry`. The result depends on the layout and the
+The time model is in `profile`, the candidates are those of `registry`. The result depends on the layout and the
 constants alone, so that all ranks choose the same without a message.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.strategies.base import Direct, SizedStrategy, Strategy
-from kfcomm.strategies.cost import Load, NetworkModel, Profile
+from kfcomm.strategies.profile import Load, NetworkModel, Profile
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.types import Layout
 
