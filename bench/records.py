@@ -74,6 +74,7 @@ def describe(proc: Path = Path("/proc")) -> dict[str, Any]:
 
 def commit(root: Path) -> str:
     """Return the commit of a checkout, with a mark if files differ from it; empty outside of one."""
+    # A record of a changed checkout says so: its figures cannot be reproduced from the commit.
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True, text=True

@@ -65,6 +65,7 @@ def said(output: str) -> list[str]:
 
 def said_json(output: str) -> Any:
     """Return the JSON object that one rank wrote, wherever in its line it begins."""
+    # The launcher may put the rank before the line.
     return json.loads(output[output.index("{") :])
 
 
@@ -93,7 +94,7 @@ def take_turns(
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for number in range(warmup + rounds):
         for name, work in works.items():
-            comm.barrier("turn")
+            comm.barrier("turn")  # a rank that is still busy with the last turn would count in this one
             took_s = slowest_s(comm, work())
             if number >= warmup:
                 seconds[name].append(took_s)

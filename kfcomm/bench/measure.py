@@ -77,6 +77,7 @@ async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory 
     memory, strategy = memory or HostMemory(), None
     for case in cases:
         _tell(caller, emit, Starting(case))
+        # Cases of one strategy follow each other; a change is a collective of all ranks.
         if case.strategy != strategy:
             strategy = case.strategy
             await caller.do("set_strategy", strategy)
@@ -90,10 +91,12 @@ async def _measured(caller: Caller, case: Case, memory: Memory, emit: Emit) -> R
     fault = None
     for number in range(len(times_s)):
         load.spoil()
+        # All ranks begin together, so that no rank's time contains another rank's check of its results.
         await caller.do("barrier")
         stopwatch.start()
         results = await run_once()
         times_s[number] = await stopwatch.elapsed_s()
+        # Kept, not raised: a rank that left the loop here would leave the others waiting in the next barrier.
         fault = fault or load.fault(results)
     await _agree(caller, case, fault or load.input_fault(), emit)
     slowest = await caller.do("all_reduce", times_s[case.warmup :], op="max")

@@ -71,6 +71,7 @@ def tiled(values: Array, start: int, count: int) -> Array:
 def first_wrong(found: Array, values: Array, start: int) -> tuple[int, Any, Any] | None:
     """Index, value and due value of the first element that is not ``tiled(values, start, len(found))``."""
     due = np.roll(values, -(start % PERIOD))
+    # Whole periods are compared with one broadcast row: building all expected values would take as much memory again.
     for begin in range(0, len(found), _BLOCK):
         block = found[begin : begin + _BLOCK]
         whole = len(block) // PERIOD * PERIOD

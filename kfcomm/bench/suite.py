@@ -232,6 +232,7 @@ class Suite:
     def _iterations(self, nbytes: int) -> int:
         if self.iterations is not None:
             return self.iterations
+        # About equal bytes for each case: large messages get fewer iterations.
         return max(_FEWEST_ITERATIONS, min(_MOST_ITERATIONS, _NBYTES_PER_CASE // nbytes))
 
     def to_json(self) -> str:

@@ -101,6 +101,7 @@ class Section:
 
 def document(title: str, lead: Sequence[str], quiet: str, sections: Sequence[Section]) -> str:
     """The page: a title, lines below it, a line in the background, and sections."""
+    # Nothing is loaded from elsewhere: a page must open from a file, and on a cluster without network.
     lines = [*(f"<p>{escape(line)}</p>" for line in lead), *([quiet_html(quiet)] if quiet else [])]
     boxes = []
     for is_beside, group in groupby(sections, lambda section: section.is_beside):

@@ -30,6 +30,7 @@ class RateLimitFilter(logging.Filter):
         more = f" (and {self._left_out} such lines before)" if self._left_out else ""
         cause = f": {record.exc_info[1]!r:.200}" if record.exc_info and record.exc_info[1] is not None else ""
         record.msg, record.args = f"{record.getMessage()}{cause}{more}", ()
+        # A traceback would multiply what a remote process can write into the log.
         record.exc_info = record.exc_text = None
         self._left_out = 0
         return True

@@ -87,6 +87,7 @@ class Port:
             at_once = min(nbytes, self._tokens)
             self._tokens -= at_once
             end -= at_once
+        # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
         heappush(ends, (end, order, flow))
         due_s = now_s + (ends[0][0] - self._given) * len(ends) / self.rate
@@ -167,6 +168,7 @@ class Flow:
             return
         agenda, waiting = self._agenda, self._waiting
         chunk, _ = waiting.popleft()
+        # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
         heappush(agenda.events, (agenda.now_s + self._latency_s, order, self._arrived, chunk))
         if waiting:

@@ -42,6 +42,7 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
             for one, profile in zip(candidates, profiles, strict=True)
         ]
         best = candidates[seconds.index(min(seconds))]
+        # Neighbouring sizes with the same choice make one rule: each lookup walks the rules.
         if rules and rules[-1][1] is best:
             rules.pop()
         rules.append((nbytes, best))

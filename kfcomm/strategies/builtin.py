@@ -170,6 +170,7 @@ def _rotated_binomial(size: int, root: int) -> GraphPair:
         above = (root // block + label // block) % (size // block)
         return above * block + (root % block ^ label % block)
 
+    # Clearing the lowest bit of a label gives its parent in the binomial tree.
     edges = [(at(label & (label - 1)), at(label)) for label in range(1, size)]
     return GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
 

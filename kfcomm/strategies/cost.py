@@ -109,6 +109,7 @@ def costs_of(
 
     def alpha(a: int, b: int) -> float:
         seconds = latencies[a][b]
+        # The model counts work by message: leaving it in the latency would count it twice.
         return seconds if works is None else max(seconds - works[a][b], seconds * _LEAST_ALPHA)
 
     return Costs(

@@ -91,6 +91,7 @@ class Load(NamedTuple):
         folds, shown = list(map(len, pair.reduce.children)), list(map(len, pair.broadcast.children))
         above = [1] * layout.size
         above[pair.root] = 0
+        # A leaf copies its contribution into shared memory; an inner rank folds straight into what it passes on.
         gives = [up and not below for up, below in zip(above, folds, strict=True)]
         takes = above[:]
         near = _added(above, shown), _added(above, folds)
@@ -244,6 +245,7 @@ class Profile(NamedTuple):
         local_s = network.local_beta_s_per_byte
         ports = max(self.local_parts * part * local_s, cross)
         rank_s = self.messages * overhead_s + self.folds * fold_s + max(chain, ports)
+        # With a processor for each rank, only the busiest rank counts.
         if not self.num_cpus:
             return latency + rank_s
         messages, folds, copies = self.crowd
