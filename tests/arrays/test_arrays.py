@@ -47,7 +47,7 @@ class Standard(Dlpack):
 
 
 class OnGpu:
-    """What CuPy and Numba say of their arrays."""
+    """Array with the CUDA interface, as of CuPy and Numba."""
 
     __cuda_array_interface__ = {"shape": (2,), "typestr": "<f4", "version": 3}  # noqa: RUF012
 
@@ -233,7 +233,7 @@ def test_a_bfloat16_number() -> None:
 
 
 @pytest.mark.parametrize("x", [None, {}, object(), [1, "a"], [None], Decimal(1), 2**100, b"".join, {1, 2}])
-def test_what_is_no_array_is_refused(x: Any) -> None:
+def test_values_that_are_not_arrays_are_refused(x: Any) -> None:
     with pytest.raises(ConfigError, match="supported are"):
         adapt(x)
 
@@ -339,7 +339,7 @@ def test_objects_that_numpy_reads() -> None:
 
 
 def fill(out: Any, shape: tuple[int, ...], name: str) -> Any:
-    """What the runtime does with an ``out``."""
+    """Write a result to ``out`` as the runtime does."""
     dtype = dtype_of(name)
     place = adapt_out(out, shape, dtype)
     assert place.flat.flags.c_contiguous

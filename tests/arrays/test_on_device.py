@@ -38,7 +38,7 @@ class TinyKind:
 
     def stream_of(self, given: Any, device: Any) -> str:
         if not isinstance(given, str):
-            raise ConfigError(f"{given!r} is no stream")
+            raise ConfigError(f"{given!r} is not a stream")
         return given
 
     def read(self, x: Tiny, stream: str) -> tuple[Any, np.dtype]:
@@ -80,7 +80,7 @@ class Tiny:
 
 
 class TinyDevice:
-    """A device of it: all that adapting needs."""
+    """A device of that library, with the members that adapting needs."""
 
     ordinal = 0
     report = DeviceReport(kind="tiny", model="as small as can be")
@@ -135,7 +135,7 @@ def test_arrays_on_a_device(x: Any) -> None:
         *({}, object(), Dlpack(1), Dlpack(3), Dlpack(10), OnStream(np.ones(2), "mine")),
     ],
 )
-def test_what_is_not_on_a_device(x: Any) -> None:
+def test_arrays_in_host_memory_are_not_on_a_device(x: Any) -> None:
     assert not is_on_device(x)
     with pytest.raises(ConfigError, match="expected an array in the memory of a device"):
         taken(x)
@@ -154,13 +154,13 @@ def test_a_library_is_recognised_by_its_type_once_it_is_loaded(monkeypatch: pyte
         adapt(ndarray())
 
 
-def test_verbs_of_the_host_refuse_it_and_say_what_to_do() -> None:
+def test_host_verbs_refuse_device_arrays_with_a_remedy() -> None:
     for use in (adapt, lambda x: adapt_out(x, (2,), FLOAT)):
         with pytest.raises(ConfigError, match=r"a tiny array on a device .*: pass a copy .* all_reduce, .* all_to_all"):
             use(tiny(2))
 
 
-def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     for x in (OnCuda(), Dlpack(2)):
         for use in (taken, current_stream):
@@ -233,8 +233,8 @@ def test_a_stream_that_came_with_the_array() -> None:
     assert place(x, (2,)).stream == "before"
 
 
-def test_what_is_no_stream() -> None:
-    with pytest.raises(ConfigError, match="is no stream"):
+def test_invalid_streams_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a stream"):
         taken(tiny(2), 7)
 
 
@@ -275,7 +275,7 @@ def test_bad_out(out: Any, message: str) -> None:
         place(out, (3,))
 
 
-def test_memory_that_is_shared_in_part() -> None:
+def test_partial_overlap_is_detected() -> None:
     x = tiny(8)
     array = taken(x)
     assert not overlaps(array, place(x, (8,)))

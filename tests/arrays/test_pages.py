@@ -12,12 +12,12 @@ from kfcomm.arrays.pages import populate
 
 
 def new_memory() -> np.ndarray:
-    """Of 768 pages that nobody has written to."""
+    """Memory of 768 pages that were never written to."""
     return np.frombuffer(mmap.mmap(-1, 3 << 20), np.uint8)
 
 
 def new_pages() -> int:
-    """That this process was given, so far."""
+    """Page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

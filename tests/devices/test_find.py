@@ -1,4 +1,4 @@
-"""Which device a rank gets, where there is none to get, and where CUDA is played by a few lines."""
+"""Choice of a rank's device, without CUDA and with a small fake of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Refused(RuntimeError):
 
 
 class Runtime:
-    """What is asked of CUDA before a device is used; as many devices as there are names."""
+    """Fake of the CUDA calls before a device is used; one device for each name."""
 
     CUDARuntimeError = Refused
 
@@ -65,7 +65,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- without ---------------------------------------------------------------------------------------------------------
 
 
-def test_none_is_none() -> None:
+def test_device_none_gives_no_device() -> None:
     device, report = lookup.find("none", 0)
     assert device is None
     assert (report.kind, report.uuid, report.backend) == ("", "", "")
@@ -81,7 +81,7 @@ def test_a_host_without_a_driver_has_no_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_cupy")
-def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "DRIVER_NODES", ("/dev/null",))
     device, report = lookup.find("auto", 0)
     assert device is None
@@ -96,7 +96,7 @@ def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "choice", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0x1", "cudaa", "auto:0", "none:0", "0"]
 )
-def test_words_that_are_no_choice(choice: str) -> None:
+def test_invalid_device_setting_is_config_error(choice: str) -> None:
     with pytest.raises(ConfigError, match="expected auto, none, cuda, or cuda:N"):
         lookup.find(choice, 0)
 
@@ -119,7 +119,7 @@ def test_looking_imports_nothing() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "ordinal"), [(0, 0), (1, 1), (2, 0), (5, 1)])
-def test_ranks_are_dealt_out_over_the_devices(host, local_rank: int, ordinal: int) -> None:
+def test_ranks_are_distributed_over_the_devices(host, local_rank: int, ordinal: int) -> None:
     host("first", "second")
     for choice in ("auto", "cuda"):
         device, report = lookup.find(choice, local_rank)
@@ -128,7 +128,7 @@ def test_ranks_are_dealt_out_over_the_devices(host, local_rank: int, ordinal: in
         assert device.report == report
 
 
-def test_one_by_its_number(host) -> None:
+def test_device_by_number(host) -> None:
     host("first", "second")
     device, _ = lookup.find("cuda:1", 0)
     assert device is not None
@@ -137,7 +137,7 @@ def test_one_by_its_number(host) -> None:
         lookup.find("cuda:2", 0)
 
 
-def test_what_a_device_reports(host) -> None:
+def test_report_of_a_cuda_device(host) -> None:
     host("first", "second")
     (_, one), (_, other) = lookup.find("cuda:0", 0), lookup.find("cuda:1", 0)
     assert (one.kind, one.driver, one.backend, one.backend_version, one.lack) == ("cuda", 13000, "nccl", 22803, "")

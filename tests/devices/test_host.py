@@ -26,7 +26,7 @@ def test_copies_are_done_at_once_in_any_dtype():
     device.close()
 
 
-def test_nothing_is_reported():
+def test_host_report_is_empty():
     device = HostDevice()
     assert device.report == DeviceReport()
     assert device.ordinal == 0

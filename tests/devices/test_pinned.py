@@ -1,4 +1,4 @@
-"""Pinned memory: blocks never overlap, holes are used again, the limit holds, and nobody waits."""
+"""Pinned memory: blocks never overlap, holes are reused, the limit holds, and calls never wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Pinning:
-    """All that a pool needs of a device: memory that counts as pinned."""
+    """A device with the method that a pool needs: memory that counts as pinned."""
 
     def __init__(self, has_nbytes: int = 1 << 30) -> None:
         self.left_nbytes = has_nbytes
@@ -39,7 +39,7 @@ def address(block: Block) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4 * MIB, 5 * MIB + 1])
-def test_a_block_has_what_was_asked_for(nbytes: int) -> None:
+def test_block_has_the_requested_size(nbytes: int) -> None:
     block = pool().take(nbytes)
     assert block.is_pinned()
     assert (block.view.dtype, block.view.shape) == (np.uint8, (nbytes,))
@@ -47,7 +47,7 @@ def test_a_block_has_what_was_asked_for(nbytes: int) -> None:
     block.view[:] = 7
 
 
-def test_nothing_needs_no_memory() -> None:
+def test_zero_bytes_take_no_memory() -> None:
     device = Pinning()
     block = pool(device=device).take(0)
     assert block.view.shape == (0,)
@@ -55,7 +55,7 @@ def test_nothing_needs_no_memory() -> None:
     block.release()
 
 
-def test_nothing_is_pinned_before_it_is_needed() -> None:
+def test_first_take_pins_the_first_slab() -> None:
     device = Pinning()
     ours = pool(device=device)
     assert not device.asked
@@ -111,13 +111,13 @@ def test_beyond_the_limit_memory_is_ordinary() -> None:
     assert not ours.take(2 * MIB).is_pinned()
 
 
-def test_without_a_limit_worth_the_name_all_is_ordinary() -> None:
+def test_tiny_limit_gives_ordinary_memory() -> None:
     device = Pinning()
     assert not pool(limit_nbytes=0, device=device).take(1).is_pinned()
     assert not device.asked
 
 
-def test_what_the_system_does_not_have_is_ordinary_and_not_asked_for_again() -> None:
+def test_pinning_failure_gives_ordinary_memory_without_retries() -> None:
     device = Pinning(has_nbytes=6 * MIB)
     ours = pool(device=device)
     held = [ours.take(4 * MIB), ours.take(4 * MIB), ours.take(4 * MIB)]

@@ -59,7 +59,7 @@ OBSTACLES = [
 
 @pytest.mark.parametrize(("reports", "because", "mixed"), OBSTACLES)
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_where_no_backend_can_join_the_ranks(
+def test_obstacles_to_nccl_give_staged_or_config_error(
     reports: list[DeviceReport], because: str, mixed: bool, hosts: int
 ) -> None:
     layout = Layout.even(len(reports), min(hosts, len(reports)))
@@ -186,12 +186,12 @@ SLOW = "device memory goes through memory of the hosts, which is slower: "
     ],
 )
 @pytest.mark.parametrize("is_device_named", [False, True])
-def test_what_is_told_of_a_world(reports: list[DeviceReport], told: list[str], is_device_named: bool) -> None:
+def test_cautions_about_a_world(reports: list[DeviceReport], told: list[str], is_device_named: bool) -> None:
     assert list(cautions(reports, "auto", is_device_named=is_device_named)) == told
     assert not list(cautions(reports, "tcp", is_device_named=is_device_named))
 
 
-def test_sharing_a_device_is_told_only_where_it_was_asked_for() -> None:
+def test_shared_device_caution_needs_an_explicit_device() -> None:
     shared = [gpu(0), gpu(0)]
     assert not list(cautions(shared, "auto", is_device_named=False))
     (told,) = cautions(shared, "auto", is_device_named=True)

@@ -36,7 +36,7 @@ def test_one_that_has_to_wait_holds_up_those_behind_it() -> None:
     assert said == ["first", "second"]
 
 
-def test_it_says_what_went_wrong_and_goes_on() -> None:
+def test_failed_wait_is_reported_and_the_thread_continues() -> None:
     watcher = Watcher("watches")
     said: list[BaseException | None] = []
     watcher.promise(refuse, said.append)
@@ -57,7 +57,7 @@ def test_the_thread_begins_with_the_first_promise_and_ends_with_close() -> None:
     assert "watches for a test" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_it_can_be_closed_again_and_by_one_that_it_tells() -> None:
+def test_close_is_idempotent_and_allowed_in_a_callback() -> None:
     watcher = Watcher("watches")
     closed = threading.Event()
 
@@ -71,14 +71,14 @@ def test_it_can_be_closed_again_and_by_one_that_it_tells() -> None:
     Watcher("never used").close()
 
 
-def test_nothing_can_be_promised_any_more_once_it_is_closed() -> None:
+def test_closed_watcher_refuses_requests() -> None:
     watcher = Watcher("watches")
     watcher.close()
     with pytest.raises(TransportError, match="closed"):
         watcher.promise(lambda: None, lambda _: None)
 
 
-def test_what_was_told_is_let_go_of() -> None:
+def test_finished_callbacks_are_released() -> None:
     class Held:
         pass
 

@@ -1,4 +1,4 @@
-"""What each rank does and checks, for `test_jax_collectives`: eager on threads, compiled in processes of their own.
+"""Programs of the ranks of `test_jax_collectives`: eager ones on threads, compiled ones in their own processes.
 
 Computations with ordered callbacks follow each other on a device, whichever thread of a process has begun them: so
 ranks that are threads of one process cannot have compiled collectives.
@@ -107,7 +107,7 @@ def loops(comm: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
-    """What JAX has compiled fails with an error of JAX's."""
+    """A failure in compiled code raises an error of JAX."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="error calling callback"):
         jax.block_until_ready(wrap(lambda x: kfcomm.jax.all_reduce(x, comm))(jnp.ones(2 + comm.rank)))
 
@@ -119,7 +119,7 @@ SGD = optimizers.Transformation(
 
 
 def chained(*parts: Any) -> optimizers.Transformation:
-    """What ``optax.chain`` does."""
+    """Chain transformations, as ``optax.chain`` does."""
 
     def update(updates: Any, states: Any, params: Any = None) -> Any:
         found = []

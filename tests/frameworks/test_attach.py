@@ -150,7 +150,7 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("defer", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_as_one_process_that_has_the_whole_batch(kind: str, optimizer: str, defer: bool) -> None:
+def test_training_equals_one_process_with_the_whole_batch(kind: str, optimizer: str, defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
         model, chosen, _ = attached(comm, kind, optimizer, defer=defer)
         train(model, chosen, batches(comm.rank))
@@ -163,7 +163,7 @@ def test_as_one_process_that_has_the_whole_batch(kind: str, optimizer: str, defe
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("defer", [True, False])
-def test_over_links_and_through_slots_with_the_same_bits_in_a_rerun(transport: str, defer: bool) -> None:
+def test_same_bits_in_a_rerun_over_links_and_slots(transport: str, defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
         model, chosen, held = attached(comm, "perceptron", "adamw", defer=defer)
         train(model, chosen, batches(comm.rank) * 3)
@@ -235,7 +235,7 @@ def test_a_gradient_alone_is_read_where_autograd_has_made_it() -> None:
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_micro_batches(defer: bool) -> None:
+def test_micro_batches_in_no_sync_exchange_once(defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
         model, chosen, held = attached(comm, "tied", "adamw", defer=defer)
         for x, y in batches(comm.rank):
@@ -311,7 +311,7 @@ def test_parameter_used_on_one_rank_is_averaged_with_zeros(defer: bool) -> None:
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_clipping_after_a_wait(defer: bool) -> None:
+def test_clipping_after_wait_equals_one_process(defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
         model, chosen, held = attached(comm, "perceptron", "adamw", defer=defer)
 
@@ -485,7 +485,7 @@ def test_mixed_dtypes_and_a_wire_dtype(defer: bool) -> None:
         torch.testing.assert_close(one, wanted[name], rtol=0, atol=0.01)
 
 
-def test_what_cannot_work_is_said_on_all_ranks() -> None:
+def test_invalid_models_and_optimizers_are_errors_on_all_ranks() -> None:
     def other(comm: Any) -> None:
         model = made("perceptron" if comm.rank else "tied")
         with pytest.raises(ConfigError, match="'grad' is not the same on all ranks: "):
@@ -507,7 +507,7 @@ def test_what_cannot_work_is_said_on_all_ranks() -> None:
             kfcomm.torch.attach(elsewhere, torch.optim.SGD(elsewhere.parameters(), lr=0.1), comm)
 
 
-def test_what_cannot_work_later() -> None:
+def test_sparse_gradients_and_added_parameters_are_errors() -> None:
     with kfcomm.sync.init() as comm:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
         chosen = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -566,7 +566,7 @@ def test_the_profile_of_steps(tmp_path: Path, defer: bool) -> None:
         assert spans.count("backward") == STEPS
 
 
-def test_urgent_is_what_the_forward_pass_needs_first() -> None:
+def test_buckets_that_the_forward_pass_needs_first_have_priority() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()

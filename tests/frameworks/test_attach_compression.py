@@ -75,7 +75,7 @@ def trained(comm: Any, compression: Any, **options: Any) -> list[Any]:
     ],
     ids=["rank", "share", "begin_after"],
 )
-def test_what_leaves_nothing_out_is_the_plain_average(compression: Compression) -> None:
+def test_lossless_compression_equals_the_plain_average(compression: Compression) -> None:
     first, second = each(lambda comm: trained(comm, compression))
     plain, _ = each(lambda comm: trained(comm, None))
     for one, other, wanted in zip(first, second, plain, strict=True):
@@ -141,7 +141,7 @@ def test_some_parameters_by_the_patterns_of_their_names() -> None:
     assert {"grad/0.bias", "grad/2.bias and 1 more"} <= sent.keys(), sent
 
 
-def test_what_cannot_be_compressed_is_said() -> None:
+def test_compression_refuses_unknown_kinds_and_dtypes() -> None:
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     narrow = made(torch.bfloat16)

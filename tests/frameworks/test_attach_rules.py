@@ -133,7 +133,7 @@ def test_a_step_that_all_ranks_skip_leaves_nothing(defer: bool) -> None:
 
 
 @DEFER
-def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(defer: bool) -> None:
+def test_overflow_on_one_rank_makes_the_scaler_skip_on_all(defer: bool) -> None:
     def rank(comm: Any) -> Any:
         model, optimizer, _ = attached(comm, defer=defer)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -202,7 +202,7 @@ def test_closures_see_the_average_of_losses_and_gradients(line_search: str | Non
     torch.testing.assert_close(first, numbers(model))
 
 
-def test_gradients_gathered_in_no_sync_alone_are_not_taken() -> None:
+def test_step_refuses_gradients_from_no_sync_alone() -> None:
     def rank(comm: Any) -> None:
         model, optimizer, held = attached(comm)
         with held.no_sync():
@@ -216,7 +216,7 @@ def test_gradients_gathered_in_no_sync_alone_are_not_taken() -> None:
     each(rank)
 
 
-def test_gradients_that_the_program_puts_there_itself_are_not_taken_unseen() -> None:
+def test_step_refuses_assigned_gradients_that_were_not_averaged() -> None:
     def rank(comm: Any) -> None:
         model, optimizer, held = attached(comm)
         own = list(model.parameters())
@@ -402,7 +402,7 @@ def test_buffers_of_a_rank_whose_pass_has_raised_are_its_own_to_write() -> None:
 
 
 @pytest.mark.parametrize("what", ["a step", "a rate"])
-def test_ranks_whose_steps_differ_are_all_told(what: str) -> None:
+def test_different_step_counts_raise_mismatch_on_all_ranks(what: str) -> None:
     def rank(comm: Any) -> str:
         model, optimizer, _ = attached(comm)
         for number in range(2):
@@ -638,7 +638,7 @@ def test_copies_of_a_model_are_not_attached(defer: bool) -> None:
 
 @DEFER
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_rank_that_leaves_first_waits_for_what_was_put_off(transport: str, defer: bool) -> None:
+def test_close_waits_for_deferred_updates(transport: str, defer: bool) -> None:
     leaving = threading.Event()
 
     def rank(comm: Any) -> Any:
@@ -771,7 +771,7 @@ def differing(kind: str, rank: int) -> tuple[Any, Any, dict[str, Any]]:
         ("state", "state of 0.weight is not there on rank 0, and .*momentum_buffer.* on rank 1"),
     ],
 )
-def test_ranks_that_attach_what_differs_are_all_told(kind: str, message: str) -> None:
+def test_different_models_or_options_raise_on_all_ranks(kind: str, message: str) -> None:
     def rank(comm: Any) -> None:
         model, optimizer, options = differing(kind, comm.rank)
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""States of torch and JAX: what newcomers take, what steps that run again begin with, and what heirs get."""
+"""Elastic states of torch and JAX: in joining ranks, in steps that are repeated, and in heirs."""
 
 from __future__ import annotations
 

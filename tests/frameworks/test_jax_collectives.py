@@ -65,7 +65,7 @@ def test_in_a_world_of_one_everything_works() -> None:
             assert wrap(lambda x: kfcomm.jax.all_reduce(x, comm))({"a": []}) == {"a": []}
 
 
-def test_what_cannot_work() -> None:
+def test_refused_calls() -> None:
     with kfcomm.sync.init() as comm:
         with pytest.raises(ConfigError, match=r"need a communicator of kfcomm.sync, not a Communicator"):
             kfcomm.jax.all_reduce(jnp.ones(2), comm._inner)

@@ -1,4 +1,4 @@
-"""Ways to agree as transformations: they come to what `kfcomm.train` comes to, eager and compiled, and refuse alike."""
+"""JAX transformations give the results and errors of `kfcomm.train`, eager and compiled."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_params_that_differ_are_an_error_on_all() -> None:
     )
 
 
-def test_what_one_rank_is_told_by_itself() -> None:
+def test_errors_of_one_rank() -> None:
     with testing.sync_world(1) as (comm,):
         with pytest.raises(ConfigError, match=r"kfcomm.sync, not a Communicator"):
             optimizers.sma(comm._inner)

@@ -1,4 +1,4 @@
-"""What of torch and JAX is not in the memory of a GPU, and what of it cannot be exchanged wherever it is."""
+"""Arrays of torch and JAX that are not in GPU memory, or that are unsupported on any device."""
 
 from __future__ import annotations
 

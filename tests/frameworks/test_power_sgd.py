@@ -44,7 +44,7 @@ dist.destroy_process_group()
 
 
 def first_qs(rank: int, columns: dict[str, int]) -> dict[str, np.ndarray]:
-    """What the hook draws when it begins: in the order of its bucket."""
+    """Draw the hook's first matrices, in the order of its bucket."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
         return {name: torch.randn(1, m, rank, dtype=torch.float64)[0].numpy() for name, m in columns.items()}

@@ -1,4 +1,4 @@
-"""Optimizers of torch that agree: as the loop of `kfcomm.train` does it, and with all that they could do before."""
+"""Distributed optimizers of torch give the results of `kfcomm.train`, and keep their other features."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def test_gradients_that_only_some_ranks_have_are_an_error_on_all() -> None:
     on_ranks(main)
 
 
-def test_what_one_rank_is_told_by_itself() -> None:
+def test_errors_of_one_rank() -> None:
     with testing.sync_world(1) as (comm,):
         model = Model()
         optimizer = optimizers.sma(torch.optim.SGD(model.parameters(), lr=LR), comm)

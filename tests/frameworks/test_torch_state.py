@@ -24,7 +24,7 @@ def each(main: Any) -> list[Any]:
 
 
 class Model(nn.Module):
-    """Parameters of two dtypes, one of them shared and one transposed; buffers, and something that is no tensor."""
+    """Parameters of two dtypes, one of them shared and one transposed; buffers, and a value that is not a tensor."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_objects() -> None:
         assert same(gathered, [(number, torch.full((2,), number)) for number in range(SIZE)])
 
 
-def test_what_cannot_be_sent() -> None:
+def test_unsupported_values_are_refused() -> None:
     def rank(comm: Any) -> None:
         for value in ({1, 2}, (torch.ones(2), object()), [torch.zeros(2, device="meta")]):
             with pytest.raises(ConfigError if comm.rank == 1 else CollectiveAborted, match="msgpack cannot carry"):
@@ -131,6 +131,6 @@ def test_what_cannot_be_sent() -> None:
     ("code", "content"),
     [(9, []), (1, ["float32", [2], b"123"]), (1, ["float32", [3], bytes(8)]), (1, ["code", [], b""]), (2, 5)],
 )
-def test_what_is_read_is_not_trusted(code: int, content: Any) -> None:
+def test_malformed_objects_of_a_peer_raise_collective_error(code: int, content: Any) -> None:
     with pytest.raises(CollectiveError, match="a peer's object cannot be read"):
         state.decoded(msgpack.ExtType(code, msgpack.packb(content)))

@@ -1,4 +1,4 @@
-"""Ways to agree on models of torch tensors and of JAX arrays: each gives what NumPy's arrays give, of the same kind."""
+"""Algorithms of `kfcomm.train` on torch tensors and JAX arrays: the results of NumPy arrays, in the same kind."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def test_messages() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_exchanged() -> None:
+async def test_unsupported_arrays_are_refused() -> None:
     async with world(2) as comms:
         x = jnp.ones(3)
         outcomes = await ends(comms, lambda comm: comm.all_reduce(x, out=x if comm.rank else None))

@@ -160,7 +160,7 @@ async def test_messages_queues_and_blobs() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_received_is_of_the_kind_that_is_asked_for() -> None:
+async def test_recv_gives_the_kind_of_like() -> None:
     like = torch.empty(0)
     async with world(2) as comms:
         x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
@@ -201,7 +201,7 @@ async def test_ops_and_dtypes_are_given_as_torch_has_them() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_exchanged() -> None:
+async def test_unsupported_tensors_are_refused() -> None:
     async with world(2) as comms:
         for bad in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).to(torch.float8_e4m3fn)):
             outcomes = await ends(comms, lambda comm, bad=bad: comm.all_reduce(torch.ones(2) if comm.rank else bad))

@@ -15,7 +15,7 @@ from tests.processes.stage import HANG_S
 
 
 def library(name: str) -> Any:
-    """A framework; what its import warns of is no defect of kfcomm."""
+    """Import a framework without the warnings of its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return __import__(name)
@@ -47,7 +47,7 @@ def copy(source: Any, target: Any, stream: Any) -> None:
 
 
 class Gate:
-    """Holds up a stream: what is put on it from now on begins when the gate is opened."""
+    """Holds up a stream: later work on it begins when `open` is called."""
 
     def __init__(self, stream: Any) -> None:
         self._opened = threading.Event()

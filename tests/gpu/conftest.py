@@ -42,7 +42,7 @@ def _meet_frameworks() -> None:
 
 
 def _lack() -> str:
-    """What keeps these tests from running here; empty if nothing does."""
+    """Reason why these tests cannot run here; empty if they can."""
     if find_spec("cupy") is None:
         return "CuPy is not installed here"
     cupy = library("cupy")

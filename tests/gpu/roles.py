@@ -1,4 +1,4 @@
-"""What an actor of `tests.processes` can be told to do with arrays on its device."""
+"""Roles of actors of `tests.processes` that work with arrays on their device."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def outcome(me: Actor, *, name: str) -> None:
 
 
 async def behind_a_gate(me: Actor, *, elements: int) -> bool:
-    """The input becomes right only behind a gate on the caller's stream; whether the result, read there, is right."""
+    """Whether the result is right, on the caller's stream, for an input that is written late on that stream."""
     right, x = on_device(contribution(me.comm.rank, elements)), on_device(np.zeros(elements, np.float32))
     out, stream = like(x), new_stream()
     gate = Gate(stream)
@@ -114,7 +114,7 @@ async def behind_a_gate(me: Actor, *, elements: int) -> bool:
 
 
 async def without_memory(me: Actor, *, elements: int, left_nbytes: int) -> None:
-    """An all_reduce for whose result this device has no room."""
+    """An all_reduce whose result does not fit into the memory of this device."""
     x = mine(me, elements)
     with Hog(left_nbytes):
         await me.comm.all_reduce(x, "too large")

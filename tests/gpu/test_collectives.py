@@ -252,7 +252,7 @@ async def test_a_device_without_memory_left_fails_one_collective_and_the_next_wo
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_for_devices_is_refused() -> None:
+async def test_host_only_verbs_refuse_device_arrays() -> None:
     x = on_device(values())
     async with alone() as comm:
         with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""A real CUDA device: streams, marks, who is told and when, copies, memory that is pinned or not there."""
+"""A real CUDA device: streams, marks, notifications, copies, pinned memory, lack of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT = 1 << 16
 
 @pytest.fixture(scope="module", autouse=True)
 def begun() -> None:
-    """What CUDA opens when a process first uses a device stays open: no test is to be blamed for it."""
+    """Use the device once, so that the files that CUDA keeps open are not counted as leaks of a test."""
     cupy = pytest.importorskip("cupy")
     cupy.cuda.PinnedMemory(1)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -75,7 +75,7 @@ class Told:
 
 
 def on_host(device: cuda.CudaDevice, flat: Any, stream: Any) -> np.ndarray:
-    """The elements, once all that is on the stream is done."""
+    """The elements, after all work on the stream."""
     host, told = device.pinned(flat.nbytes), Told()
     device.fetch(flat, host, stream)
     device.notify(stream, told)
@@ -216,7 +216,7 @@ def test_it_is_told_in_order(device: cuda.CudaDevice) -> None:
 
 
 def test_other_threads_run_while_it_waits(device: cuda.CudaDevice) -> None:
-    """The gate is opened by this thread, which would never come to it if the one that waits held the interpreter."""
+    """This thread opens the gate, which it could not do if the waiting thread held the interpreter's lock."""
     stream, told = device.stream(), Told()
     with Gate(stream) as gate:
         device.notify(stream, told)
@@ -270,7 +270,7 @@ def test_copies_with_pinned_memory_wait_for_nobody(device: cuda.CudaDevice) -> N
     assert (on_host(device, flat, stream) == 3).all()
 
 
-def test_nothing_is_copied(device: cuda.CudaDevice) -> None:
+def test_copies_of_zero_bytes(device: cuda.CudaDevice) -> None:
     stream = device.stream()
     flat = device.empty(0, FLOAT, stream)
     device.put(np.empty(0, FLOAT), flat, stream)

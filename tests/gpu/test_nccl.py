@@ -1,4 +1,4 @@
-"""NCCL itself, with one rank: every verb goes through it, though nobody is on the other side."""
+"""NCCL itself, with one rank: every verb runs through it without a peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module", autouse=True)
 def begun() -> None:
-    """What CUDA and NCCL open when a process first uses them stays open: no test is to be blamed for it."""
+    """Use CUDA and NCCL once, so that the files that they keep open are not counted as leaks of a test."""
     from kfcomm.arrays.devices.cuda import CudaDevice
 
     device = CudaDevice(0)
@@ -80,7 +80,7 @@ def test_after_aborting(device: Device) -> None:
     assert rank.get(x).shape == (4,)  # the device goes on
 
 
-def test_what_nccl_refuses(device: Device) -> None:
+def test_errors_of_nccl_reach_the_caller(device: Device) -> None:
     """Its own words reach the user; what follows is refused with them as well."""
     (rank,) = conforming.connected(Nccl(), [device])
     x = rank.put(np.arange(4.0))

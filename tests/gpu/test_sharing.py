@@ -46,7 +46,7 @@ def test_large_arrays_are_right_and_the_same_everywhere() -> None:
         world.finish()
 
 
-def test_what_is_on_the_callers_stream_comes_first() -> None:
+def test_work_on_the_callers_stream_comes_first() -> None:
     with sharing() as world:
         assert world.do(roles.behind_a_gate, elements=BIG) == [True] * SIZE
         world.finish()
@@ -62,7 +62,7 @@ def test_ranks_with_and_without_a_device_work_together() -> None:
         world.finish()
 
 
-def test_survivors_of_a_rank_that_is_killed_are_told() -> None:
+def test_killed_rank_raises_peer_lost_on_survivors() -> None:
     with sharing() as world:
         world.do(roles.all_reduce, name="before", elements=BIG)
         world.do(plain.make_group, name="without", ranks=[0, 1, 3])
@@ -104,7 +104,7 @@ def test_unlike_shapes_are_a_mismatch_on_all_ranks() -> None:
         world.finish()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     with sharing() as world:
         for call in start(world[1:], roles.all_reduce, name="x", elements=SMALL, timeout=2):
             assert call.failure(KfcommError).fields["missing"] == [0]

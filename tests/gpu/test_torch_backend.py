@@ -19,7 +19,7 @@ SIZE = 2
 
 
 def lack() -> str:
-    """What is missing here; empty if nothing is."""
+    """The missing requirement; empty if all are met."""
     if find_spec("torch") is None:
         return "torch is not installed here"
     torch = library("torch")

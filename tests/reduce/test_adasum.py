@@ -37,7 +37,7 @@ def test_values_of_two_ranks() -> None:
 
 
 @given(st.integers(2, 8), st.integers(1, 30), st.integers(0, 2**32 - 1))
-def test_the_products_tell_what_the_tree_does(size: int, count: int, seed: int) -> None:
+def test_weights_from_products_equal_the_tree(size: int, count: int, seed: int) -> None:
     gradients = np.random.default_rng(seed).standard_normal((size, count))
     assert by_products(gradients) == pytest.approx(tree(list(gradients)), rel=1e-9, abs=1e-9)
 

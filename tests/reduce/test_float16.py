@@ -79,7 +79,7 @@ def test_every_exponent(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("special", SPECIAL.tolist())
-def test_what_is_not_in_range_among_many(special: float) -> None:
+def test_narrowing_numbers_out_of_range_among_others(special: float) -> None:
     singles = np.linspace(-70, 70, float16.SHORT + 3, dtype=np.float32)
     singles[17] = special
     assert_narrows_as_numpy(singles)
@@ -90,7 +90,7 @@ def test_any_bits(seed: int, count: int) -> None:
     assert_narrows_as_numpy(np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32).view(np.float32))
 
 
-def test_nothing_and_little() -> None:
+def test_empty_and_short_buffers() -> None:
     for count in (0, 1, float16.SHORT - 1, float16.SHORT):
         halves = np.resize(EVERY[:1000], count)
         assert np.array_equal(widened(halves), halves.astype(np.float32))

@@ -1,4 +1,4 @@
-"""What callers may say for an op."""
+"""Names and functions by which callers choose an op."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_our_own_names_in_any_case(op: Op) -> None:
         (operator.or_, Op.OR),
     ],
 )
-def test_what_others_have_for_them(said: Any, op: Op) -> None:
+def test_names_and_functions_of_other_libraries(said: Any, op: Op) -> None:
     assert op_of(said, INTEGERS) is op
 
 
@@ -57,11 +57,11 @@ class Mine(enum.Enum):
 
 
 def add(a: Any, b: Any) -> Any:
-    """A function of the caller's own: nobody knows what it does."""
+    """A function of the caller, which is not an op."""
     return a + b + 1
 
 
 @pytest.mark.parametrize("bad", [None, "", "total", 0, ["sum"], np.subtract, add, Mine.SUM, np.zeros(2), {}])
-def test_what_means_no_op(bad: Any) -> None:
+def test_unknown_ops_are_refused(bad: Any) -> None:
     with pytest.raises(ConfigError, match=r"is unknown; known are sum.*, and of all_reduce adasum"):
         op_of(bad)

@@ -89,7 +89,7 @@ def oracle(op: Op, inputs: list[np.ndarray]) -> np.ndarray:
 
 
 def reduce_all(k: Kernel, inputs: list[np.ndarray], cuts: tuple[int, ...] = ()) -> np.ndarray:
-    """What the runtime does with a kernel, chunk by chunk."""
+    """Reduce with a kernel as the runtime does, chunk by chunk."""
     result = np.empty_like(inputs[0])
     bounds = [0, *cuts, len(result)]
     for start, end in zip(bounds, bounds[1:], strict=False):

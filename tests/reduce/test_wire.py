@@ -1,4 +1,4 @@
-"""What travels is rounded once, as NumPy rounds; folds are made in float32; rounding again changes nothing."""
+"""Numbers are rounded once before they travel, as NumPy rounds; folds are in float32; rounding twice is as once."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_error_that_is_stated(wire_name: str) -> None:
 
 @pytest.mark.parametrize("wire_name", WIRES)
 @pytest.mark.parametrize("name", [name for name in SUPPORTED_NAMES if name not in {"float32", "float64"}])
-def test_what_cannot_travel(wire_name: str, name: str) -> None:
+def test_dtypes_that_a_wire_dtype_cannot_carry_are_refused(wire_name: str, name: str) -> None:
     if name == wire_name:
         assert wire_dtype_of(wire_name, dtype_of(name)) == dtype_of(name)
         return

@@ -28,7 +28,7 @@ class Fleet:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any, backend: str = "kfcomm") -> list[Any]:
-        """What the function returns on each rank; it is called with its arguments, in a group of this backend."""
+        """Call a function with its arguments on each rank, in a group of this backend; return the results."""
         self.start()
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._ranks:

@@ -30,7 +30,7 @@ GRACE_S = 15.0
 
 
 class Outcome(NamedTuple):
-    """What came of one test."""
+    """Outcome of one test."""
 
     name: str
     word: str
@@ -60,7 +60,7 @@ def load(backend: str, folder: Path) -> Any:
 
 
 def names_of(tests: Any, wanted: str) -> list[str]:
-    """Those whose names hold one of the wanted words; those for GPUs are left out."""
+    """Tests whose names contain one of the wanted words, without those for GPUs."""
     words = wanted.split(",")
     found = [name for name in sorted(dir(tests)) if name.startswith("test_") and any(word in name for word in words)]
     return [name for name in found if not any(word in name for word in ("cuda", "gpu", "nccl"))]

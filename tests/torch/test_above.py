@@ -1,4 +1,4 @@
-"""What stands on torch.distributed, and Ray's own collectives: each by its own configuration, on a tiny model."""
+"""Libraries over torch.distributed, and Ray's collectives: each by its own configuration, on a tiny model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 def with_ray(example: str, folder: Path) -> str:
-    """What the example prints; a cluster of its own, whose sockets need a short path."""
+    """Output of the example, in a cluster of its own, whose sockets need a short path."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
         env = environment(folder) | {"HOME": str(folder), "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         done = subprocess.run(

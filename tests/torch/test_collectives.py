@@ -25,7 +25,7 @@ OPS = {
 
 
 def part(rank: int, dtype: str = "float32", count: int = 6) -> torch.Tensor:
-    """What a rank gives: small whole numbers, exact in every type."""
+    """Contribution of a rank: small integers, exact in every dtype."""
     return (torch.arange(count) % 5 + rank + 1).to(getattr(torch, dtype))
 
 
@@ -104,7 +104,7 @@ def test_averages_and_scaled_sums(fleet: Fleet) -> None:
 
 
 def laid_out() -> None:
-    """What is not contiguous, or wants gradients; and tensors of unlike shapes with as many elements."""
+    """Tensors that are not contiguous, or require gradients, or differ in shape with the same number of elements."""
     rank = dist.get_rank()
     x = torch.zeros(3, 2).t()
     x += rank + 1

@@ -24,7 +24,7 @@ def rows() -> list[tuple[list[str], list[str]]]:
 
 
 def ran(lines: list[str], comm: Any) -> dict[str, Any]:
-    """What the variables of the page are after this rank's line."""
+    """Variables of the page after this rank's line."""
     rank, size = comm.rank, comm.size
     length = {"all_gather": 6 * size, "reduce_scatter": 6 // size}
     y = next((count for verb, count in length.items() if verb in lines[0]), 6)

@@ -1,4 +1,4 @@
-"""Ranks that do not call the same, or do not call at all: everybody is told, with both sides and both lines."""
+"""Mismatched and missing calls raise on every rank, with both calls and their lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unlike() -> str:
     return str(caught.value)
 
 
-def test_unlike_calls_are_told_with_both_lines(fleet: Fleet) -> None:
+def test_mismatched_calls_raise_with_both_lines(fleet: Fleet) -> None:
     for told in fleet.run(unlike):
         sides = set(re.findall(r"rank (\d): (\w+) of float32\[3\].*?at \S*test_errors.py:\d+ in unlike", told))
         assert {verb for _, verb in sides} == {"all_reduce", "broadcast"}
@@ -63,7 +63,7 @@ def test_errors_of_asynchronous_calls(fleet: Fleet) -> None:
 
 
 def refused() -> str:
-    """One rank's call cannot be made: the others, which wait for it, are told why."""
+    """One rank's call is refused: the others, which wait for it, raise with the reason."""
     x = torch.ones(3) if dist.get_rank() else torch.ones(3).to(torch.float8_e4m3fn)
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(x)
@@ -71,7 +71,7 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_a_call_that_cannot_be_made(fleet: Fleet) -> None:
+def test_refused_call_fails_the_other_ranks(fleet: Fleet) -> None:
     first, *others = fleet.run(refused)
     assert "float8_e4m3fn" in first
     for told in others:
@@ -90,14 +90,14 @@ def late() -> str:
     return str(caught.value)
 
 
-def test_a_barrier_names_who_is_missing(fleet: Fleet) -> None:
+def test_monitored_barrier_names_missing_ranks(fleet: Fleet) -> None:
     first, _, last = fleet.run(late)
     assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms" in first
     assert "[Rank 2]: Rank 2 successfully reached monitoredBarrier" in last
     assert "Rank 1 failed to pass it in 1000 ms" in last
 
 
-def test_a_wait_that_ends_early(fleet: Fleet) -> None:
+def test_wait_timeout_leaves_the_call_running(fleet: Fleet) -> None:
     assert fleet.run(slow) == ["[3.0, 3.0]"] * 3
 
 

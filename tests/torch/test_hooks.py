@@ -46,7 +46,7 @@ def gradients(state: Any, hook: Any) -> list[list[torch.Tensor]]:
 
 
 def first_qs(rank: int) -> dict[str, np.ndarray]:
-    """What torch's hook draws when it begins: for the last layer first."""
+    """Draw the first matrices of torch's hook, the last layer first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
         return {name: torch.randn(1, m, rank, dtype=torch.float64)[0].numpy() for name, m in (("2", 40), ("0", 24))}
@@ -111,7 +111,7 @@ def test_on_the_wire(dtype: str, fleet: Fleet) -> None:
 
 
 def refused() -> None:
-    """What fails in a hook reaches the backward pass."""
+    """An error in a hook raises in the backward pass."""
     model = DistributedDataParallel(net().bfloat16())
     model.register_comm_hook(CompressionState("topk"), compression_hook)
     with pytest.raises(RuntimeError, match="BFloat16"):

@@ -75,7 +75,7 @@ def shrunk() -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), summed()
 
 
-def test_shrink_without_a_rank_that_lives(fleet: Fleet) -> None:
+def test_shrink_excludes_a_living_rank(fleet: Fleet) -> None:
     assert fleet.run(shrunk) == [(0, 2, 3.0), (-1, 0, 0.0), (1, 2, 3.0)]
 
 
@@ -96,7 +96,7 @@ def test_shrink_a_group(fleet: Fleet) -> None:
 
 
 def unlike() -> str:
-    """Ranks that leave out different ones wait for each other in vain, and are told, by ranks of the smaller group."""
+    """Ranks that exclude different ranks raise a timeout that names ranks of the smaller group."""
     rank = dist.get_rank()
     if rank == 2:
         for other in (0, 1):
@@ -111,7 +111,7 @@ def unlike() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_leave_out_different_ones(fleet: Fleet) -> None:
+def test_shrink_with_different_exclusions_times_out(fleet: Fleet) -> None:
     first, second, _ = fleet.run(unlike)
     assert "missing ranks [1]" in first
     assert "missing ranks [1]" in second
@@ -128,15 +128,15 @@ def test_shrink_without_losses(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("how", ["torch", "kfcomm"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_dies_and_training_goes_on(how: str, lost: int, tmp_path: Path) -> None:
-    """By torch's word with the rank's number, and by ours, which nobody has to tell who has died."""
+def test_training_survives_a_killed_rank(how: str, lost: int, tmp_path: Path) -> None:
+    """By torch's function, with the lost rank, and by ours, without it."""
     done = started("survivors.py", tmp_path, [[str(rank), str(lost), how] for rank in range(3)])
     words = [line for one in done for line in one[1].splitlines()]
     assert words == ["rank 0 of 2: 3.0, pair 3.0, model True", "rank 1 of 2: 3.0, pair 3.0, model True"], done
     assert [code for code, _, _ in done if code] == [-9]
 
 
-def test_two_ranks_die_one_after_the_other(tmp_path: Path) -> None:
+def test_training_survives_two_killed_ranks(tmp_path: Path) -> None:
     done = started("one_after_the_other.py", tmp_path, [[str(rank)] for rank in range(4)])
     assert [one[1] for one in done] == ["0 of 3, 0 of 2\n", "", "", "2 of 3, 1 of 2\n"], done
 
@@ -175,16 +175,16 @@ def exchanged(handle: str) -> list[str]:
     return found
 
 
-def test_ranks_meet_anew(fleet: Fleet) -> None:
+def test_reconfigure_same_ranks(fleet: Fleet) -> None:
     assert fleet.run(reconfigured, "") == [[], [0, 2, 3.0], [1, 2, 3.0]]
 
 
-def test_a_new_process_takes_the_place_of_one_that_died(tmp_path: Path) -> None:
+def test_reconfigure_replaces_a_killed_rank(tmp_path: Path) -> None:
     done = started("replaced.py", tmp_path, [[str(number)] for number in range(4)])
     assert [one[1] for one in done] == ["0 of 3: 6.0\n", "", "2 of 3: 6.0\n", "1 of 3: 6.0\n"], done
 
 
-def test_a_process_that_was_in_no_group_makes_it_larger(tmp_path: Path) -> None:
+def test_reconfigure_grows_the_group(tmp_path: Path) -> None:
     done = started("larger.py", tmp_path, [[str(number)] for number in range(3)])
     assert [one[1] for one in done] == [f"{rank} of 3: 6.0\n" for rank in range(3)], done
 
@@ -200,7 +200,7 @@ def test_handles() -> None:
 
 
 def started(program: str, folder: Path, arguments: list[list[str]]) -> list[tuple[int, str, str]]:
-    """What processes that run the program at once have come to: exit code, standard output and error of each."""
+    """Run processes of the program at the same time; exit code, standard output and error of each."""
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAMS / program), *one], cwd=folder, env=environment(folder), text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-NAMES_BACKENDS = "makes its model for the backends that it names, of which this is none"
+NAMES_BACKENDS = "makes its model only for a fixed list of backends"
 NOT_OURS = {
     "test_SyncBatchNorm_process_group": "needs torchvision; fails with Gloo, too",
     "test_accumulate_gradients_no_sync": NAMES_BACKENDS,
@@ -25,7 +25,7 @@ NOT_OURS = {
 """Tests that fail here, each with the reason."""
 
 
-def test_what_torch_ships(tmp_path: Path) -> None:
+def test_torchs_own_distributed_tests(tmp_path: Path) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.torch.shipped", "--verbose"], cwd=ROOT, env=env, capture_output=True, text=True,

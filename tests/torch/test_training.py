@@ -1,4 +1,4 @@
-"""What people train with, unmodified: each against a single process on the same data."""
+"""Unmodified training code of torch: each against a single process on the same data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 6
 
 
 class Net(nn.Module):
-    """Two ways through it, of which one may be left out."""
+    """Two branches, one of which may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_buckets_in_shared_memory(fleet: Fleet) -> None:
 
 
 def uneven() -> None:
-    """Rank r has r + 1 batches; who has none left gives zeros for the others' buckets."""
+    """Rank r has r + 1 batches; a rank without further batches gives zeros for the others' buckets."""
     model = wide()
     with model.join(divide_by_initial_world_size=True):
         for step in range(dist.get_rank() + 1):
@@ -206,7 +206,7 @@ def hooked() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_communication_hooks(fleet: Fleet) -> None:
-    """Those of torch; PowerSGD waits for a collective in the callback of another."""
+    """Communication hooks of torch; PowerSGD waits for a collective in the callback of another."""
     fleet.run(hooked)
 
 

@@ -1,4 +1,4 @@
-"""One of four ranks, of which two are killed, the second in the group that goes on without the first."""
+"""One of four ranks, two of which are killed: the second in the group that survived the first."""
 
 import os
 import signal
