@@ -186,6 +186,7 @@ def adapt(x: Any) -> HostArray:
 
 
 def _packed(array: Array, kind: ArrayKind, *, shared: bool) -> HostArray:
+    # A foreign byte order is converted by the copy: every rank has to send the same bytes for the same number.
     native = checked(array.dtype)
     if array.flags.c_contiguous and array.dtype == native:
         return HostArray(array.reshape(-1), array.shape, kind, shared)

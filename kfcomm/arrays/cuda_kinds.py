@@ -259,6 +259,7 @@ def _around(
     reach = math.prod(shape) * dtype.itemsize
     if strides is not None and reach:
         reach = sum((length - 1) * abs(stride) for length, stride in zip(shape, strides, strict=True)) + dtype.itemsize
+    # CuPy takes no negative device: an array without elements may be on none (-1).
     memory = cupy.cuda.UnownedMemory(address, reach, owner, max(ordinal, 0))
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 

@@ -124,6 +124,7 @@ class OnStream(NamedTuple):
 
 def kind_of(x: Any) -> ArrayKind | DeviceKind:
     """The kind of ``x``, in host memory or on a device. Imports no library."""
+    # The most frequent kinds first: the tests below look into other libraries.
     if isinstance(x, np.ndarray):
         return NUMPY
     if isinstance(x, _VALUES):
@@ -133,6 +134,7 @@ def kind_of(x: Any) -> ArrayKind | DeviceKind:
     own: DeviceKind | None = getattr(type(x), "__kfcomm_kind__", None)
     if own is not None:
         return own
+    # Libraries first: their arrays have the protocols too, which lose what only the library knows.
     return _library_kind(x) or _protocol_kind(x)
 
 

@@ -151,6 +151,7 @@ def adapt_device_out(
     check_out_shape(tuple(native.shape), tuple(shape))
     if found != checked(dtype):
         raise ConfigError(f"out has dtype {found}, the result has {dtype}")
+    # Before the memory is used: writing to a broadcast array would change several of its elements at once.
     _check_own_elements(native)
     flat = kind.flat_view(native)
     if flat is not None:

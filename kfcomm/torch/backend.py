@@ -131,6 +131,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         # A new group counts its calls from 0 and needs keys of its own; its size, which only falls, makes them unique.
         store = dist.PrefixStore(f"{SHRUNK}/{len(births)}", self._store)
         made = Backend(self._latest, store, timeout, self._keeper)
+        # Their links may still be in use by groups made of this one: they are closed with the smaller group.
         made._owned += self._owned
         self._owned = []
         self._keeper.follow(self, made)
@@ -165,6 +166,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
             self._check_ranks(in_order(opts.handles))
             store, rank = own.meet(opts.handles, opts.uuid, timeout)
             self._abort()
+            # If the next line fails, the group has no world, as before its first reconfigure, instead of a closed one.
             unmet: Any = Unmet(rank, self.size())
             self._enter(unmet, store)
             self._enter(make_world(store, rank, self.size(), timeout), store)

@@ -132,6 +132,7 @@ class Bucket:
             parameter = place.parameter
             place.view = self._tensor[begin : begin + parameter.numel()].view(parameter.shape)
         self._exchange = None
+        # Tensors of the program over this memory raise the number later: see `prepare`.
         self._num_users = self._users()
 
     def _users(self) -> int:
@@ -143,6 +144,7 @@ class Bucket:
         """Before the first gradient of a pass: take new memory if the program has kept gradients of the last one."""
         if self._users() == self._num_users:
             return
+        # Memory that is still a parameter's gradient has to stay.
         if all(place.parameter.grad is None or place.is_foreign for place in self.places):
             self._take_memory()
 
@@ -150,6 +152,7 @@ class Bucket:
         """Take a gradient of the backward pass; return whether it was the last of the bucket."""
         if self._missing == len(self.places) and not place.is_here:
             self.prepare()
+        # Copied now, while other buckets travel: copies at the end of the pass would all be waited for.
         if len(self.places) > 1:
             place.collect()
         if not place.is_here:
@@ -165,6 +168,7 @@ class Bucket:
                 links with priorities are slower.
         """
         source = self._collected()
+        # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._exchange is None or source is not self._source:
             self._source = source
             priority = 0 if self.is_shared else urgency

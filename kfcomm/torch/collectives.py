@@ -45,6 +45,7 @@ class Collectives:
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
             op, finish = whole_mean(op, finish, tensor, self._comm.size)
+            # The result stays in shared memory until the work is waited for, so it may need no other step.
             is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
             buffers = self._buffers if is_shared else None
             buffer = None if buffers is None else buffers.filled(source)
@@ -65,6 +66,7 @@ class Collectives:
         (tensor,) = tensors
         with _Reported(self, steps=2):
             indices, values = sparse_parts(tensor, opts.reduceOp)
+        # Ranks differ in their numbers of entries, which `all_gather` with ``concat`` allows.
         found: dict[str, Any] = {}
         also = AllgatherOptions()
         also.timeout = opts.timeout

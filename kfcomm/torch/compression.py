@@ -214,6 +214,7 @@ def share_out_by(
     compression: Mapping[str, Compression | None], parameters: Sequence[Named], nbytes: int
 ) -> list[list[Named]]:
     """Groups of ``share_out`` within each compression, ordered by the first gradient of each."""
+    # A list, since a compression with options in a dict cannot be hashed.
     kinds: list[Compression | None] = []
     for name, _ in parameters:
         if compression[name] not in kinds:

@@ -147,6 +147,7 @@ class Deferred:
         places = self._exchange.places
         if not self._is_covered:
             return False
+        # A hook that runs after ours, or a step of the program's own, could look at gradients before they arrive.
         is_last = next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before_step.id
         if not (is_last and is_divisible(self._optimizer)) or any(
             place.is_foreign for place in places if not isinstance(place.parameter.grad, Covered)
@@ -155,6 +156,7 @@ class Deferred:
         self._is_covered = False
         self._updates.ask()
         self._asked = [(place, place.parameter.grad) for place in places if place.parameter.grad is not None]
+        # In the order in which the next forward pass is expected to need them.
         self._pending = {bucket: [] for bucket in (*self._order, *reversed(self._exchange.buckets))}
         for place, _ in self._asked:
             parameter = place.parameter
@@ -194,6 +196,7 @@ class Deferred:
                     self._take(other)
             self._take(bucket)
         except BaseException:
+            # A parameter that stayed covered would wait for a pass that is gone.
             for one in self._pending:
                 self._uncover(one)
             self._pending.clear()

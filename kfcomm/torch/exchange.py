@@ -112,12 +112,14 @@ class Exchange:
         """Send the remaining gradients: ``parameter.grad`` of this rank, or zeros."""
         self.has_left = True
         self._buffers.begin(is_wanted=not has_failed)
+        # The program may have set a gradient to None since, or assigned one: the marks tell what is there now.
         for place in self.places:
             place.has_come = (place.has_come or place.is_foreign) and place.parameter.grad is not None
         for bucket in self.buckets:
             if not bucket.is_begun:
                 bucket.prepare()
                 self._begin(bucket)
+        # Last, since the contributions of this rank are final only now.
         self._marks.begin(FAILED if has_failed else self.steps.word())
 
     def _begin(self, bucket: Bucket) -> None:
@@ -136,6 +138,7 @@ class Exchange:
         Raises:
             CollectiveError: it has failed, or the backward pass of a rank has; or ranks differ in their steps.
         """
+        # The marks first: they tell whether the pass has failed on a rank, before any average of it is used.
         self._wait_for_marks()
         self._wait(bucket)
         return [place for place in bucket.places if place.is_used]
@@ -226,6 +229,7 @@ class Exchange:
         words = self._marks.words
         members = self._comm._inner._group.view.members
         failed = [world for world, word in zip(members, words, strict=True) if word == FAILED]
+        # All ranks read the same words, so all come here. They wait for the rest: the next pass reuses its memory.
         if failed:
             self._wait_for_the_rest()
             raise CollectiveAborted(

@@ -85,6 +85,7 @@ class StoreRendezvous:
             return prepare(rank=0, size=1, timeout=self._timeout_s, elastic=False)
         url = store_url(*address_of(self._store))
         token = None
+        # Without a token of the user rank 0 makes one, which the ranks share through torch's store.
         if given_token(os.environ, None) is None and concealed_token(url) is None:
             token = self._token()
         local_rank, local_size = _local(self._size)
@@ -223,6 +224,7 @@ class Own:
         if self._pid != os.getpid():  # the first, or in a forked child
             self._uid, self._pid = secrets.token_hex(8), os.getpid()
             self._host = choose_address(os.environ.get("KFCOMM_INTERFACE") or None, towards)
+            # Port 0: the system chooses one, and the handle carries it.
             self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         return Handle(self._uid, self._host, int(self._store.port), rank)
 

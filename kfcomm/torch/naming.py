@@ -153,6 +153,7 @@ class Calls:
         self._uses[name] = seq = self._uses.get(name, -1) + 1
         call = Call(number, *words, seq)
         self._in_flight[number] = call
+        # Started here: a group with named calls only needs no thread.
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="kfcomm-torch-order", daemon=True)
             self._watcher.start()

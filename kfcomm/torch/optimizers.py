@@ -263,6 +263,7 @@ def agreeing(
     _check(optimizer, comm)
     name = checked_name(name)
     meeting = introduction(comm.rank, _described(optimizer), f"{name}/optimizer", "the ranks have different optimizers")
+    # Compared before the first broadcast: different optimizers would give it different tensors.
     Pending(comm, meeting).wait()
     parameters = parameters_of(optimizer)
     broadcast_parameters(parameters, comm, name=f"{name}/parameters")

@@ -104,6 +104,7 @@ class Worlds:
     ) -> Backend:
         """See ``create``; ``members`` is empty for the default group."""
         if members and self._default is not None:
+            # A group over the world's links, which needs no rendezvous.
             comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
         else:
             comm = make_world(store, rank, size, timeout)

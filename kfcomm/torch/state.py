@@ -99,6 +99,7 @@ def begin_broadcast(
     tensors: Iterable[torch.Tensor], comm: Communicator, root: int, name: str
 ) -> tuple[Handle[Any] | None, Callable[[], object]]:
     """Begin to broadcast tensors of any dtypes; a handle, and a function that copies the result to them."""
+    # Tied parameters and shared buffers are sent once.
     own = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors if one.numel()}
     if not own:
         return None, lambda: None
@@ -129,6 +130,7 @@ class Buffers:
             is_wanted: False: this rank takes part, its buffers stay unchanged, and it does not wait for the end.
         """
         found = [module._buffers.get(one) for module, one in self._of]
+        # Clones take rank 0's values in the place of the buffers of a rank whose pass has failed.
         tensors = [one if is_wanted else one.clone() for one in found if one is not None]
         self._handle, self._finish = begin_broadcast(tensors, self._comm, 0, self._name)
 

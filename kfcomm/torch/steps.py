@@ -86,6 +86,7 @@ class Updates:
         groups = [{**group, "params": part} for group, part in zip(self._groups, parts, strict=True) if part]
         if not groups:
             return
+        # torch's ``step`` reads its groups and ``parameter.grad``: both are replaced for the time of the call.
         all_groups, gradients = self._optimizer.param_groups, [place.parameter.grad for place in places]
         try:
             for place in places:

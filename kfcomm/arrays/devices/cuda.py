@@ -83,6 +83,7 @@ class CudaDevice:
         That thread sleeps in the driver until then, without polling.
         """
         with working_on(self._ordinal):
+            # ``block=True``: `synchronize` sleeps in the driver, where it would else spin on a core.
             event = as_stream(stream).record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
         def wait() -> None:

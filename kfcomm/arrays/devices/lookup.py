@@ -39,6 +39,7 @@ def find(choice: str, local_rank: int) -> tuple[Device | None, DeviceReport]:
     if choice != "auto" and (kind != "cuda" or bool(colon) != number.isdecimal()):
         raise ConfigError(f"device is {choice!r}: expected auto, none, cuda, or cuda:N, with N as CUDA counts devices")
     try:
+        # Files first: a host without a driver need not import CuPy, which is slow.
         if choice == "auto" and not any(map(os.path.exists, DRIVER_NODES)):
             raise ConfigError("this host has no NVIDIA GPU, or no driver for it")
         device = _open(int(number) if colon else None, local_rank)

@@ -32,6 +32,7 @@ def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
 
     if op is not Op.AVG:
         return Kernel(op, dtype, dtype, fold, _copy, _only(fold), False, fold_all)
+    # A complex number is divided part by part, each rounded once.
     part = _part_dtype(dtype) if dtype.kind == "c" else dtype
     length = _BLOCK_NBYTES // dtype.itemsize
 
