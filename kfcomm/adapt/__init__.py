@@ -11,19 +11,15 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 """
 
 from kfcomm.adapt.adaptation import Adaptation, Step
-from kfcomm.adapt.auto_strategy import AutoStrategy
-from kfcomm.adapt.autoscaling import MarginalUtility
-from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.auto_strategy import AutoStrategy, Trials
 from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
+from kfcomm.adapt.host import Decision
 from kfcomm.adapt.hyperparameters import Hyperparameters
-from kfcomm.adapt.measuring import StepMeter
-from kfcomm.adapt.metrics import Reading, StepMetrics
-from kfcomm.adapt.policy import Context, Policy
-from kfcomm.adapt.replacing import ReplaceStragglers
+from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
+from kfcomm.adapt.policy import Context, Policy, Request
 from kfcomm.adapt.replay import replay
-from kfcomm.adapt.requests import Request
+from kfcomm.adapt.resizing import MarginalUtility, ReplaceStragglers
 from kfcomm.adapt.slow_links import AvoidSlowLinks
-from kfcomm.adapt.trials import Trials
 
 __all__ = [
     "Adaptation",

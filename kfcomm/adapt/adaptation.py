@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.host import Decision, PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
-from kfcomm.adapt.live import LiveHost
-from kfcomm.adapt.measuring import EngineMeter, StepMeter
-from kfcomm.adapt.meeting import Meetings
-from kfcomm.adapt.metrics import Reading, StepMetrics
-from kfcomm.adapt.observed import Observed
-from kfcomm.adapt.place import GroupPlace, WorldPlace
+from kfcomm.adapt.meeting import GroupPlace, Meetings, Observed, WorldPlace
+from kfcomm.adapt.metrics import EngineMeter, Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Policy
-from kfcomm.adapt.recording import Recorder, encoded, layout_as_json, strategy_as_json
+from kfcomm.adapt.recording import StepRecorder, encoded, layout_as_json, strategy_as_json
 from kfcomm.adapt.runner import Runner
 from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
     from kfcomm.world.communicator import Communicator
+
+logger = logging.getLogger("kfcomm.adapt")
 
 
 class Adaptation:
@@ -73,12 +72,12 @@ class Adaptation:
         if not isinstance(hyperparameters, (Hyperparameters, type(None))):
             raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
-        self._host = LiveHost(comm, hyperparameters or Hyperparameters(), None)
+        self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), self._log)
         self._every = every
         self._meter = meter or EngineMeter(comm)
         self._has_own_meter = meter is None
         self._runners = [Runner(policy, self._host) for policy in policies]
-        self._host.recorder = None if record is None else Recorder(record, self._runners)
+        self._host.recorder = None if record is None else StepRecorder(record, self._runners)
         self._observed = Observed()
         self._meetings: Meetings | None = None
         self._births = comm.births
@@ -237,6 +236,13 @@ class Adaptation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _log(self, decision: Decision, level: int) -> None:
+        # all ranks decide the same: the other ranks' lines would only repeat those of rank 0
+        logger.log(level if self.comm.rank == 0 else logging.DEBUG, "%s", decision)
+        tracer = self.comm._session.engine.tracer
+        if tracer is not None:
+            tracer.instant("decision", policy=decision.policy, what=decision.what, why=decision.why)
 
     # ---------------------------------------------------------------- ranks that change
 

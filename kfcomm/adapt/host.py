@@ -1,17 +1,12 @@
-"""What a policy's context stands on: what holds, and how what all ranks ask for is done.
-
-Two things are hosts: a running ``Adaptation``, and a `GivenHost`, on which a replay of what one has recorded stands.
-"""
+"""Shared state of the policies of one ``Adaptation``, and the changes that all ranks make for them."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kfcomm.adapt.decision import Decision
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.common.arguments import whole_number
@@ -20,226 +15,251 @@ from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.requests import Request
-    from kfcomm.adapt.runner import Runner
-    from kfcomm.world.communicator import Communicator
+    from kfcomm.adapt.policy import Request
+    from kfcomm.adapt.recording import StepRecorder
 
 STRATEGY, SIZE = "strategy", "size"
 """Subjects beside the names of hyperparameters."""
+MAX_SHOWN = 16
+"""Items of a sequence in the log."""
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision of a policy, with its evidence.
+
+    Attributes:
+        step: number of the step at whose end it was made.
+        policy: name of the policy.
+        what: in words.
+        evidence: the numbers behind it.
+    """
+
+    step: int
+    policy: str
+    what: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
+
+
 class Named(Protocol):
-    """Who changes something: a policy, or what stands for one that is not here."""
+    """Source of a change: the runner of a policy, or a stand-in for one that is not here."""
 
     @property
     def name(self) -> str:
-        """By which it is logged."""
+        """Name for the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What held before something was done for a policy."""
+    """Strategy and hyperparameters before a change for a policy."""
 
     strategy: AnyStrategy
     hyperparameters: Hyperparameters
 
 
-class Host(ABC):
-    """What holds, the same on every rank.
+@dataclass
+class StaticWorld:
+    """Stand-in for a communicator, for policies without ranks: a replay or a simulation, as rank 0 sees it.
 
     Attributes:
-        decisions: what was decided.
-        metrics: of the last step at whose end the ranks met; None before.
-        num_steps: steps that have ended.
-        hyperparameters: what holds of the training.
-        holders: the policy that has last changed a subject.
+        layout: hosts of the ranks.
+        strategy: set or asked for last.
+        outlives: whether the number of ranks can change.
     """
 
-    def __init__(self, hyperparameters: Hyperparameters) -> None:
+    layout: Layout
+    strategy: AnyStrategy
+    outlives: bool = True
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.layout.size
+
+    async def set_strategy(self, strategy: AnyStrategy) -> None:
+        """Set the strategy."""
+        self.strategy = strategy
+
+    async def propose_size(self, size: int) -> None:
+        """Accept a size; the layout stays."""
+
+    async def propose_replacement(self, rank: int) -> None:
+        """Accept a replacement; the layout stays."""
+
+    async def broadcast_object(self, value: Any, root: int, name: str) -> Any:
+        """Return the value: there is one rank that speaks."""
+        return value
+
+
+class PolicyHost:
+    """Shared state of policies, the same on every rank, and the changes that all ranks make together.
+
+    Args:
+        comm: communicator of all ranks, or a `StaticWorld`.
+        hyperparameters: at first.
+        on_decision: called with each decision, and its level for the log.
+
+    Attributes:
+        recorder: writes down what happens; None without a record.
+        decisions: all decisions.
+        metrics: of the last step at whose end the ranks met; None before.
+        num_steps: number of steps that have ended.
+        hyperparameters: of the next step.
+        holders: by subject, the policy that has changed it last.
+    """
+
+    def __init__(
+        self, comm: Any, hyperparameters: Hyperparameters, on_decision: Callable[[Decision, int], None] | None = None
+    ) -> None:
+        self.comm = comm
+        self.hyperparameters = hyperparameters
+        self.recorder: StepRecorder | None = None
         self.decisions: list[Decision] = []
         self.metrics: StepMetrics | None = None
         self.num_steps = 0
-        self.hyperparameters = hyperparameters
         self.holders: dict[str, Named] = {}
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This one."""
-
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """Hosts of the ranks."""
-
-    @property
-    @abstractmethod
-    def strategy(self) -> AnyStrategy:
-        """The strategy in force."""
-
-    def record(self, decision: Decision, level: int = logging.INFO) -> None:
-        """Keep a decision."""
-        self.decisions.append(decision)
-
-    def decide(self, runner: Named, what: str, evidence: Mapping[str, Any], level: int = logging.INFO) -> None:
-        """Keep a decision of a policy."""
-        self.record(Decision(self.num_steps, runner.name, what, evidence), level)
+        self._on_decision = on_decision
 
     @property
     def held(self) -> Held:
-        """What holds now."""
-        return Held(self.strategy, self.hyperparameters)
+        """What can be restored later."""
+        return Held(self.comm.strategy, self.hyperparameters)
 
-    # ---------------------------------------------------------------- what is done together
-
-    @abstractmethod
-    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        """Set it on all ranks."""
-
-    async def change_hyperparameter(self, name: str, value: Any, runner: Named | None) -> None:
-        """It holds from the next step on."""
-        self.hyperparameters = self.hyperparameters.having(name, value)
-        self._held_by(name, runner)
-
-    @abstractmethod
-    def check_size(self, size: int) -> int:
-        """A number of ranks that may be asked for.
-
-        Raises:
-            ConfigError: it may not, or the ranks cannot change.
-        """
-
-    @abstractmethod
-    async def change_size(self, size: int, runner: Named) -> None:
-        """Ask for so many ranks; they are there at a later step."""
-
-    @abstractmethod
-    def check_rank(self, rank: int) -> int:
-        """A rank in whose place another may be asked for.
-
-        Raises:
-            ConfigError: it may not, or the ranks cannot change.
-        """
-
-    @abstractmethod
-    async def replace_rank(self, rank: int) -> None:
-        """Ask that another come in its place."""
-
-    @abstractmethod
-    async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
-        """What all ranks do at this place."""
+    def decide(self, runner: Named, what: str, evidence: Mapping[str, Any], level: int = logging.INFO) -> None:
+        """Keep a decision of a policy, log it and record it."""
+        decision = Decision(self.num_steps, runner.name, what, evidence)
+        self.decisions.append(decision)
+        if self._on_decision is not None:
+            self._on_decision(decision, level)
+        if self.recorder is not None:
+            self.recorder.decided(decision)
 
     def overruled(self, request: Request[Any], by: str, words: str) -> None:
-        """A policy did not have its way, since another one asks for something else, in these words."""
+        """Log that a policy's request is dropped, because an earlier policy asks for something else, in these words."""
         what = f"asks for {request.words}: overruled by {by}, which comes before it"
         self.decide(request.runner, what, {f"{by} asks for": words})
+        self._note(request.subject, request.runner, words=request.words, overruled=words, by=by)
 
-    def met_again(self) -> None:
-        """The ranks meet once more at the end of the same step."""
-        return
-
-    def switched_off(self, runner: Runner, what: str, evidence: Mapping[str, Any]) -> None:
-        """A policy is not called any more."""
+    def switched_off(self, runner: Named, what: str, evidence: Mapping[str, Any]) -> None:
+        """Log that a policy is not called any more."""
         self.decide(runner, f"switched off: {what}", evidence, logging.WARNING)
+        self._note("", runner, off=what, evidence=evidence)
 
-    async def restore(self, runner: Runner, before: Held) -> None:
-        """Whatever a policy has changed, and no other since, is again as it was before."""
-        mine = [subject for subject, holder in self.holders.items() if holder is runner]
-        for subject in mine:
+    # ---------------------------------------------------------------- changes that all ranks make together
+
+    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
+        """Set the strategy, for a policy or (None) to restore it."""
+        if self.comm.strategy.digest != chosen.digest:
+            await self.comm.set_strategy(chosen)
+        self._hold(STRATEGY, runner, [chosen.name, chosen.digest.hex()])
+
+    async def change_hyperparameter(self, name: str, value: Any, runner: Named | None) -> None:
+        """Set a hyperparameter from the next step on, for a policy or (None) to restore it."""
+        self.hyperparameters = self.hyperparameters.having(name, value)
+        self._hold(name, runner, value)
+
+    async def change_size(self, size: int, runner: Named) -> None:
+        """Ask the job for this number of ranks, which come or go at a later step."""
+        await self._propose(self.comm.propose_size, size)
+        self._hold(SIZE, runner, size)
+
+    async def replace_rank(self, rank: int) -> None:
+        """Ask the job for another process in the place of a rank."""
+        await self._propose(self.comm.propose_replacement, rank)
+
+    async def together(self, what: str, call: Callable[[Any], Awaitable[T]], runner: Named) -> T:
+        """Call a function that uses collectives, at the same place on all ranks."""
+        result = await call(self.comm)
+        if self.recorder is not None:
+            self.recorder.done_together(runner, what, result)
+        return result
+
+    async def restore(self, runner: Named, before: Held) -> None:
+        """Undo what a policy has changed, except where another one has changed it since."""
+        for subject in [subject for subject, holder in self.holders.items() if holder is runner]:
             if subject == STRATEGY:
                 await self.change_strategy(before.strategy, None)
             elif subject != SIZE:
                 await self.change_hyperparameter(subject, getattr(before.hyperparameters, subject), None)
 
-    def _held_by(self, subject: str, runner: Named | None) -> None:
+    # ---------------------------------------------------------------- arguments of requests
+
+    def check_size(self, size: Any) -> int:
+        """Check a number of ranks that a policy asks for.
+
+        Raises:
+            ConfigError: it is not a number of ranks, or the ranks of this program cannot change.
+        """
+        number = whole_number(size)
+        if number is None or number < 1:
+            raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+        if not self.comm.outlives:
+            raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
+        return number
+
+    def check_rank(self, rank: Any) -> int:
+        """Check a rank in whose place a policy asks for another process.
+
+        Raises:
+            ConfigError: there is no such rank, or the ranks of this program cannot change.
+        """
+        number = whole_number(rank)
+        if number is None or not 0 <= number < self.comm.size:
+            raise ConfigError(f"a rank is a whole number from 0 to {self.comm.size - 1}, not {rank!r}")
+        if not self.comm.outlives:
+            raise ConfigError(
+                f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic"
+            )
+        return number
+
+    # ---------------------------------------------------------------- helpers
+
+    async def _propose(self, propose: Callable[[int], Awaitable[None]], number: int) -> None:
+        """Let rank 0 ask the job; all ranks learn the answer."""
+        wrong = None
+        if self.comm.rank == 0:
+            try:
+                await propose(number)
+            except ConfigError as error:
+                wrong = str(error)
+        wrong = await self.comm.broadcast_object(wrong, 0, "kfcomm/adaptation/size")
+        if wrong is not None:
+            raise ConfigError(wrong)
+
+    def _hold(self, subject: str, runner: Named | None, value: Any) -> None:
+        self.held_by(subject, runner)
+        self._note(subject, runner, value=value)
+
+    def held_by(self, subject: str, runner: Named | None) -> None:
+        """Note which policy has changed a subject last; None for no policy."""
         if runner is None:
             self.holders.pop(subject, None)
         else:
             self.holders[subject] = runner
 
-
-class GivenHost(Host):
-    """A host without ranks: what holds is what it is told, as rank 0 sees it.
-
-    Attributes:
-        can_change: whether the ranks can.
-    """
-
-    can_change = True
-    _layout: Layout
-    _strategy: AnyStrategy
-
-    @property
-    def size(self) -> int:
-        """Of the layout."""
-        return self._layout.size
-
-    @property
-    def rank(self) -> int:
-        """The first."""
-        return 0
-
-    @property
-    def layout(self) -> Layout:
-        """As it was told."""
-        return self._layout
-
-    @property
-    def strategy(self) -> AnyStrategy:
-        """The one that was told, or asked for, last."""
-        return self._strategy
-
-    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        """It is in force."""
-        self._strategy = chosen
-        self._held_by(STRATEGY, runner)
-
-    def check_size(self, size: int) -> int:
-        """See `checked_size`."""
-        return checked_size(size, can_change=self.can_change)
-
-    async def change_size(self, size: int, runner: Named) -> None:
-        """It is asked for; the layout stays."""
-        self._held_by(SIZE, runner)
-
-    def check_rank(self, rank: int) -> int:
-        """See `checked_rank`."""
-        return checked_rank(rank, self.size, can_change=self.can_change)
-
-    async def replace_rank(self, rank: int) -> None:
-        """It is asked for; the layout stays."""
+    def _note(self, subject: str, who: Named | None, **what: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.changed(subject, who, what)
 
 
-def checked_size(size: Any, *, can_change: bool) -> int:
-    """A number of ranks that may be asked for.
-
-    Raises:
-        ConfigError: it may not, or the ranks cannot change.
-    """
-    number = whole_number(size)
-    if number is None or number < 1:
-        raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
-    if not can_change:
-        raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
-    return number
-
-
-def checked_rank(rank: Any, size: int, *, can_change: bool) -> int:
-    """A rank in whose place another may be asked for.
-
-    Raises:
-        ConfigError: it may not, or the ranks cannot change.
-    """
-    number = whole_number(rank)
-    if number is None or not 0 <= number < size:
-        raise ConfigError(f"a rank is a whole number from 0 to {size - 1}, not {rank!r}")
-    if not can_change:
-        raise ConfigError(f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic")
-    return number
+def _shown(value: Any) -> str:
+    """A value, or several, as the log shows it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (tuple, list)):
+        left_out = len(value) - MAX_SHOWN
+        return "[" + ", ".join(map(_shown, value[:MAX_SHOWN])) + (f", {left_out} more]" if left_out > 0 else "]")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
+    return str(value)

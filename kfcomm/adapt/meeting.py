@@ -1,42 +1,228 @@
-"""The meetings of the ranks: what they measured in a step, what their policies ask for, and what follows.
+"""Meetings of the ranks at the end of a step: measurements, observations, requests of policies, and what follows.
 
 Invariants:
 
-- Nothing happens because one rank wants it. At the end of a step the ranks meet in one small all_reduce, in which each
-  says what each of its policies asks for, or that it has raised. What follows is derived from that array, which is the
-  same on every rank: all ranks do it, or none.
-- A rank that has something to say waits for the next meeting, never for an answer from ranks that may have nothing to
-  say. So what a policy asks for after a step is done at the end of the next one. When the ranks have done something
-  together, all of them know it, and meet again at once.
-- A policy that raises, or that asks for different things on different ranks, is switched off on all of them. If
-  something was just done for it, what held before holds again.
-- Of policies that ask for the same thing at once, the first in their order has its way.
-- In a world that changes a meeting that lacks a rank is known as such to all that live: nothing follows from it, and
-  before the next step the policies begin anew, on all of them with what one of them knew.
+- A change needs all ranks. At the end of a step the ranks meet in one small all_reduce, in which each rank reports for
+  each of its policies what it asks for, or that it has raised. All ranks derive the changes from the same array: all of
+  them make a change, or none does.
+- A rank that has a request waits for the next meeting, never for an answer from ranks that may have no request. So the
+  request that a policy makes after a step is carried out at the end of the next step. When the ranks have done
+  something together, all of them know it, and meet again at once.
+- A policy that raises, or that asks for different things on different ranks, is switched off on all of them. If a
+  change was just made for it, the state before is restored.
+- Of policies that ask for the same thing at once, the first in their order wins.
+- In an ``Elastic`` all surviving ranks know that a meeting lacked a rank: nothing follows from it, and before the next
+  step the policies begin anew, on all ranks with the state of one of them.
+
+The ranks of an ``Elastic`` meet in its world: whatever any rank has finished there, all surviving ranks finish, with
+the same contributors, so that all know which ranks were at the meeting. Other programs meet in a group of their own,
+which ends with the first lost rank.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from kfcomm.adapt.host import Held, Host
-from kfcomm.adapt.metrics import Reading, StepMetrics, Table
-from kfcomm.adapt.observed import Observed
-from kfcomm.adapt.place import MEETING, Place
-from kfcomm.adapt.requests import FAILED, NOTHING, Request, overruled
+from kfcomm.adapt.host import Held, PolicyHost
+from kfcomm.adapt.metrics import MeetingTable, Reading, StepMetrics
+from kfcomm.adapt.policy import FAILED, NOTHING, Request, overruled
 from kfcomm.adapt.runner import Runner
+from kfcomm.collectives.handle import Handle
+from kfcomm.common.arguments import plain_text
 from kfcomm.common.sizes import ranks_in_words
-from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
+from kfcomm.types import override
+from kfcomm.world.communicator import Communicator
 
-if TYPE_CHECKING:
-    from kfcomm.collectives.handle import Handle
+MAX_OBSERVED = 64
+"""Names, on one rank: each is a number in every meeting."""
+MAX_NAME = 100
+"""Characters."""
+
+
+class Observed:
+    """Those of one rank since the ranks last met.
+
+    Attributes:
+        columns: the names that all ranks know, the same on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.columns: tuple[str, ...] = ()
+        self._values: dict[str, float] = {}
+        self._names: set[str] = set()
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Of one name the last value counts.
+
+        Raises:
+            ConfigError: something is no number, or there are too many names.
+        """
+        for name, value in values.items():
+            number = _number(name, value)
+            if len(name) > MAX_NAME or len(self._names | {name}) > MAX_OBSERVED:
+                raise ConfigError(f"a rank observes up to {MAX_OBSERVED} names of {MAX_NAME} characters: {name!r:.120}")
+            self._names.add(plain_text(name))
+            self._values[plain_text(name)] = number
+
+    def take(self) -> dict[str, float]:
+        """What was observed; from now on nothing is."""
+        taken, self._values = self._values, {}
+        return taken
+
+    def row(self, values: Mapping[str, float]) -> list[float]:
+        """A rank's numbers, by column."""
+        return [values.get(name, math.nan) for name in self.columns]
+
+    def has_new(self, values: Mapping[str, float]) -> bool:
+        """Whether some have no column."""
+        return not values.keys() <= set(self.columns)
+
+    async def shared(
+        self, table: MeetingTable, mine: Mapping[str, float], place: MeetingPlace
+    ) -> dict[str, tuple[float, ...]]:
+        """What all ranks have observed, by name and by rank. If some of it is new, they tell each other the names."""
+        found = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(self.columns)}
+        if table.has_news:
+            new = {name: value for name, value in mine.items() if name not in self.columns}
+            said: Sequence[Mapping[str, float]] = await place.tell(new, "observed")
+            names = sorted({name for one in said for name in one})
+            if len(said) == place.size:  # else a rank is lost, and this step comes to nothing
+                found |= {name: tuple(one.get(name, math.nan) for one in said) for name in names}
+            self.columns = (*self.columns, *names)
+        return found
+
+
+def _number(name: str, value: Any) -> float:
+    """A number, or an array of one."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value + 0.0)
+    except (TypeError, ValueError):
+        raise ConfigError(f"what is observed is a number: {name} is {value!r:.60}") from None
+
+
+MEETING = "meeting"
+OWN_NAMES = "kfcomm/adaptation/"
+"""In the world of an ``Elastic``: calls of such names are always finished by those that live."""
+
+
+class MeetingPlace(ABC):
+    """Communicator in which the ranks of one ``Adaptation`` meet."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._comm.size
+
+    @abstractmethod
+    def meet(self, mine: Any) -> Handle[Any]:
+        """Sum the arrays of all ranks."""
+
+    @abstractmethod
+    def all_were_there(self, meeting: Handle[Any]) -> bool:
+        """Whether no rank is missing in a sum."""
+
+    @abstractmethod
+    async def tell(self, value: Any, what: str) -> list[Any]:
+        """Gather a value of each surviving rank, in the order of ranks."""
+
+    @abstractmethod
+    async def take(self, value: Any, givers: Sequence[int]) -> Any:
+        """Broadcast the value of the first of ``givers`` that survives."""
+
+    @abstractmethod
+    def refuse(self, error: BaseException) -> None:
+        """Make the next meeting fail: this rank does not come."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the meetings."""
+
+
+class GroupPlace(MeetingPlace):
+    """A group along a binary tree, so that neither the program's names nor its strategy matter."""
+
+    @classmethod
+    async def of(cls, comm: Communicator) -> GroupPlace:
+        """Make the group of all ranks."""
+        return cls(await comm.group(range(comm.size), "adaptation", strategy="binary_tree"))
+
+    @override
+    def meet(self, mine: Any) -> Handle[Any]:
+        return self._comm.all_reduce(mine, MEETING)
+
+    @override
+    def all_were_there(self, meeting: Handle[Any]) -> bool:
+        return True  # the sum of a group fails without one of its ranks
+
+    @override
+    async def tell(self, value: Any, what: str) -> list[Any]:
+        said: list[Any] = await self._comm.all_gather_object(value, what)
+        return said
+
+    @override
+    async def take(self, value: Any, givers: Sequence[int]) -> Any:
+        return await self._comm.broadcast_object(value, givers[0], "state")
+
+    @override
+    def refuse(self, error: BaseException) -> None:
+        self._comm._group.refuse(MEETING, error)
+
+    @override
+    async def close(self) -> None:
+        await self._comm.close()
+
+
+class WorldPlace(MeetingPlace):
+    """The world of an open ``Elastic``, with the program's strategy."""
+
+    @override
+    def meet(self, mine: Any) -> Handle[Any]:
+        return self._comm.all_reduce(mine, f"{OWN_NAMES}{MEETING}")
+
+    @override
+    def all_were_there(self, meeting: Handle[Any]) -> bool:
+        return set(meeting.contributors or ()) == set(self._comm.births)
+
+    @override
+    async def tell(self, value: Any, what: str) -> list[Any]:
+        said: list[Any] = await self._comm.all_gather_object(value, f"{OWN_NAMES}{what}")
+        return said
+
+    @override
+    async def take(self, value: Any, givers: Sequence[int]) -> Any:
+        for giver in givers:
+            try:
+                return await self._comm.broadcast_object(value, giver, f"{OWN_NAMES}state/{giver}")
+            except PeerLost:
+                continue
+        raise PeerLost(f"ranks {list(givers)}, which knew what holds, are lost", key=OWN_NAMES, rank=givers[-1])
+
+    @override
+    def refuse(self, error: BaseException) -> None:
+        self._comm.refuse(f"{OWN_NAMES}{MEETING}", error)
+
+    @override
+    async def close(self) -> None:
+        return  # the world is the program's
+
 
 MAX_ROUNDS = 16
-"""So often the ranks meet again at the end of one step; what is asked for after that waits for the next."""
+"""Meetings at the end of one step; what is asked for after that waits for the next step."""
 
 Done: TypeAlias = Mapping[Runner, Held]
-"""The policies for which something was done, and what held before."""
+"""The policies for which a change was made, and the state before."""
 
 
 class Meetings:
@@ -49,7 +235,7 @@ class Meetings:
         observed: what the program observes.
     """
 
-    def __init__(self, host: Host, place: Place, runners: Sequence[Runner], observed: Observed) -> None:
+    def __init__(self, host: PolicyHost, place: MeetingPlace, runners: Sequence[Runner], observed: Observed) -> None:
         self.place = place
         self._host = host
         self._runners = runners
@@ -86,7 +272,7 @@ class Meetings:
 
     async def exchange(
         self, step: int, reading: Reading | None = None, observed: Mapping[str, float] | None = None
-    ) -> Table | None:
+    ) -> MeetingTable | None:
         """Meet.
 
         Args:
@@ -105,24 +291,24 @@ class Meetings:
         place, mine = self.place, observed or {}
         size = place.size
         signs = [runner.sign for runner in self._runners]
-        row = Table.fill(
+        row = MeetingTable.fill(
             place.rank, size, step, reading or Reading.nothing(size), signs, self._observed.row(mine),
             is_new=self._observed.has_new(mine),
         )  # fmt: skip
         self._meeting = place.meet(row)
-        table = Table.read(await self._meeting, size, len(signs))
+        table = MeetingTable.read(await self._meeting, size, len(signs))
         if not place.all_were_there(self._meeting):
             return None
         if len(set(table.steps)) > 1:
             raise CollectiveMismatch(f"the ranks are at different steps: {list(table.steps)}", key=MEETING)
         return table
 
-    async def metrics(self, table: Table, observed: Mapping[str, float]) -> StepMetrics:
+    async def metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
         """What the ranks have measured and observed."""
         shared = await self._observed.shared(table, observed, self.place)
-        return table.metrics(self._host.strategy, self._host.hyperparameters, shared)
+        return table.metrics(self._host.comm.strategy, self._host.hyperparameters, shared)
 
-    async def follow(self, table: Table, before: Done) -> Done:
+    async def follow(self, table: MeetingTable, before: Done) -> Done:
         """Do what all ranks ask for; switch off what has failed, or what they do not all ask for.
 
         Args:
@@ -149,7 +335,8 @@ class Meetings:
             table = await self.exchange(step)
             if table is None:
                 return
-            self._host.met_again()
+            if self._host.recorder is not None:
+                self._host.recorder.met()
             done = await self.follow(table, done)
 
     def refuse(self, error: BaseException) -> None:
@@ -180,7 +367,7 @@ class Meetings:
                 await self._host.restore(runner, before[runner])
 
 
-def overrule(host: Host, asking: Sequence[Runner]) -> set[Request[Any]]:
+def overrule(host: PolicyHost, asking: Sequence[Runner]) -> set[Request[Any]]:
     """Of policies that ask for the same thing the first has its way, which is logged; returns what is not done."""
     lost = overruled([runner.requests for runner in asking])
     for request, winner in lost:

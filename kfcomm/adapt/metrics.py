@@ -1,22 +1,24 @@
-"""What the ranks know of each other's last step, and the one small array by which they tell each other.
-
-Every number here is the same on every rank, so that a policy which decides by these numbers alone decides the same
-everywhere.
-"""
+"""Measurements of a step: a rank's totals, what the program observes, and the table that all ranks share."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.engine.load import Load
 from kfcomm.strategies import AnyStrategy
+
+if TYPE_CHECKING:
+    from kfcomm.world.communicator import Communicator
+
 
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -152,7 +154,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class MeetingTable:
     """One meeting of the ranks: what each measured and observed, and a number for each policy of each.
 
     It travels as one all_reduce in which every rank fills a row of its own: 2(n - 1) messages, where an all_gather
@@ -185,7 +187,7 @@ class Table:
         return flat
 
     @classmethod
-    def read(cls, flat: Row, size: int, num_policies: int) -> Table:
+    def read(cls, flat: Row, size: int, num_policies: int) -> MeetingTable:
         """What came of it."""
         width = len(flat) // size - 1
         rows = flat[: size * width].reshape(size, width)
@@ -222,3 +224,34 @@ class Table:
             hyperparameters=hyperparameters,
             observed=observed,
         )
+
+
+class StepMeter(Protocol):
+    """What tells an ``Adaptation`` how its rank is doing."""
+
+    def read(self) -> Reading:
+        """The totals of this moment."""
+
+
+class EngineMeter:
+    """The totals of the engine below a communicator: all collectives of the rank, whatever their group.
+
+    Where monitoring is off nobody is seen to be waited for; the rest is there all the same.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        comm = getattr(comm, "current", comm)  # of this epoch, where it lives through several
+        engine = comm._session.engine
+        self._comm = comm
+        self._engine = engine
+        if engine.load is None:
+            engine.load = Load(engine.in_flight)
+        self._load = engine.load
+
+    def read(self) -> Reading:
+        """See `StepMeter`."""
+        now_s = time.monotonic()
+        meter = self._engine.meter
+        members = self._comm._group.view.members
+        waited_s = (0.0,) * len(members) if meter is None else tuple(meter.waited_s[member] for member in members)
+        return Reading(now_s, self._load.busy_s(now_s), self._load.nbytes, self._load.count, waited_s)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.host import Decision
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
@@ -31,7 +31,7 @@ NUMBERS = ("seconds", "busy_s", "nbytes", "counts", "waited_s")
 """Of ``StepMetrics``, by rank."""
 
 
-class Recorder:
+class StepRecorder:
     """Writes what happens on this rank, while it is the first.
 
     Args:
@@ -72,7 +72,7 @@ class Recorder:
         """Something was done for a policy, or (None) undone."""
         self._rounds[-1].append({"policy": self._number(runner), "subject": subject, **what})
 
-    def done_together(self, runner: Runner, what: str, result: Any) -> None:
+    def done_together(self, runner: Named, what: str, result: Any) -> None:
         """All ranks have done something."""
         try:
             told = {"result": encoded(result)}

@@ -6,24 +6,19 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from kfcomm.adapt.decision import Decision
-from kfcomm.adapt.host import SIZE, STRATEGY, GivenHost, Named
+from kfcomm.adapt.host import SIZE, STRATEGY, Decision, Named, PolicyHost, StaticWorld
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.adapt.policy import Policy
+from kfcomm.adapt.policy import Policy, Request
 from kfcomm.adapt.recording import NUMBERS, lines_of, numbers
-from kfcomm.adapt.requests import Request
 from kfcomm.adapt.runner import Runner
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
-from kfcomm.types import Costs, Layout
-
-if TYPE_CHECKING:
-    from kfcomm.world.communicator import Communicator
+from kfcomm.types import Costs, Layout, override
 
 T = TypeVar("T")
 Line = Mapping[str, Any]
@@ -64,31 +59,33 @@ class _Unknown:
     digest: bytes
 
 
-class _ReplayHost(GivenHost):
-    """What held in the run."""
+class _ReplayHost(PolicyHost):
+    """State of the policies in the run, as the record has it."""
+
+    comm: StaticWorld
 
     def __init__(self) -> None:
-        super().__init__(Hyperparameters())
+        layout = Layout.even(1)
+        super().__init__(StaticWorld(layout, build("star", layout)), Hyperparameters())
         self.results: list[Line] = []
         self.lacking: ConfigError | None = None
-        self._layout = Layout.even(1)
         self._known: dict[bytes, AnyStrategy] = {}
 
     def start(self, line: Line) -> None:
-        """The ranks are these from now on."""
+        """Take over the ranks and hyperparameters of a line that begins a record."""
         layout = line["layout"]
-        self._layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
-        self.can_change = line["can_change"]
+        self.comm.layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
+        self.comm.outlives = line["can_change"]
         self.num_steps = line["begins"]
         self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
         self.see(line["strategy"])
 
     def see(self, strategy: Sequence[str]) -> None:
-        """This strategy is in force."""
-        self._strategy = self._strategy_of(strategy)
+        """Take over the strategy in force."""
+        self.comm.strategy = self._strategy_of(strategy)
 
     def measured(self, line: Line) -> StepMetrics:
-        """The measurements of a step."""
+        """Measurements of a step."""
         return StepMetrics(
             step=line["step"],
             strategy=self._strategy_of(line["strategy"]),
@@ -97,11 +94,13 @@ class _ReplayHost(GivenHost):
             observed={name: numbers(values) for name, values in line["observed"].items()},
         )
 
+    @override
     async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        self._known[chosen.digest] = chosen
+        self._known[chosen.digest] = self.comm.strategy = chosen
         await super().change_strategy(chosen, runner)
 
-    async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
+    @override
+    async def together(self, what: str, call: Callable[[Any], Awaitable[T]], runner: Named) -> T:
         found = next((one for one in self.results if one["together"] == what), None)
         if found is None or "lacks" in found:
             why = "" if found is None else f": {found['lacks']}"
@@ -112,7 +111,7 @@ class _ReplayHost(GivenHost):
         return result
 
     def others_did(self, entry: Line, names: Sequence[str]) -> None:
-        """What was done in the run for another policy, or undone."""
+        """Repeat a change that was made in the run for another policy, or undone."""
         subject = entry.get("subject")
         if not subject or "overruled" in entry:
             return
@@ -121,13 +120,13 @@ class _ReplayHost(GivenHost):
         elif subject != SIZE:
             self.hyperparameters = self.hyperparameters.having(subject, entry["value"])
         number = entry["policy"]
-        self._held_by(subject, None if number is None else _Other(names[number]))
+        self.held_by(subject, None if number is None else _Other(names[number]))
 
     def _strategy_of(self, recorded: Sequence[str]) -> AnyStrategy:
         name, digest = recorded[0], bytes.fromhex(recorded[1])
         if digest not in self._known:
             try:
-                made: Any = build(name, self._layout)
+                made: Any = build(name, self.comm.layout)
             except ConfigError:
                 made = None
             self._known[digest] = made if made is not None and made.digest == digest else _Unknown(name, digest)  # type: ignore[assignment]
@@ -200,8 +199,10 @@ class _Replay:
         if runner.is_off:
             return False
         if off is not None or runner.failure:
-            words = [runner.words] * host.size
-            what, evidence = raised(range(host.size), words) if off is None else (off["off"], _tuples(off["evidence"]))
+            words = [runner.words] * host.comm.size
+            what, evidence = (
+                raised(range(host.comm.size), words) if off is None else (off["off"], _tuples(off["evidence"]))
+            )
             await runner.switch_off()
             host.switched_off(runner, what, evidence)
             return False

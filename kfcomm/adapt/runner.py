@@ -8,14 +8,13 @@ import logging
 from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kfcomm.adapt.policy import Context, Policy
-from kfcomm.adapt.requests import FAILED, NOTHING, Request, sign_of
+from kfcomm.adapt.policy import FAILED, NOTHING, Context, Policy, Request, sign_of
 from kfcomm.collectives.objects import packed
 from kfcomm.common.arguments import plain_text
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.host import Host
+    from kfcomm.adapt.host import PolicyHost
 
 logger = logging.getLogger("kfcomm.adapt")
 
@@ -36,7 +35,7 @@ class Runner:
         at_rest: its method has returned, or waits for the ranks.
     """
 
-    def __init__(self, policy: Policy, host: Host) -> None:
+    def __init__(self, policy: Policy, host: PolicyHost) -> None:
         self.policy = policy
         self.name = plain_text(policy.name)
         self.is_off = False
@@ -173,4 +172,4 @@ class Runner:
         self.failure = f"{type(error).__name__} in {where}: {error}"
         # a rank that is lost is no fault of the policy: it begins anew with the others
         level = logging.DEBUG if isinstance(error, (PeerLost, EpochChanged)) else logging.ERROR
-        logger.log(level, "rank %d: policy %s raised in %s", self._host.rank, self.name, where, exc_info=error)
+        logger.log(level, "rank %d: policy %s raised in %s", self._host.comm.rank, self.name, where, exc_info=error)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.adapt.auto_strategy import Trials
 from kfcomm.adapt.detectors import THRESHOLD, Interference, Verdict
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
-from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy, Strategy, build, names
 from kfcomm.strategies.cost import predict_seconds

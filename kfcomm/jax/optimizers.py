@@ -26,13 +26,11 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.jax.collectives import all_reduce, broadcast, called
 from kfcomm.sync.skin import Skin
-from kfcomm.train.adaalter import accumulate, direction
 from kfcomm.train.agreement import alpha_problem, count_problem, introduction, refuse
-from kfcomm.train.averaging import towards
-from kfcomm.train.local import accumulator_problem, outer_problem
-from kfcomm.train.outer import nesterov, pseudo_gradient
+from kfcomm.train.local import accumulate, accumulator_problem, direction, nesterov, outer_problem, pseudo_gradient
 from kfcomm.train.pair_averaging import PairAveraging, pairs_problem
 from kfcomm.train.procedure import Pending
+from kfcomm.train.synchronous import towards
 
 Tree: TypeAlias = Any
 T = TypeVar("T")

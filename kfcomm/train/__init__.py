@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING
 from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from kfcomm.train.adascale import AdaScale
     from kfcomm.train.agreement import Agreement
-    from kfcomm.train.averages import MovingAverage
-    from kfcomm.train.large_batches import Lamb, LambState, Lars, LinearScaling, lars_rate
+    from kfcomm.train.gradient_statistics import (
+        MovingAverage,
+        NoiseEstimate,
+        NoiseScale,
+        gradient_variance,
+        mean_cosine,
+        noise_estimate,
+    )
+    from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
     from kfcomm.train.layer_ownership import Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
     from kfcomm.train.monitor import SUMS, GradientMonitor
-    from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
-    from kfcomm.train.pair_averaging import PairAveraging
+    from kfcomm.train.pair_averaging import PairAveraging, Peers
     from kfcomm.train.parameter_server import ParameterServer, shards
-    from kfcomm.train.peers import Peers
     from kfcomm.train.pollux import (
         GradientStatistics,
         Observation,
@@ -40,20 +44,18 @@ if TYPE_CHECKING:
         takes_factors,
     )
     from kfcomm.train.synchronous import SMA, AdaSGD, ElasticAveraging, SynchronousSGD
-    from kfcomm.train.variance import gradient_variance, mean_cosine
 else:  # type checkers would take any name for one that is there
     _HOMES = {
-        "adascale": ("AdaScale",),
         "agreement": ("Agreement",),
-        "averages": ("MovingAverage",),
+        "gradient_statistics": (
+            "MovingAverage", "NoiseEstimate", "NoiseScale", "gradient_variance", "mean_cosine", "noise_estimate",
+        ),
+        "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "layer_ownership": ("Layer", "LayerOwnership", "owners", "preconditioned"),
-        "large_batches": ("Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "local": ("DiLoCo", "LocalAdaAlter", "LocalSGD"),
         "monitor": ("SUMS", "GradientMonitor"),
-        "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
-        "pair_averaging": ("PairAveraging",),
+        "pair_averaging": ("PairAveraging", "Peers"),
         "parameter_server": ("ParameterServer", "shards"),
-        "peers": ("Peers",),
         "pollux": (
             "GradientStatistics", "Observation", "Shape", "Throughput", "best_shape", "efficiency", "fit", "goodput",
         ),
@@ -62,7 +64,6 @@ else:  # type checkers would take any name for one that is there
             "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
         ),
         "synchronous": ("SMA", "AdaSGD", "ElasticAveraging", "SynchronousSGD"),
-        "variance": ("gradient_variance", "mean_cosine"),
     }  # fmt: skip
     __getattr__ = imported_when_used(
         __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

@@ -21,13 +21,17 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.errors import ConfigError
 from kfcomm.train.agreement import count_problem
-from kfcomm.train.averages import MovingAverage
-from kfcomm.train.noise_scale import DECAY, NoiseScale
-from kfcomm.train.norms import share, squared_norm
+from kfcomm.train.gradient_statistics import (
+    DECAY,
+    MovingAverage,
+    NoiseScale,
+    gradient_variance,
+    mean_cosine,
+    share,
+    squared_norm,
+)
 from kfcomm.train.pollux import GradientStatistics, efficiency
-from kfcomm.train.procedure import Comm
-from kfcomm.train.reporting import report
-from kfcomm.train.variance import gradient_variance, mean_cosine
+from kfcomm.train.procedure import Comm, report
 
 SUMS = "/sums"
 """The name of what travels with the gradients; no array of a tree has it, but one under an empty key."""

@@ -1,16 +1,119 @@
-"""PairAveraging: ranks that average with one peer at a time, whoever that is, and never all meet."""
+"""PairAveraging: asynchronous averaging with one random peer at a time, without any meeting of all ranks."""
 
 from __future__ import annotations
 
+import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from kfcomm.arrays import HostArray, adapt
+from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.agreement import Agreement
-from kfcomm.train.averaging import towards
-from kfcomm.train.packed import Packing
-from kfcomm.train.peers import Peers, weights_problem
-from kfcomm.train.procedure import Comm, Procedure, call
-from kfcomm.train.reporting import report
-from kfcomm.train.tree import Tree, mapped
+from kfcomm.train.procedure import Comm, Procedure, call, report
+from kfcomm.train.synchronous import towards
+from kfcomm.train.tree import Tree, leaves, mapped, rebuilt
+
+Blob: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+DIGEST_NBYTES = 16
+
+
+class Packing:
+    """How models of one form become blobs, and blobs such models.
+
+    Args:
+        like: a tree of arrays in host memory; what is packed has the same names, shapes and dtypes.
+        num_head: numbers of float64 in the head of each blob.
+    """
+
+    def __init__(self, like: Tree, num_head: int = 0) -> None:
+        self._like = {name: adapt(x) for name, x in sorted(leaves(like).items())}
+        told = [(name, one.shape, str(one.flat.dtype)) for name, one in self._like.items()]
+        self._digest = np.frombuffer(hashlib.blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8)
+        self._num_head = num_head
+        self.nbytes = DIGEST_NBYTES + 8 * num_head + sum(one.flat.nbytes for one in self._like.values())
+
+    def pack(self, tree: Tree, head: Sequence[float] = ()) -> Blob:
+        """The blob of a tree. Cost: a copy."""
+        arrays = leaves(tree)
+        parts = [self._digest, np.array(head, np.float64).view(np.uint8)]
+        parts += [adapt(arrays[name]).flat.view(np.uint8) for name in self._like]
+        return np.concatenate(parts)
+
+    def unpack(self, blob: Blob, tree: Tree) -> tuple[Tree, list[float]]:
+        """A tree like ``tree`` of what a blob holds, and the head.
+
+        Raises:
+            CollectiveMismatch: it is of another form.
+        """
+        if blob.nbytes != self.nbytes or bytes(blob[:DIGEST_NBYTES]) != bytes(self._digest):
+            raise CollectiveMismatch(
+                f"a peer's model has other names, shapes or dtypes: {blob.nbytes} bytes, here {self.nbytes} of "
+                f"{', '.join(self._like)}"[:400]
+            )
+        at = DIGEST_NBYTES + 8 * self._num_head
+        head = np.frombuffer(blob[DIGEST_NBYTES:at].tobytes(), np.float64).tolist()
+        found: dict[str, Any] = {}
+        for name, one in self._like.items():
+            flat = np.empty_like(one.flat)
+            flat.view(np.uint8)[:] = blob[at : at + flat.nbytes]
+            at += flat.nbytes
+            found[name] = _restored(one, flat)
+        return rebuilt(tree, found), head
+
+
+def _restored(like: HostArray, flat: Any) -> Any:
+    return like.kind.restore(flat.reshape(like.shape))
+
+
+class Peers:
+    """Draws of other ranks, all of them equally likely, or by weights.
+
+    A draw is one number out of the n − 1 others. (To draw one of all and move one's own to the next would make that
+    neighbour twice as likely.)
+
+    Args:
+        rank: of who draws.
+        size: ranks, at least 2.
+        seed: the same one gives the same draws on the same rank.
+        weights: for each rank a number, at least 0, to whose size its probability is proportional: bandwidths, say, so
+            that peers behind slow links are asked less often. This rank's own does not count. None: all are equal.
+
+    Raises:
+        ConfigError: there is nobody to draw.
+    """
+
+    def __init__(self, rank: int, size: int, *, seed: int = 0, weights: Sequence[float] | None = None) -> None:
+        if not 0 <= rank < size or size < 2:
+            raise ConfigError(f"rank {rank} of {size} has no peers to draw")
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._draws = np.random.default_rng((seed, rank))
+        self._bounds: list[float] | None = None
+        if weights is not None:
+            problem = weights_problem(rank, size, weights)
+            if problem is not None:
+                raise ConfigError(problem)
+            own = np.array([weights[peer] for peer in self._others], np.float64)
+            self._bounds = (np.cumsum(own) / own.sum()).tolist()
+
+    def draw(self) -> int:
+        """The next peer."""
+        if self._bounds is None:
+            return self._others[int(self._draws.integers(len(self._others)))]
+        return self._others[bisect_right(self._bounds, self._draws.random())]
+
+
+def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | None:
+    """What is wrong with the weights of a rank's peers; None if nothing is."""
+    if len(weights) != size:
+        return f"{size} ranks have {size} weights, not {len(weights)}"
+    own = np.array([*weights[:rank], *weights[rank + 1 :]], np.float64)
+    if not (np.isfinite(own).all() and (own >= 0).all() and own.sum() > 0):
+        return f"weights are at least 0, and not all 0, not {list(weights)!r}"
+    return None
 
 
 class PairAveraging(Agreement):

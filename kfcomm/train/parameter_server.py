@@ -18,9 +18,8 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.common.arguments import checked_name
 from kfcomm.train.agreement import check_alike, count_problem, introduce, refuse
-from kfcomm.train.packed import Packing
-from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
-from kfcomm.train.reporting import report
+from kfcomm.train.pair_averaging import Packing
+from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, report, together
 from kfcomm.train.tree import Tree, leaves, rebuilt
 
 Arrays: TypeAlias = dict[str, Any]

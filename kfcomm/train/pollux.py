@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kfcomm.common.extras import lacking
 from kfcomm.errors import ConfigError
-from kfcomm.train.adascale import gain
+from kfcomm.train.large_batches import gain
 
 LEAST_TIME_S = 1e-8
 MOST_GAMMA = 10.0

@@ -1,9 +1,9 @@
-"""What a rank does to agree, written once for both interfaces: a generator of the calls it makes.
+"""Procedures: the algorithm of an agreement, written once for both interfaces as a generator of calls.
 
 A *procedure* yields calls of a communicator's verbs and is sent their results. It knows neither a loop nor a thread, so
-it needs no second form, and tests can run those of all ranks against each other without a network. `Pending` runs one
-over a communicator: the first call is made at once; what follows is awaited with a communicator of ``kfcomm.init``, and
-waited for with one of ``kfcomm.sync``.
+it needs no second form, and tests can run the procedures of all ranks against each other without a network. `Pending`
+runs one over a communicator: the first call is made at once; the rest is awaited with a communicator of
+``kfcomm.init``, and waited for with one of ``kfcomm.sync``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -20,6 +20,23 @@ from kfcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds
+
+
+def report(comm: Comm, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
+    """Show the latest value of each figure; nothing where monitoring is off.
+
+    Args:
+        comm: a communicator of either interface.
+        values: by name, in the words of a metric: ``noise_scale``.
+        units: of those that have one, for the timeline.
+    """
+    engine = comm._session.engine
+    if engine.meter is not None:
+        engine.meter.gauges.update(values)
+    if engine.tracer is not None:
+        for name, value in values.items():
+            engine.tracer.counter(name, (units or {}).get(name, ""), value)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

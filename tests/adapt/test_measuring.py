@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.adapt import Adaptation
-from kfcomm.adapt.measuring import EngineMeter
+from kfcomm.adapt.metrics import EngineMeter
 from kfcomm.engine import load
 from kfcomm.engine.load import Load
 from tests.conformance.worlds import everywhere, until, world

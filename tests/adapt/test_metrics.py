@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.adapt import Hyperparameters, Reading, StepMetrics
-from kfcomm.adapt.metrics import Table
-from kfcomm.adapt.requests import Request, sign_of
+from kfcomm.adapt.metrics import MeetingTable
+from kfcomm.adapt.policy import Request, sign_of
 from kfcomm.strategies import build
 from kfcomm.types import Layout
 
@@ -66,8 +66,8 @@ def test_what_is_told_is_what_is_heard(size: int, num_policies: int, num_columns
         signs.append([data.draw(st.integers(0, 2**48 + 1)) for _ in range(num_policies)])
         observed.append([data.draw(st.floats(width=64)) for _ in range(num_columns)])
         news.append(data.draw(st.booleans()))
-        total += Table.fill(rank, size, 5, reading, signs[-1], observed[-1], is_new=news[-1])
-    table = Table.read(total, size, num_policies)
+        total += MeetingTable.fill(rank, size, 5, reading, signs[-1], observed[-1], is_new=news[-1])
+    table = MeetingTable.read(total, size, num_policies)
     given = Hyperparameters(batch_size=7)
     heard = table.metrics(STAR, given, {"a": (1.0,)})
     assert table.steps == (5,) * size

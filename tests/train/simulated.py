@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMetrics
-from kfcomm.adapt.host import GivenHost, Named
+from kfcomm.adapt.host import PolicyHost, StaticWorld
 from kfcomm.adapt.meeting import overrule
 from kfcomm.adapt.runner import Runner
 from kfcomm.strategies import build
@@ -65,25 +64,21 @@ class Cluster:
         return Shape(self.hosts(ranks), ranks, batch / ranks)
 
 
-class SimulatedHost(GivenHost):
-    """Where policies run: what they ask for is so from the next step on."""
+class SimulatedWorld(StaticWorld):
+    """Ranks that change to the proposed size from the next step on."""
 
-    def __init__(self, cluster: Cluster, ranks: int, given: Hyperparameters) -> None:
-        super().__init__(given)
+    def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.cluster = cluster
         self.wanted = ranks
         self.become(ranks)
+        super().__init__(self.layout, self.strategy)
 
     def become(self, ranks: int) -> None:
-        self._layout = Layout.even(ranks, self.cluster.hosts(ranks))
-        self._strategy = build("ring", self._layout)
+        self.layout = Layout.even(ranks, self.cluster.hosts(ranks))
+        self.strategy = build("ring", self.layout)
 
-    async def change_size(self, size: int, runner: Named) -> None:
+    async def propose_size(self, size: int) -> None:
         self.wanted = size
-        await super().change_size(size, runner)
-
-    async def together(self, what: str, call: Callable[[Any], Awaitable[Any]], runner: Runner) -> Any:
-        raise NotImplementedError
 
 
 class Simulation:
@@ -99,7 +94,8 @@ class Simulation:
         self, cluster: Cluster, policies: list[Policy], *, ranks: int, given: Hyperparameters, seed: int = 0
     ) -> None:
         self.cluster = cluster
-        self.host = SimulatedHost(cluster, ranks, given)
+        self.world = SimulatedWorld(cluster, ranks)
+        self.host = PolicyHost(self.world, given)
         self.runners = [Runner(policy, self.host) for policy in policies]
         self.progress = 0.0
         self.now_s = 0.0
@@ -116,7 +112,7 @@ class Simulation:
         for runner in self.runners:
             await runner.call("on_start")
         while self.now_s < seconds and host.num_steps < steps:
-            if host.wanted != host.size:
+            if self.world.wanted != self.world.size:
                 await self._change_ranks()
             host.metrics = self._step()
             asking = [runner for runner in self.runners if runner.requests]
@@ -132,7 +128,7 @@ class Simulation:
 
     async def _change_ranks(self) -> None:
         self.now_s += self.cluster.pause_s
-        self.host.become(self.host.wanted)
+        self.world.become(self.world.wanted)
         for runner in self.runners:
             await runner.begin_anew(runner.state())
 
@@ -140,7 +136,7 @@ class Simulation:
         host, cluster, chance = self.host, self.cluster, self._chance
         given = host.hyperparameters
         assert given.batch_size is not None
-        ranks, batch = host.size, given.batch_size
+        ranks, batch = self.world.size, given.batch_size
         self.history.append((ranks, batch, given.learning_rate))
         seconds = cluster.step_s(ranks, batch) * math.exp(cluster.jitter * chance.gauss(0, 1))
         signal, noise = cluster.signal(self.progress), cluster.noise(self.progress)
@@ -154,7 +150,7 @@ class Simulation:
         each = (seconds,) * ranks
         return StepMetrics(
             step=host.num_steps,
-            strategy=host.strategy,
+            strategy=self.world.strategy,
             seconds=each,
             busy_s=tuple(0.5 * one for one in each),
             nbytes=(1000,) * ranks,

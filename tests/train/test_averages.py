@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
 from kfcomm.train import MovingAverage
-from kfcomm.train.reporting import report
+from kfcomm.train.procedure import report
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 0.999))

@@ -13,7 +13,7 @@ from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.monitor.metrics import _of_training
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import GradientMonitor, NoiseScale, SynchronousSGD
-from kfcomm.train.norms import share, squared_norm
+from kfcomm.train.gradient_statistics import share, squared_norm
 
 
 class Ticks:

@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING
 from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from kfcomm.train.policies.adascale_rate import AdaScaleRate
     from kfcomm.train.policies.goodput import PolluxGoodput
-    from kfcomm.train.policies.gradients import GradientNoise
-    from kfcomm.train.policies.noise_batch import NoiseScaleBatch
-    from kfcomm.train.policies.noise_wire import WireByNoise
-    from kfcomm.train.policies.switch import SwitchAgreement
+    from kfcomm.train.policies.gradient_noise import (
+        AdaScaleRate,
+        GradientNoise,
+        NoiseScaleBatch,
+        SwitchAgreement,
+        WireByNoise,
+    )
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         {
-            "AdaScaleRate": "kfcomm.train.policies.adascale_rate",
-            "GradientNoise": "kfcomm.train.policies.gradients",
-            "NoiseScaleBatch": "kfcomm.train.policies.noise_batch",
+            "AdaScaleRate": "kfcomm.train.policies.gradient_noise",
+            "GradientNoise": "kfcomm.train.policies.gradient_noise",
+            "NoiseScaleBatch": "kfcomm.train.policies.gradient_noise",
             "PolluxGoodput": "kfcomm.train.policies.goodput",
-            "SwitchAgreement": "kfcomm.train.policies.switch",
-            "WireByNoise": "kfcomm.train.policies.noise_wire",
+            "SwitchAgreement": "kfcomm.train.policies.gradient_noise",
+            "WireByNoise": "kfcomm.train.policies.gradient_noise",
         },
     )
 

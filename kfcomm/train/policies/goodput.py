@@ -12,7 +12,7 @@ from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.common.extras import is_installed, lacking
 from kfcomm.errors import ConfigError
-from kfcomm.train.policies.gradients import GradientNoise
+from kfcomm.train.policies.gradient_noise import GradientNoise
 from kfcomm.train.pollux import GradientStatistics, Observation, Shape, Throughput, best_shape, fit, goodput
 
 MOST_KEPT = 20

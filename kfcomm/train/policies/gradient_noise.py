@@ -1,0 +1,371 @@
+"""Policies that act on the noise of gradients: batch size, learning rate, wire dtype, and agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.adapt.policy import Context, Policy
+from kfcomm.errors import ConfigError
+from kfcomm.train.gradient_statistics import DECAY, MovingAverage, noise_estimate
+from kfcomm.train.large_batches import gain
+
+LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"
+"""The names under which a program observes |g_i| of each rank's gradient, and |ḡ| of their mean."""
+
+
+class GradientNoise:
+    """Moving averages of |G|² and tr(Σ), by the norms of each step; see ``kfcomm.train.NoiseScale``.
+
+    The batch may change from step to step. A step of which a norm is not known, or not finite, or of one rank alone,
+    counts for nothing.
+
+    Args:
+        decay: of the averages.
+
+    Attributes:
+        num_updates: steps that count.
+    """
+
+    def __init__(self, decay: float = DECAY) -> None:
+        self._signal = MovingAverage(decay)
+        self._noise = MovingAverage(decay)
+        self.num_updates = 0
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Take one step's norms."""
+        batch, size = metrics.hyperparameters.batch_size, metrics.size
+        local_sq_norm, global_sq_norm = norms(metrics)
+        if batch is None or size < 2 or not math.isfinite(local_sq_norm + global_sq_norm):
+            return
+        found = noise_estimate(local_sq_norm, global_sq_norm, batch / size, batch)
+        self._signal.update(found.signal)
+        self._noise.update(found.noise)
+        self.num_updates += 1
+
+    @property
+    def signal(self) -> float | None:
+        """|G|²; None while it is unknown, or came out negative."""
+        value = self._signal.value
+        return None if value is None or value <= 0 else value
+
+    @property
+    def noise(self) -> float | None:
+        """tr(Σ), at least 0; None before the first step."""
+        value = self._noise.value
+        return None if value is None else max(value, 0.0)
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in samples; None while it is unknown."""
+        signal, noise = self.signal, self.noise
+        return None if signal is None or noise is None else noise / signal
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """For the log."""
+        return {"noise_scale": self.scale, "signal": self.signal, "noise": self.noise}
+
+    def state(self) -> list[Any]:
+        """For ranks that join."""
+        return [self.num_updates, *self._signal.state, *self._noise.state]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Go on from there."""
+        self.num_updates = state[0]
+        self._signal.state, self._noise.state = state[1:3], state[3:5]
+
+
+def norms(metrics: StepMetrics) -> tuple[float, float]:
+    """The mean over the ranks of |g_i|², and |ḡ|²; nan where they were not observed."""
+    local = metrics.observed.get(LOCAL_NORM, (math.nan,))
+    return sum(norm * norm for norm in local) / len(local), metrics.mean(GRADIENT_NORM) ** 2
+
+
+class NoiseScaleBatch(Policy):
+    """Sets the batch to the gradient noise scale, as that grows or falls along training.
+
+    A batch far below the noise scale gains from each further sample almost as much as from the first; one far above
+    gains little (McCandlish et al., 2018). KungFu adapts the batch by it (Mai et al., OSDI 2020, section 5.2).
+
+    The batch is the noise scale rounded to a multiple of ``multiple`` for each rank, between ``least`` and ``most``. It
+    is changed when that is a factor of ``factor`` or more away, by that factor at most, and not within ``rest`` steps
+    of the last change. The learning rate stays: `AdaScaleRate` beside it follows the batch.
+
+    Args:
+        most: samples of all ranks.
+        least: samples of all ranks; None for what holds at first.
+        multiple: of a rank's samples.
+        factor: above 1.
+        warmup: steps of which the norms are known, before the first change.
+        rest: steps from one change to the next.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    def __init__(
+        self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 50,
+        rest: int = 50,
+    ) -> None:  # fmt: skip
+        if not 1 <= (least or 1) <= most:
+            raise ConfigError(f"batches are from 1 on, the least not above the most, and not {least!r} to {most!r}")
+        if multiple < 1 or warmup < 1 or rest < 1:
+            raise ConfigError(f"multiple, warmup and rest are at least 1, not {multiple!r}, {warmup!r} and {rest!r}")
+        if not factor > 1:
+            raise ConfigError(f"factor is above 1, not {factor!r}")
+        self._most = most
+        self._given_least = least
+        self._multiple = multiple
+        self._factor = factor
+        self._warmup = warmup
+        self._rest = rest
+
+    def on_start(self, ctx: Context) -> None:
+        """Begin to measure."""
+        self._gradients = GradientNoise()
+        self._changed_at: int | None = None
+        self._least = self._given_least or ctx.hyperparameters.batch_size or 1
+
+    def after_step(self, ctx: Context) -> None:
+        """Take the norms, and change the batch if it is far from the noise scale."""
+        if ctx.metrics is None:
+            return
+        self._gradients.update(ctx.metrics)
+        scale, batch = self._gradients.scale, ctx.hyperparameters.batch_size
+        if scale is None or batch is None or self._gradients.num_updates < self._warmup:
+            return
+        if self._changed_at is not None and ctx.step < self._changed_at + self._rest:
+            return
+        wanted = self.fitting(min(max(scale, batch / self._factor), batch * self._factor), ctx.size)
+        if max(wanted, batch) < min(wanted, batch) * self._factor and batch % ctx.size == 0:
+            return
+        if wanted != batch:
+            self._changed_at = ctx.step
+            ctx.set_batch_size(wanted, **self._gradients.evidence)
+
+    def fitting(self, batch: float, size: int) -> int:
+        """The nearest batch that divides among ``size`` ranks and is in the bounds, if any is."""
+        unit = self._multiple * size
+        count = max(1, round(batch / unit))
+        count = max(count, -(-self._least // unit))
+        return max(1, min(count, self._most // unit)) * unit
+
+    def state_dict(self) -> Any:
+        """See `Policy`."""
+        return [self._gradients.state(), self._changed_at, self._least]
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Policy`."""
+        self._gradients.load(state[0])
+        self._changed_at, self._least = state[1:]
+
+
+ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""By how much of itself a number changes at most when it is rounded to this dtype (float16: within its range)."""
+
+
+class WireByNoise(Policy):
+    """Sends gradients as halves while rounding adds little to the noise that they have.
+
+    The mean of B samples' gradients has the variance tr(Σ) / B. Rounding to a dtype with unit u adds u²|ḡ|² at most for
+    each time that a sum is rounded, which is once for each of n ranks at most. While n u² |ḡ|² is below ``part`` of
+    tr(Σ) / B, it is used: of several the first that is good enough. |ḡ|² is taken as |G|² + tr(Σ) / B.
+
+    Args:
+        dtypes: names, the coarsest first.
+        part: of the gradients' own variance.
+        warmup: steps of which the norms are known, before the first change.
+        rest: steps from one change to the next.
+
+    Raises:
+        ConfigError: there is no such dtype, or a number is out of its range.
+    """
+
+    def __init__(
+        self, dtypes: Sequence[str] = ("bfloat16",), *, part: float = 0.01, warmup: int = 50, rest: int = 50
+    ) -> None:
+        unknown = [name for name in dtypes if name not in ROUNDING]
+        if isinstance(dtypes, str) or not dtypes or unknown:
+            raise ConfigError(f"wire dtypes are some of {', '.join(ROUNDING)}, not {dtypes!r}")
+        if not 0 < part < 1 or warmup < 1 or rest < 1:
+            raise ConfigError(
+                f"part is between 0 and 1, warmup and rest are at least 1, not {part!r}, {warmup!r} and {rest!r}"
+            )
+        self._dtypes = tuple(dtypes)
+        self._part = part
+        self._warmup = warmup
+        self._rest = rest
+
+    def on_start(self, ctx: Context) -> None:
+        """Begin to measure."""
+        self._gradients = GradientNoise()
+        self._changed_at: int | None = None
+
+    def after_step(self, ctx: Context) -> None:
+        """Take the norms, and change the dtype where another one is good enough."""
+        if ctx.metrics is None:
+            return
+        self._gradients.update(ctx.metrics)
+        batch = ctx.hyperparameters.batch_size
+        signal, noise = self._gradients.signal, self._gradients.noise
+        if batch is None or signal is None or noise is None or self._gradients.num_updates < self._warmup:
+            return
+        if self._changed_at is not None and ctx.step < self._changed_at + self._rest:
+            return
+        variance = noise / batch
+        added = {name: ctx.size * ROUNDING[name] ** 2 * (signal + variance) for name in self._dtypes}
+        wanted = next((name for name, one in added.items() if one < self._part * variance), None)
+        if wanted != ctx.hyperparameters.wire_dtype:
+            self._changed_at = ctx.step
+            ctx.set_wire_dtype(wanted, variance=variance, added=added, part=self._part)
+
+    def state_dict(self) -> Any:
+        """See `Policy`."""
+        return [self._gradients.state(), self._changed_at]
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Policy`."""
+        self._gradients.load(state[0])
+        self._changed_at = state[1]
+
+
+class AdaScaleRate(Policy):
+    """Multiplies the learning rate by AdaScale's gain for the batch that holds; see ``kfcomm.train.AdaScale``.
+
+    The batch and the learning rate at the beginning are those of the schedule. A batch S times as large makes a step
+    worth r steps of it, 1 ≤ r ≤ S, and the rate is multiplied by r. It is changed when it is more than ``tolerance``
+    off, so that the ranks do not agree on another one in every step.
+
+    Args:
+        schedule: a factor for the learning rate after so many steps of the schedule (the sum of all gains); None for 1.
+        tolerance: a part of the rate.
+        warmup: steps of which the norms are known, before the first change.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: Johnson et al., "AdaScale SGD", ICML 2020.
+    """
+
+    def __init__(
+        self, schedule: Callable[[float], float] | None = None, *, tolerance: float = 0.05, warmup: int = 20
+    ) -> None:
+        if not 0 < tolerance < 1 or warmup < 1:
+            raise ConfigError(f"tolerance is between 0 and 1 and warmup at least 1, not {tolerance!r} and {warmup!r}")
+        self._schedule = schedule
+        self._tolerance = tolerance
+        self._warmup = warmup
+
+    def on_start(self, ctx: Context) -> None:
+        """Take what holds for what the schedule is made for."""
+        self._gradients = GradientNoise()
+        self._progress = 0.0
+        self._batch = ctx.hyperparameters.batch_size
+        self._rate = ctx.hyperparameters.learning_rate
+
+    def after_step(self, ctx: Context) -> None:
+        """Count the step, and change the rate if it is off."""
+        metrics = ctx.metrics
+        if metrics is None:
+            return
+        self._gradients.update(metrics)
+        self._progress += self._gain(metrics.hyperparameters.batch_size)
+        rate, now = self._rate, ctx.hyperparameters.learning_rate
+        if rate is None or now is None or self._gradients.num_updates < self._warmup:
+            return
+        found = self._gain(ctx.hyperparameters.batch_size)
+        wanted = rate * found * (1.0 if self._schedule is None else self._schedule(self._progress))
+        if abs(wanted - now) > self._tolerance * max(now, wanted):
+            ctx.set_learning_rate(wanted, gain=found, progress=self._progress, **self._gradients.evidence)
+
+    @property
+    def progress(self) -> float:
+        """The steps so far, in steps of the schedule."""
+        return self._progress
+
+    def _gain(self, batch: int | None) -> float:
+        signal, noise = self._gradients.signal, self._gradients.noise
+        if batch is None or self._batch is None or signal is None or noise is None:
+            return 1.0
+        return gain(noise / self._batch, signal, batch / self._batch)
+
+    def state_dict(self) -> Any:
+        """See `Policy`."""
+        return [self._gradients.state(), self._progress, self._batch, self._rate]
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Policy`."""
+        self._gradients.load(state[0])
+        self._progress, self._batch, self._rate = state[1:]
+
+
+class SwitchAgreement(Policy):
+    """``first`` at the beginning, ``then`` after a step, or as soon as averaging gradients is worth it; once.
+
+    Synchronous SGD makes one step of all ranks' samples. Where their number is above the noise scale it loses the
+    steps, and the noise, that small batches have; SMA keeps them. The noise scale grows along training: once it is
+    above ``ratio`` times the batch in ``patience`` steps running, a sample in a batch of all ranks counts about as much
+    as one in a batch of one. KungFu's AdaSGD (Mai et al., OSDI 2020) changes after a given step.
+
+    Args:
+        first: the name of the agreement at first.
+        then: of the one afterwards.
+        at_step: change after this step, whatever the noise; None for by the noise alone.
+        ratio: of the noise scale to the batch.
+        patience: steps.
+        warmup: steps of which the norms are known, before they count.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    def __init__(
+        self, first: str = "sma", then: str = "ssgd", *, at_step: int | None = None, ratio: float = 1.0,
+        patience: int = 10, warmup: int = 50,
+    ) -> None:  # fmt: skip
+        if not ratio > 0 or patience < 1 or warmup < 1 or (at_step is not None and at_step < 0):
+            raise ConfigError(
+                f"ratio is above 0, patience and warmup are at least 1 and at_step is at least 0, not {ratio!r}, "
+                f"{patience!r}, {warmup!r} and {at_step!r}"
+            )
+        self._first = first
+        self._then = then
+        self._at_step = at_step
+        self._ratio = ratio
+        self._patience = patience
+        self._warmup = warmup
+
+    def on_start(self, ctx: Context) -> None:
+        """Ask for the first one, if it does not hold."""
+        self._gradients = GradientNoise()
+        self._running = 0
+        self._is_done = False
+        if ctx.step == 0 and ctx.hyperparameters.agreement != self._first:
+            ctx.set_agreement(self._first)
+
+    def after_step(self, ctx: Context) -> None:
+        """Take the norms; change when it is time."""
+        metrics, batch = ctx.metrics, ctx.hyperparameters.batch_size
+        if metrics is None or self._is_done:
+            return
+        self._gradients.update(metrics)
+        scale = self._gradients.scale
+        is_noisy = scale is not None and batch is not None and scale > self._ratio * batch
+        is_known = self._gradients.num_updates >= self._warmup
+        self._running = self._running + 1 if is_noisy and is_known else 0
+        is_late = self._at_step is not None and ctx.step >= self._at_step
+        if is_late or self._running >= self._patience:
+            self._is_done = True
+            ctx.set_agreement(self._then, batch=batch, **self._gradients.evidence)
+
+    def state_dict(self) -> Any:
+        """See `Policy`."""
+        return [self._gradients.state(), self._running, self._is_done]
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Policy`."""
+        self._gradients.load(state[0])
+        self._running, self._is_done = state[1:]
