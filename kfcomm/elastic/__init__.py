@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: see ``Elastic``."""
+"""Elastic training: it continues when ranks die, join or leave."""
 
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.loop import Elastic

@@ -17,7 +17,7 @@ import msgpack
 from kfcomm.collectives.handle import Handle
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES
-from kfcomm.elastic.calls import BOUNDARY, Births, CallOutcome, ElasticCall, Entry, Key, Row, Standing
+from kfcomm.elastic.calls import BOUNDARY, CallOutcome, ElasticCall, Entry, Key, Row, Standing, Uids
 from kfcomm.errors import ConfigError
 from kfcomm.world.communicator import Communicator
 
@@ -57,7 +57,7 @@ class CallLog:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.shown: Births = comm.births
+        self.shown: Uids = comm.births
         self.step = 0
         self.entries: dict[Key, Entry] = {}
         self.kept: list[Entry] = []
@@ -74,7 +74,7 @@ class CallLog:
         """Note for errors of this epoch in a step that began with other ranks."""
         if self.comm.births == self.shown:
             return ""
-        members = [self.shown.index(birth) for birth in self.comm.births if birth in self.shown]
+        members = [self.shown.index(uid) for uid in self.comm.births if uid in self.shown]
         return f" (by the numbers of epoch {self.comm.epoch}: these are ranks {members} of the step)"
 
     def add(self, call: ElasticCall, outer: Handle[Any] | None, now_s: float) -> Entry:
@@ -94,7 +94,7 @@ class CallLog:
         return [*self.kept, *self.entries.values()]
 
     def outcome_of(self, entry: Entry) -> CallOutcome | None:
-        """What was agreed about a call after a loss."""
+        """Outcome that the ranks agreed on after a loss; None without one."""
         outcome = self.outcomes.get(entry.key)
         return outcome if outcome is not None and outcome.step == entry.step else None
 
@@ -112,14 +112,14 @@ class CallLog:
 
     # ---------------------------------------------------------------- the step
 
-    def samples(self, names: Collection[str] | None, births: Births) -> SampleReport:
+    def samples(self, names: Collection[str] | None, uids: Uids) -> SampleReport:
         """Report on the calls since the last boundary (of these names, if given) for a step's samples.
 
-        ``births``: uids of the ranks of that step. Some may have been lost at a boundary within it, before these calls.
+        ``uids``: the ranks of that step. Some may have been lost at a boundary within it, before these calls.
         """
         counted = [one for one in self.entries.values() if one.step == self.step and one.is_counted(names)]
         over = [one for one in counted if one.standing is Standing.DONE]
-        lacking = {birth for birth in births if any(birth not in one.contributors for one in over)}
+        lacking = {uid for uid in uids if any(uid not in one.contributors for one in over)}
         return SampleReport(bool(counted), bool(over), len(over) < len(counted), frozenset(lacking))
 
     def made(self) -> list[str]:

@@ -23,32 +23,32 @@ from kfcomm.transports.reactor import Timer
 from kfcomm.world.communicator import Communicator
 
 Key: TypeAlias = tuple[str, int]
-"""Name of a call, and which use of the name in its step it is."""
+"""Name of a call, and the number of its use in the step."""
 Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
-"""Key, standing, contributors, step, and why it has failed."""
+"""Key, standing, contributors, step, and reason of a failure."""
 
 
 class Standing(IntEnum):
-    """How a call stands on one rank; one that has not begun there stands nowhere."""
+    """State of a call on one rank; a call that has not begun there has no record."""
 
     POSTED = 0
-    """It is not over."""
+    """Not over."""
     HELD = 1
-    """This rank has its own result, and does not know whether all others have theirs."""
+    """This rank has its own result; the other ranks may not have theirs yet."""
     DONE = 2
-    """It is over, with a result."""
+    """Over, with a result."""
     FAILED = 3
-    """It is over, with an error of its own."""
+    """Over, with an error."""
 
 
 class CallOutcome(NamedTuple):
-    """What becomes of a call that is over on some rank.
+    """Outcome, on all ranks, of a call that is over on some of them.
 
     Attributes:
-        step: of the call.
-        giver: birth of the rank that gives the result to the others; -1 if it has failed for all.
-        contributors: births of the ranks whose contributions are in the result.
-        why: it has failed.
+        step: step of the call.
+        giver: uid of the rank that sends the result to the others; -1 if the call has failed on all.
+        contributors: uids of the ranks whose contributions are in the result.
+        why: reason of the failure.
     """
 
     step: int
@@ -57,43 +57,43 @@ class CallOutcome(NamedTuple):
     why: str = ""
 
 
-def decide(said: Sequence[tuple[int, Sequence[Row]]], births: Sequence[int]) -> Mapping[Key, CallOutcome]:
-    """The verdict on each call that is over on some rank and not, in the same way, on all.
+def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Mapping[Key, CallOutcome]:
+    """Decide the outcome of each call that is over on some rank and not, in the same way, on all.
 
-    A call that is done on one rank is done on all: the lowest of those gives it. One that has failed on one rank, and
-    is done on none, has failed on all. Any other is done again. A rank may be a step further than others: then all has
-    been over on all ranks before that step began.
+    A call that is done on one rank is done on all: the lowest rank that has the result sends it. A call that has failed
+    on one rank, and is done on none, has failed on all. Any other call is repeated. A rank may be a step ahead of the
+    others: then all calls of the step before are over on all ranks.
 
     Args:
-        said: by rank, in which step it is, and how its calls stand.
-        births: of the ranks.
+        said: by rank, the step that it is in, and the standings of its calls.
+        uids: uids of the ranks.
     """
     latest = max(step for step, _ in said)
     done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
     failed: dict[tuple[Key, int], list[str]] = {}
-    for birth, (_, rows) in zip(births, said, strict=True):
+    for uid, (_, rows) in zip(uids, said, strict=True):
         for name, number, standing, contributors, step, why in rows:
             if step < latest:
                 continue
             if standing == Standing.DONE:
-                done.setdefault((name, number), []).append((step, birth, tuple(contributors)))
+                done.setdefault((name, number), []).append((step, uid, tuple(contributors)))
             elif standing == Standing.FAILED:
                 failed.setdefault(((name, number), step), []).append(why)
-    verdicts = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(births)}
+    outcomes = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(uids)}
     for (key, step), reasons in failed.items():
-        if key not in done and len(reasons) < len(births):
-            verdicts[key] = CallOutcome(step, -1, (), reasons[0])
-    return verdicts
+        if key not in done and len(reasons) < len(uids):
+            outcomes[key] = CallOutcome(step, -1, (), reasons[0])
+    return outcomes
 
 
 class VerbTraits(NamedTuple):
-    """A verb.
+    """Traits of a verb that decide how it survives a loss.
 
     Attributes:
-        is_own: each rank has a result of its own (or none), which no other could give it. Such a call is over when all
-            ranks have theirs.
-        is_rooted: a rank that is named gives, or gets, what it is about.
-        can_shrink: those that live can do it again without the others.
+        is_own: each rank has a result of its own (or none), which other ranks do not have. Such a call is over when all
+            ranks have their results.
+        is_rooted: it has a root.
+        can_shrink: the surviving ranks can repeat it without the lost ones.
     """
 
     is_own: bool = False
@@ -121,9 +121,9 @@ KINDS: Mapping[str, VerbTraits] = {
     "all_to_all": OWN,
     "scatter_object": OWN,
 }
-"""The verbs that outlive a rank."""
+"""Verbs that survive the loss of a rank."""
 GIVEN_AS_ARRAYS = ("all_reduce", "monitored_all_reduce", "broadcast")
-"""Their result has the shape and dtype of what every rank gives."""
+"""Verbs whose result has the shape and dtype of every rank's input."""
 
 _PARAMETERS = {verb: tuple(inspect.signature(getattr(Communicator, verb)).parameters.values())[1:] for verb in KINDS}
 _PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, found in _PARAMETERS.items()}
@@ -131,7 +131,7 @@ _DEFAULTS = {verb: {one.name: one.default for one in found} for verb, found in _
 
 
 class ElasticCall:
-    """A verb with its arguments, as the caller has given them."""
+    """Call of a verb, with the caller's arguments."""
 
     __slots__ = ("_args", "_kwargs", "kind", "verb")
 
@@ -142,7 +142,7 @@ class ElasticCall:
         self._kwargs = kwargs
 
     def get(self, name: str) -> Any:
-        """One of its arguments; None if the verb has no such, or it was left out and has no default."""
+        """Return an argument; None if the verb does not have it, or it was left out and has no default."""
         if name in self._kwargs:
             return self._kwargs[name]
         place = _PLACES[self.verb].get(name, len(self._args))
@@ -152,10 +152,10 @@ class ElasticCall:
         return None if default is inspect.Parameter.empty else default
 
     def title(self) -> str:
-        """The text by which the ranks match it, as in a plain job; empty without a name.
+        """Return the text by which the ranks match the call, as in a plain job; empty without a name.
 
         Raises:
-            ConfigError: it cannot have such a name.
+            ConfigError: the name is not valid.
         """
         name = checked_name(self.get("name"))
         if self.verb != "all_reduce_many":
@@ -164,10 +164,10 @@ class ElasticCall:
         return many_key(names) if names else ""
 
     def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
-        """Call it, with this root and this ``out`` in the place of its own, and this timeout, if one is given.
+        """Call the verb with another root and ``out``, and with another timeout, if one is given.
 
         Raises:
-            ConfigError: see the verb.
+            ConfigError: as the verb does.
         """
         args, kwargs = self._args, self._kwargs
         places = _PLACES[self.verb]
@@ -187,7 +187,7 @@ class ElasticCall:
 
 
 def frozen(result: Any) -> list[np.ndarray[Any, Any]]:
-    """NumPy arrays in a result that can be written to: now they cannot. What was changed, to be undone."""
+    """Make the NumPy arrays in a result read-only; returns those that were writeable, for the undo."""
     parts: Iterable[Any] = (result,)
     if isinstance(result, (list, tuple, dict)):
         parts = result.values() if isinstance(result, dict) else result
@@ -198,7 +198,7 @@ def frozen(result: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def plain(result: Any) -> Any:
-    """A result as msgpack can carry it."""
+    """Encode a result for msgpack."""
     if isinstance(result, (list, tuple)):
         return ["list", [plain(one) for one in result]]
     if isinstance(result, dict):
@@ -208,7 +208,7 @@ def plain(result: Any) -> Any:
 
 
 def restored(fields: Any, like: Any) -> Any:
-    """The inverse of `plain`, of the kind of ``like``: what the caller gave."""
+    """Decode a result of `plain`, as the kind of array that the caller gave (``like``)."""
     what, value = fields
     if what == "list":
         return [restored(one, like) for one in value]
@@ -221,7 +221,7 @@ def restored(fields: Any, like: Any) -> Any:
 
 
 def written(result: Any, out: Any) -> Any:
-    """A result put where the caller wants it; the caller's object, or objects.
+    """Copy a result to the caller's ``out``; returns ``out``.
 
     Raises:
         ConfigError: it does not fit.
@@ -241,9 +241,9 @@ def written(result: Any, out: Any) -> Any:
 
 
 BOUNDARY = f"{OWN_NAMES}boundary"
-"""The name of the call between two steps."""
+"""Name of the call between two steps."""
 
-Births: TypeAlias = tuple[int, ...]
+Uids: TypeAlias = tuple[int, ...]
 
 
 class ElasticHandle(Handle[Any]):
@@ -263,25 +263,25 @@ class ElasticHandle(Handle[Any]):
 
 
 class Entry:
-    """A call of this rank.
+    """Record of a call on this rank.
 
     Attributes:
-        key: see ``Call.title``, and which use of that in the step.
+        key: title of the call, and the number of its use in the step.
         call: the verb and its arguments.
-        outer: what the caller holds; None while the caller does the call itself: see ``Dispatcher.enter``.
-        inner: the collective under way; None if there is none, the caller's thread while that does it itself.
-        standing: how it stands on this rank.
-        step: to which it belongs; a boundary belongs to the one that it begins.
-        result: once it is there.
-        contributors: births of the ranks whose contributions are in it.
-        scratch: where it was made, if the caller wants it elsewhere.
-        unfreeze: arrays of the result that can be written to again when the step is over.
+        outer: handle of the caller; None while the caller executes the call itself: see ``Dispatcher.enter``.
+        inner: collective under way, or the number of the caller's thread while that executes the call; else None.
+        standing: state of the call on this rank.
+        step: number of its step; a boundary belongs to the step that it begins.
+        result: result of the call, once it is known.
+        contributors: uids of the ranks whose contributions are in the result.
+        scratch: buffer of the result, if the caller wants it elsewhere.
+        unfreeze: arrays of the result that become writeable again when the step is over.
         is_void: it has failed because ranks were lost.
-        why: it has failed, or its caller has given it up; for the other ranks.
-        deadline_s: of the reactor's clock: all that is done for it is to end by then.
-        timer: ends it by then, while nothing that has a timeout is under way.
-        refusal: it is not made on this rank, for this error; a call of so many steps.
-        has_told: those that wait in this epoch until all have their own result know that this rank has none.
+        why: reason of a failure or a cancellation, for the other ranks.
+        deadline_s: end of its timeout, by the reactor's clock.
+        timer: ends the call at its deadline while it waits for a change of the epoch.
+        refusal: error for which this rank does not make the call, and the number of steps of that call.
+        has_told: the ranks that have their own result in this epoch know that this rank has failed.
     """
 
     __slots__ = (
@@ -297,7 +297,7 @@ class Entry:
         self.inner: Handle[Any] | int | None = None
         self.standing = Standing.POSTED
         self.result: Any = None
-        self.contributors: Births = ()
+        self.contributors: Uids = ()
         self.scratch: Array | None = None
         self.unfreeze: list[Array] = []
         self.is_void = False
@@ -309,47 +309,47 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """As the caller knows it; "unnamed" without one."""
+        """The caller's name; "unnamed" without one."""
         return name_of(self.key[0])
 
     @property
     def title(self) -> str:
-        """The same for messages."""
+        """The caller's name for error texts."""
         return shown(self.key[0].partition("\0")[0])
 
     @property
     def is_own(self) -> bool:
-        """Whether it is not the program's, but made by kfcomm between steps."""
+        """Whether kfcomm makes the call between steps, not the program."""
         return self.key[0].startswith(OWN_NAMES)
 
     @property
     def is_left(self) -> bool:
-        """Whether the caller has given it up, or its time is over, while it is not over among the ranks."""
+        """Whether the caller has cancelled it, or it timed out, while it is not over among the ranks."""
         return self.outer is not None and self.outer.done()
 
     def is_counted(self, names: Collection[str] | None) -> bool:
-        """Whether it tells of the step's samples: of these names or, without any, the program's and not kfcomm's."""
+        """Whether it counts for the step's samples: it has one of these names or, without names, is the program's."""
         return self.name in names if names is not None else not self.is_own
 
     @property
     def is_sent(self) -> bool:
-        """Whether it has to be given to those who have none: each holds its own, and a barrier has no result."""
+        """Whether its result is sent to ranks without it: not if each rank has its own, nor for a barrier."""
         return not self.call.kind.is_own and self.call.verb != "barrier"
 
     def refuse(self, error: BaseException) -> None:
-        """It fails."""
+        """Make it fail."""
         self.standing = Standing.FAILED
         self.why = self.why or str(error) or type(error).__name__
         if self.outer is not None and not self.outer.done():
             self.outer.set_exception(error)
 
     def heard(self) -> None:
-        """Nobody has to look at the result, or at the error."""
+        """Mark the result, or the error, as retrieved, so that asyncio does not warn."""
         if self.outer is not None:
             looked_at(self.outer)
 
 
 def name_for(what: str, key: Key) -> str:
-    """A name that no caller uses, whatever the caller's is."""
+    """Return a reserved name for a hidden part of a call."""
     digest = hashlib.blake2b(key[0].encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"kfcomm/{what}/{digest}/{key[1]}"

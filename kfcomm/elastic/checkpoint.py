@@ -1,4 +1,15 @@
-"""Checkpoint file of an elastic job: written in the background, whole or not at all."""
+"""Checkpoint file of an elastic job: written in the background, whole or not at all.
+
+The previous checkpoint stays until the next is completely on disk. A file that was not read is not replaced: a file
+belongs to a *lineage* of jobs, each continued from the file of the one before, and a job replaces files of its own
+lineage only. `npz` has the format of the file.
+
+A checkpoint is written as a *draft* that replaces the file when it is complete, and that is safe with several
+concurrent writers. Its name contains the job and the epoch of its writer, which locks it while it lives. So drafts of
+dead writers can be removed, and those of living ones stay. A writer of a later epoch removes drafts of earlier epochs
+of its job: the other ranks count those writers as lost, and those writers find their drafts gone. A writer that finds a
+draft of a later epoch counts as lost itself.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +34,15 @@ NUM_TRIES = 100
 
 
 class GivenUp(Exception):
-    """The ranks go on without this writer, or another job does."""
+    """This writer counts as lost, or the file belongs to another job."""
 
 
 class Writer(NamedTuple):
-    """Of drafts.
+    """Writer of drafts.
 
     Attributes:
-        job: some hexadecimal digits.
-        epoch: of the job.
+        job: id of the job, in hexadecimal digits.
+        epoch: epoch of the job.
     """
 
     job: str
@@ -39,17 +50,17 @@ class Writer(NamedTuple):
 
 
 class Draft:
-    """A file beside the one whose place it takes.
+    """File that replaces its target when it is complete.
 
     Args:
-        target: whose place it takes.
-        writer: of it.
+        target: path of the file to be replaced.
+        writer: its writer.
 
     Attributes:
-        raw: to be written to.
+        raw: the open file.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, target: Path, writer: Writer) -> None:
@@ -59,20 +70,20 @@ class Draft:
             self.raw: BinaryIO = self.path.open("xb")
             if _lock(self.raw.fileno()) is not False and _is_at(self.path, self.raw.fileno()):
                 return
-            self.raw.close()  # somebody took it for one that a dead writer has left, before it was locked
+            self.raw.close()  # another process took it for a dead writer's, before it was locked
         raise OSError(f"another process removes each {self.path.name} from {target.parent}")
 
     def sync(self) -> None:
-        """All of it is on disk."""
+        """Write all of it to disk."""
         self.raw.flush()
         os.fsync(self.raw.fileno())
 
     def publish(self) -> None:
-        """It takes the place of the other.
+        """Replace the target.
 
         Raises:
-            GivenUp: a later writer has removed it.
-            OSError: it cannot be.
+            GivenUp: a later writer has removed the draft.
+            OSError: the target cannot be replaced.
         """
         try:
             self.path.replace(self._target)
@@ -85,7 +96,7 @@ class Draft:
             os.close(folder)
 
     def close(self) -> None:
-        """Nothing of it stays, unless it was published."""
+        """Remove the draft, unless it was published."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -93,10 +104,10 @@ class Draft:
 
 
 def check(target: Path, writer: Writer) -> None:
-    """Whether a draft of a later epoch is there.
+    """Check for drafts of later epochs.
 
     Raises:
-        GivenUp: one is.
+        GivenUp: there is one.
     """
     if any(one is not None and one.job == writer.job and one.epoch > writer.epoch for _, one in _drafts(target)):
         raise GivenUp("a later epoch has begun")
@@ -131,7 +142,7 @@ def _drafts(target: Path) -> Iterator[tuple[Path, Writer | None]]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether it is locked by this process from now on; None where files cannot be locked."""
+    """Lock a file; False if another process has locked it, None where files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,11 +165,11 @@ logger = logging.getLogger("kfcomm")
 
 
 class Found(NamedTuple):
-    """A checkpoint that a rank sees.
+    """Checkpoint that a rank sees.
 
     Attributes:
-        digest: by which it is known.
-        number: of the step that begins with it.
+        digest: digest of its description.
+        number: number of the step that begins with it.
     """
 
     digest: str
@@ -169,15 +180,15 @@ class Checkpoint:
     """The checkpoint file of one state.
 
     Args:
-        path: of the file; its directory is there.
-        every: so many steps lie between two.
-        state: what is kept.
+        path: path of the file, in a directory that exists.
+        every: number of steps from one checkpoint to the next.
+        state: state to be written.
 
     Attributes:
-        lineage: the jobs that went on from each other, this one the last.
+        lineage: ids of the jobs that continued from each other; this job is the last.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: an argument is not valid.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int, state: State) -> None:
@@ -196,7 +207,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Its path, in words."""
+        """Its path, for error texts."""
         return sendable(str(self.path))
 
     async def find(self) -> Found | None:
@@ -209,10 +220,10 @@ class Checkpoint:
         return None if found is None else Found(found[1], found[0].number)
 
     async def read(self) -> Any:
-        """Take the state of the file over; returns the place that was written with it, None if there is no file.
+        """Load the state of the file; returns the position that was written with it, None without a file.
 
         Raises:
-            ConfigError: it is none of this state, or damaged; then the state is as it was.
+            ConfigError: the file is damaged, or of another state; then the state is unchanged.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read)
 
@@ -234,7 +245,10 @@ class Checkpoint:
         return about.place
 
     def look(self, number: int, place: Any, epoch: int = 0) -> None:
-        """At a boundary: begin to write, if it is time and the last one is written. Costs a copy of the state then."""
+        """Begin to write, at a boundary, if a checkpoint is due and the last one is written.
+
+        Cost: a copy of the state, if it writes.
+        """
         is_due = number >= self._begun + self.every if self._begun >= 0 else number > 0
         if not is_due or (self._written is not None and not self._written.done()):
             return
@@ -243,23 +257,25 @@ class Checkpoint:
         self._written = self._thread.submit(self._write, number, epoch)
 
     async def close(self) -> None:
-        """What is being written is written to its end."""
+        """Wait until a checkpoint that is being written is complete."""
         if self._written is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._written.result)
         self._thread.shutdown()
 
     def _write(self, number: int, epoch: int) -> None:
-        """On a thread of its own, while training changes the state: all is taken from the copy."""
+        """Write a checkpoint from the copy of the state, on a thread of its own, while training changes the state."""
         kept, writer = self._kept, Writer(self.lineage[-1], epoch)
         about = CheckpointHeader(kept.plan, kept.outline, kept.small, kept.place, number, self.lineage, epoch, None)
         try:
             clear(self.path, writer)
             draft = Draft(self.path, writer)
             try:
-                clear(self.path, writer)  # of those that were given up before they could see this one
+                clear(
+                    self.path, writer
+                )  # again: writers of earlier epochs may have begun before they could see this draft
                 write(draft.raw, about, kept.arrays)
                 draft.sync()
-                check(self.path, writer)  # first for a later writer's draft, then for what has become of that
+                check(self.path, writer)  # in this order: a later writer's draft may be published in between
                 self._check_there(epoch)
                 draft.publish()
             finally:
@@ -268,10 +284,10 @@ class Checkpoint:
             logger.error("no checkpoint was written to %s: %s; training goes on", self.path, error)
 
     def _check_there(self, epoch: int) -> None:
-        """Whether what is there may be written over: a checkpoint of this lineage that is not later, or damaged.
+        """Check that the file may be replaced: it is damaged, or of this lineage and not of a later epoch.
 
         Raises:
-            GivenUp: it may not.
+            GivenUp: it may not be.
         """
         try:
             found = about_of(self.path)

@@ -17,14 +17,14 @@ from kfcomm.errors import ConfigError
 Path: TypeAlias = tuple["str | int | MappingKey", ...]
 
 MAX_DEPTH = 64
-"""Of containers in containers; msgpack carries some hundreds, in which a state is not alone."""
+"""Depth of nested containers; msgpack carries some hundreds, which a state shares with the message around it."""
 _PLAIN: frozenset[type] = frozenset({float, bool, bytes, type(None)})
 _known: set[tuple[type, Any]] = set()
-"""Types and dtypes of arrays that were adapted without an error."""
+"""Types and dtypes of arrays that were adapted without an error before."""
 
 
 class MappingKey:
-    """A key of a mapping, as a part of a path; a place in a list is an ``int``."""
+    """Key of a mapping, as a part of a path; the index in a list is a plain ``int``."""
 
     __slots__ = ("plain",)
 
@@ -33,11 +33,11 @@ class MappingKey:
 
 
 class Unfit(Exception):
-    """A value cannot be in a state.
+    """Error: a value cannot be in a state.
 
     Attributes:
-        path: where it is, from its container outwards.
-        why: what is wrong with it.
+        path: its keys and indices, from the innermost container outwards.
+        why: reason.
     """
 
     def __init__(self, why: str) -> None:
@@ -47,17 +47,17 @@ class Unfit(Exception):
 
 
 def check(value: Any, name: str, *, is_quick: bool = False) -> None:
-    """Refuse a value that cannot be in a state, or that holds one.
+    """Refuse a value that cannot be in a state, or that contains such a value.
 
     Args:
-        value: to be in a state.
-        name: of it.
-        is_quick: of an array look at no more than its type and dtype.
+        value: value for a state.
+        name: its name.
+        is_quick: check only the type and dtype of arrays.
 
     Raises:
-        ConfigError: with its path, what is wrong, and what to give instead.
+        ConfigError: with the path of the value, the reason, and what to give instead.
 
-    Cost: some 1 µs for each array in it; if it is quick, some 0.2 µs for each value.
+    Cost: about 1 µs for each array; if it is quick, about 0.2 µs for each value.
     """
     try:
         if not _is_known(value, is_quick):
@@ -85,24 +85,24 @@ def plain_key(key: Any) -> Any:
 
 
 def order_of(key: Any) -> Any:
-    """Of a mapping's keys, which may be numbers and text; the same on all ranks."""
+    """Return the sort key of a mapping's key, number or text; the order is the same on all ranks."""
     plain = plain_key(key)
     return type(plain).__name__, plain
 
 
 def shown(path: Path) -> str:
-    """A path in words: ``best['a'][0]``."""
+    """Format a path: ``best['a'][0]``."""
     steps = (one.plain if isinstance(one, MappingKey) else one for one in path[1:])
     return str(path[0]) + "".join(f"[{one!r}]" for one in steps)
 
 
 def sendable(text: str) -> str:
-    """A text that msgpack can carry: of a file's name, say, that is not UTF-8."""
+    """Escape text that is not valid UTF-8, such as some file names, for msgpack."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def unreadable(what: str, error: Exception) -> str:
-    """Text of an error that an array of the caller has raised, for the other ranks."""
+    """Text, for the other ranks, of an error that an array of the caller has raised."""
     return sendable(f"{what} cannot be read: {str(error) or repr(error)}")
 
 
@@ -128,7 +128,7 @@ def _check(value: Any, depth: int, is_quick: bool) -> None:
 
 
 def _are_plain(values: Collection[Any]) -> bool:
-    """Whether all are plain values; fast for very many, such as the losses of all steps so far."""
+    """Whether all are plain values; fast for long lists, such as the losses of all steps so far."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         return True
@@ -138,7 +138,7 @@ def _are_plain(values: Collection[Any]) -> bool:
 
 
 def _is_known(value: Any, is_quick: bool) -> bool:
-    """Whether it is one of the usual values, which need no further check. This takes most of the time."""
+    """Whether a value is of a usual kind, which needs no further check. Most of the time goes here."""
     kind = type(value)
     if kind in _PLAIN or (kind is str and value.isascii()):
         return True

@@ -1,4 +1,4 @@
-"""The communicator of a world that changes: the verbs of ``kfcomm.Communicator``, over one epoch after the other."""
+"""Communicator of an elastic job: the verbs of ``kfcomm.Communicator``, in one epoch after another."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _OF_STEP = frozenset(
 class ElasticCommunicator:
     """A communicator whose ranks may change between the steps of an ``Elastic``. Made by ``kfcomm.init(elastic=True)``.
 
-    It has all that a ``Communicator`` has. While an ``Elastic`` is open, the collectives of the world outlive a rank
-    that dies: those that live finish them, with one result and one list of contributors (``handle.contributors``), or
-    one error. ``rank``, ``size`` and ``births`` stay what they are until the step is over. What is not finished so
-    fails as it does without ``Elastic``, until the step is over: messages, queues, ``set_strategy``, sub-groups,
-    persistent collectives, arrays on devices.
+    It has every method of a ``Communicator``. While an ``Elastic`` is open, collectives of the world survive the death
+    of a rank: the remaining ranks finish them, with one result and one list of contributors (``handle.contributors``),
+    or one error. ``rank``, ``size`` and the uids (``births``) stay the same until the step is over. Other calls fail as
+    they do without ``Elastic``, until the step is over: messages, queues, ``set_strategy``, sub-groups, persistent
+    collectives, arrays on devices.
 
     Attributes:
-        current: the communicator of the epoch.
+        current: communicator of the epoch.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -51,7 +51,7 @@ class ElasticCommunicator:
         self._calls: Dispatcher | None = None
         self._reports = EpochReports()
         self._timeout: Seconds | None = None
-        self._by_births = {comm.births: comm}
+        self._by_uids = {comm.births: comm}
 
     def __repr__(self) -> str:
         return f"<Elastic{repr(self.current)[1:]}"
@@ -59,12 +59,12 @@ class ElasticCommunicator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shown if is_of_step(name) else self.current, name)
 
-    # ---------------------------------------------------------------- who and where
+    # ---------------------------------------------------------------- ranks of the step
 
     @property
     def _shown(self) -> Communicator:
-        """Of the ranks of the step."""
-        return self.current if self._calls is None else self._by_births[self._calls.log.shown]
+        """Communicator of the ranks of the step."""
+        return self.current if self._calls is None else self._by_uids[self._calls.log.shown]
 
     @property
     def rank(self) -> int:
@@ -78,7 +78,7 @@ class ElasticCommunicator:
 
     @property
     def births(self) -> tuple[int, ...]:
-        """The rank that each rank of the step had in the first epoch: who it is, whatever its number is now."""
+        """Uid of each rank of the step: its rank in the first epoch, which it keeps in all epochs."""
         return self._shown.births
 
     @property
@@ -103,17 +103,17 @@ class ElasticCommunicator:
 
     @property
     def outlives(self) -> bool:
-        """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
+        """Whether collectives survive the loss of a rank: while an ``Elastic`` is open."""
         return self._calls is not None
 
     @property
     def _session(self) -> Session:
         return self.current._session
 
-    # ---------------------------------------------------------------- what holds for the epochs that follow, too
+    # ---------------------------------------------------------------- settings and refusals
 
     def set_timeout(self, timeout: Seconds) -> None:
-        """See ``kfcomm.Communicator.set_timeout``; also of the epochs that follow.
+        """Set the timeout of later calls, also of later epochs, as ``kfcomm.Communicator.set_timeout`` does.
 
         Raises:
             ConfigError: it is not above 0.
@@ -122,20 +122,20 @@ class ElasticCommunicator:
         self._timeout = timeout
 
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
-        """See ``kfcomm.Communicator.refuse``.
+        """Refuse this rank's next call of a name, as ``kfcomm.Communicator.refuse`` does.
 
         Raises:
-            ConfigError: it cannot be a name.
+            ConfigError: the name is not valid.
         """
         if self._calls is None:
             self.current.refuse(name, error, steps=steps)
         else:
             self._calls.refuse(name, error, steps)
 
-    # ---------------------------------------------------------------- the ends
+    # ---------------------------------------------------------------- changes of the ranks
 
     async def shrink(self, *, timeout: Any = None) -> Self:
-        """Go on with the ranks that live; this communicator is theirs then. See ``kfcomm.Communicator.shrink``.
+        """Continue with the surviving ranks, in this communicator, as ``kfcomm.Communicator.shrink`` does in a new one.
 
         Raises:
             ConfigError: an ``Elastic`` is open, which does it by itself.
@@ -147,7 +147,7 @@ class ElasticCommunicator:
         return self
 
     async def agree(self, value: Any, *, timeout: Any = None) -> Any:
-        """See ``kfcomm.Communicator.agree``.
+        """Agree on a value with the surviving ranks, as ``kfcomm.Communicator.agree`` does.
 
         Raises:
             ConfigError: an ``Elastic`` is open.
@@ -156,25 +156,25 @@ class ElasticCommunicator:
         return await self.current.agree(value, timeout=timeout)
 
     async def resize(self, size: int, *, timeout: Any = None) -> bool:
-        """Go on with so many ranks; all call it. For programs without an ``Elastic``, which has ``propose_size``.
+        """Change the number of ranks; all ranks call it. For programs without an ``Elastic``: see ``propose_size``.
 
-        If there are too few, the first rank waits for others (``kfcomm run --elastic MIN:MAX`` starts them), whose
-        ``kfcomm.init`` returns when they are let in. Of too many the last ones go; if one that was to stay dies
-        meanwhile, another is waited for. As with ``shrink`` this communicator is that of the next epoch then, and
-        groups are made anew.
+        If ranks are missing, the first rank waits for others (``kfcomm run --elastic MIN:MAX`` starts them), whose
+        ``kfcomm.init`` returns when they have joined. If there are too many, the last ones leave; if a rank that was to
+        stay dies meanwhile, the first rank waits for another. Afterwards this communicator is the one of the next
+        epoch, as with ``shrink``, and groups have to be made again.
 
         Args:
             size: number of ranks.
-            timeout: seconds to wait for others, and then for all to agree; None for the communicator's.
+            timeout: seconds to wait for other ranks, and then for all to agree; None for the communicator's.
 
         Returns:
-            Whether this rank goes on; else it is to close.
+            Whether this rank stays; else it has to close.
 
         Raises:
-            ConfigError: an ``Elastic`` is open; or the job does not have so many, or so few; or there is no store.
-            CollectiveTimeout: nobody has come, or not enough. All ranks hear it, and stay as they are.
+            ConfigError: an ``Elastic`` is open; or the size is outside the job's range; or the job has no store.
+            CollectiveTimeout: too few ranks have come. On all ranks, and nothing has changed.
             PeerLost: a rank died while the first one waited: ``shrink``, and call it again.
-            Partitioned: see ``shrink``.
+            Partitioned: as with ``shrink``.
         """
         self._check_not_open("resize")
         size = _checked_size(size)
@@ -197,29 +197,29 @@ class ElasticCommunicator:
         return True
 
     async def propose_size(self, size: int) -> None:
-        """Ask for so many ranks, from any rank; it comes about at the next boundary of an ``Elastic``, or later.
+        """Propose a number of ranks, from any rank, for the next boundary of an ``Elastic`` or a later one.
 
-        Others are let in as they are there (``kfcomm run --elastic MIN:MAX`` starts them), up to this number; of too
-        many the last ones are released. The latest that was asked counts.
+        Other ranks join as they come (``kfcomm run --elastic MIN:MAX`` starts them), up to this number; if there are
+        too many, the last ones are released. The latest proposal counts.
 
         Raises:
-            ConfigError: the job does not have so many, or so few; or there is no store.
+            ConfigError: the size is outside the job's range; or the job has no store.
             RendezvousError: the store cannot be reached.
         """
         await self.current._session.network.want_size(_checked_size(size))
 
     async def propose_replacement(self, rank: int) -> None:
-        """Ask that another process come in the place of a rank, from any rank: of one that is slow, say.
+        """Propose another process in the place of a rank, such as a slow one; from any rank.
 
-        It goes at the next boundary of an ``Elastic``, as one that is released; the others go on. ``kfcomm run
-        --elastic MIN:MAX`` starts another at once, or lets in one that waits (``--spares``); it counts for the
-        ``--restart-limit``. With ``--elastic MIN`` nobody comes. The last rank that has the state stays.
+        The rank is released at the next boundary of an ``Elastic``; the others continue. ``kfcomm run --elastic
+        MIN:MAX`` starts another process at once, or admits a spare one (``--spares``); it counts for the
+        ``--restart-limit``. With ``--elastic MIN`` the rank is not replaced. The last rank that has the state stays.
 
         Args:
-            rank: of this step.
+            rank: number of the rank in this step.
 
         Raises:
-            ConfigError: there is no such rank; or there is no store.
+            ConfigError: the rank is out of range; or the job has no store.
             RendezvousError: the store cannot be reached.
         """
         number = whole_number(rank)
@@ -232,7 +232,7 @@ class ElasticCommunicator:
             raise ConfigError(f"{verb} is for programs that handle losses themselves: while an Elastic is open it does")
 
     async def close(self) -> None:
-        """See ``kfcomm.Communicator.close``."""
+        """End an open ``Elastic``, and close the communicator."""
         if self._calls is not None:
             await self.end()
         await self._reports.close()
@@ -248,10 +248,10 @@ class ElasticCommunicator:
             self._session.hurry()
         await self.close()
 
-    # ---------------------------------------------------------------- what an Elastic does
+    # ---------------------------------------------------------------- for an Elastic
 
     def begin(self, *, finishes: bool = True) -> Dispatcher:
-        """From now on calls outlive a rank; ``finishes``: see `Dispatcher`.
+        """Let calls survive the loss of ranks from now on; ``finishes``: see `Dispatcher`.
 
         Raises:
             ConfigError: one is open already.
@@ -260,21 +260,21 @@ class ElasticCommunicator:
         if self._calls is not None:
             raise ConfigError("an Elastic is open on this communicator already")
         self.current._check_open()
-        self._by_births = {self.current.births: self.current}
+        self._by_uids = {self.current.births: self.current}
         self._calls = Dispatcher(self.current, self._move, self._reports, finishes=finishes)
         return self._calls
 
     async def end(self) -> None:
-        """Calls are those of the epoch again."""
+        """Return to the calls of the epoch."""
         calls, self._calls = self._calls, None
         if calls is not None:
             await calls.close()
 
     def check_open(self) -> None:
-        """Refuse to work when closed; not in the midst of a change, which calls wait for.
+        """Check that calls can be made; during a change of the epoch they wait for it.
 
         Raises:
-            SessionClosed, EpochChanged: see ``Session.check_open``.
+            SessionClosed, EpochChanged: as ``Session.check_open``.
         """
         session = self.current._session.latest
         if self._calls is None or not session.is_changing:
@@ -282,15 +282,15 @@ class ElasticCommunicator:
 
     def _move(self, comm: Communicator) -> None:
         self.current = comm
-        self._by_births[comm.births] = comm
+        self._by_uids[comm.births] = comm
         if self._timeout is not None:
             comm.set_timeout(self._timeout)
 
 
 def is_of_step(name: str) -> bool:
-    """Whether a method is about the ranks of the step, and does not outlive one: over with the epoch of these.
+    """Whether a method concerns the ranks of the step and does not survive a loss: it ends with their epoch.
 
-    Else a rank that comes to it later would do it alone in the next epoch, or with other ranks than it has named.
+    Otherwise a rank that comes to it later would be alone in the next epoch, or reach other ranks than it has named.
     """
     return name in _OF_STEP or name.endswith("_init")
 
@@ -303,7 +303,7 @@ def _checked_size(size: Any) -> int:
 
 
 async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, Any]:
-    """Who comes and who goes, so that there are ``size`` ranks, or why nobody does; msgpack can carry it."""
+    """Return the plan for a size, or the reason against it; msgpack can carry it."""
     network, needed = comm._session.network, size - comm.size
     found: list[Candidate] = []
     try:
@@ -319,7 +319,7 @@ async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, A
 
 
 def _outliving(verb: str) -> Callable[..., Handle[Any]]:
-    """The verb, by way of the calls if there is one."""
+    """Return the elastic form of a verb: through the dispatcher, while an ``Elastic`` is open."""
     plain = getattr(Communicator, verb)
 
     def call(self: ElasticCommunicator, *args: Any, **kwargs: Any) -> Handle[Any]:
@@ -335,7 +335,7 @@ def _outliving(verb: str) -> Callable[..., Handle[Any]]:
 
 
 def _is_far(x: Any) -> bool:
-    """Whether an array is, or arrays are, in the memory of a device."""
+    """Whether an array, or one of several, is in device memory."""
     return any(map(is_on_device, x)) if is_list(x) else is_on_device(x)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kfcomm.collectives.handle import Handle
 from kfcomm.elastic.call_log import CallLog
-from kfcomm.elastic.calls import Births, ElasticCall, Entry, Standing, frozen
+from kfcomm.elastic.calls import ElasticCall, Entry, Standing, Uids, frozen
 from kfcomm.elastic.recovery import Recovery
 from kfcomm.elastic.requests import EpochReports
 from kfcomm.errors import EpochChanged
@@ -89,9 +89,9 @@ class Dispatcher:
             return None
         return log.add(ElasticCall(verb, args, kwargs), None, self._now_s()) if comm.births == log.shown else None
 
-    def done(self, entry: Entry, result: Any, births: Births) -> bool:
+    def done(self, entry: Entry, result: Any, uids: Uids) -> bool:
         """Record the caller's result; True if ``notify`` is to be called in the engine's thread."""
-        entry.result, entry.contributors = result, births
+        entry.result, entry.contributors = result, uids
         entry.unfreeze = frozen(result)
         entry.standing = Standing.DONE
         entry.inner = None  # must be last: a change of the epoch continues as soon as this is None
@@ -140,7 +140,7 @@ class Dispatcher:
                 handles.append(entry.outer)
         return handles
 
-    def end_step(self) -> Births:
+    def end_step(self) -> Uids:
         """Release the step's calls, which are all over; other ranks may still need the boundary after it.
 
         Returns:

@@ -1,4 +1,17 @@
-"""State for joining ranks: agreement on its source, transfer, and the entrance to an Elastic."""
+"""State of joining ranks: the entrance to an ``Elastic``, and the handover of the state.
+
+Each round of a handover begins with a report of each rank on its state, from which all ranks derive who sends and who
+receives, and ends with the result of the transfer. If a rank was lost meanwhile, the others begin again. The reports
+are calls that survive losses, so that all surviving ranks see the same.
+
+A joining rank receives into the arrays of its state. Where every rank has a state, and that of the lowest rank is
+taken, ranks receive into other memory: if the lowest rank is lost during the transfer, the state of the next must be
+intact.
+
+At the entrance each rank first reports whether it sees the checkpoint. Then the lowest rank that sees it reads it, and
+sends it to the others. If that rank is lost, another one reads it; if no other rank sees it, all survivors end with an
+error: a job with a checkpoint never starts from step 0.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt
-from kfcomm.elastic.calls import Births
+from kfcomm.elastic.calls import Uids
 from kfcomm.elastic.checkpoint import Checkpoint, Found
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
@@ -28,15 +41,15 @@ logger = logging.getLogger("kfcomm")
 
 
 class StateOffer(NamedTuple):
-    """What a rank says of its state.
+    """Report of a rank on its state.
 
     Attributes:
-        plan: of its arrays.
+        plan: path, shape and dtype of each array; see ``state.plan_of``.
         outline: see ``state.outline_of``.
-        told: its place in the pass, and all of the state that is no array.
-        wrong: why it cannot give or take any; else None.
+        told: position of training, and values of the state other than arrays.
+        wrong: fault for which it can neither send nor receive a state; else None.
         program: see ``program_digest``.
-        options: of its ``Elastic``, by name.
+        options: options of its ``Elastic``, by name.
     """
 
     plan: list[list[Any]]
@@ -48,14 +61,14 @@ class StateOffer(NamedTuple):
 
 
 class Handover:
-    """Of one state, while an ``Elastic`` is open.
+    """Handover of one state, while an ``Elastic`` is open.
 
     Args:
-        comm: of all ranks.
-        calls: of its calls.
-        state: of this rank.
-        program: see ``program_digest``, as it was when training began.
-        options: of the ``Elastic`` of this rank, by name; those of all ranks have to be alike.
+        comm: communicator of all ranks.
+        calls: calls of this rank.
+        state: state of this rank.
+        program: see ``program_digest``, from when training began.
+        options: options of this rank's ``Elastic``, by name; the same on all ranks.
     """
 
     def __init__(
@@ -69,40 +82,40 @@ class Handover:
         self._options = options or {}
 
     async def carry_out(
-        self, place: Any, having: Births | None = None, *, wrong: str | None = None, are_new: bool = False
+        self, place: Any, having: Uids | None = None, *, wrong: str | None = None, are_new: bool = False
     ) -> Any:
-        """All ranks call it, and have the same state then.
+        """Bring all ranks, which all call it, to the same state.
 
         Args:
-            place: of this rank in the pass.
-            having: births of those that have the state; None if each has one, and that of the lowest is meant.
-            wrong: why this rank cannot give its own.
-            are_new: nobody joins the others: what one rank cannot do is an error of all.
+            place: position of training of this rank.
+            having: uids of the ranks that have the state; None if each has one, and that of the lowest rank is taken.
+            wrong: fault for which this rank cannot send its state.
+            are_new: all ranks begin together: a fault of one is an error on all.
 
         Returns:
-            The place of those that have the state.
+            The position of the ranks that have the state.
 
         Raises:
-            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks;
-                if it is one that joins others, on that one alone, also if it runs another program than any of them.
-            PeerLost: those that have the state are lost.
-            CollectiveError: it does not come through, though no rank is lost.
+            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks; a
+                fault of a joining rank is an error on that rank alone, also if it runs another program.
+            PeerLost: all ranks that have the state are lost.
+            CollectiveError: the transfer has failed, though no rank is lost.
         """
         are_new = are_new or having is None
         while True:
-            rows, births = await self.gathered(list(self._offer(place, wrong)), "plans")
+            rows, uids = await self.gathered(list(self._offer(place, wrong)), "plans")
             offers = [StateOffer(*row) for row in rows]
-            owners = [rank for rank, birth in enumerate(births) if having is None or birth in having]
+            owners = [rank for rank, uid in enumerate(uids) if having is None or uid in having]
             if not owners:
                 raise PeerLost("all ranks that had the state are lost before this rank had it from them")
-            me = births.index(self._birth())
+            me = uids.index(self._birth())
             if me not in owners and not are_new:
                 self._check_program(offers, owners)
             _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
             takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
             arrays = self._taken_into(having) if me in takers else self._views()
-            if takers and not await self._spread(births, givers, takers, arrays):
+            if takers and not await self._spread(uids, givers, takers, arrays):
                 continue
             if me in takers:
                 load(self._state, arrays, first.told[1])
@@ -125,8 +138,8 @@ class Handover:
     def _views(self) -> list[Array]:
         return [adapt(array).flat for _, array in arrays_of(self._state)]
 
-    def _taken_into(self, having: Births | None) -> list[Array]:
-        """Where a taker receives."""
+    def _taken_into(self, having: Uids | None) -> list[Array]:
+        """Memory into which this rank receives."""
         return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
 
     def _check_program(self, offers: Sequence[StateOffer], owners: Sequence[int]) -> None:
@@ -136,14 +149,12 @@ class Handover:
                 " changed after they had begun"
             )
 
-    async def _spread(
-        self, births: Births, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]
-    ) -> bool:
-        """One attempt; whether all takers have the arrays."""
+    async def _spread(self, uids: Uids, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]) -> bool:
+        """Transfer the arrays once; False if all ranks have to begin again."""
         sums: dict[int, int] = {}
         why = None
         try:
-            if self._comm.current.births != births:
+            if self._comm.current.births != uids:
                 raise PeerLost("another rank was lost")
             sums = await spread(self._comm.current, arrays, givers, takers)
         except KfcommError as error:
@@ -153,13 +164,13 @@ class Handover:
         failures = [text for text, _ in rows if text is not None]
         if not failures and len(seen) > len({number for number, _ in seen}):
             failures = ["what came is not what was sent"]
-        if failures and len(present) == len(births):
+        if failures and len(present) == len(uids):
             raise CollectiveError(f"the state did not come from rank to rank: {failures[0]}")
         if failures:
             logger.info("the state is given again: %s", failures[0])
         return not failures
 
-    async def gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
+    async def gathered(self, value: Any, about: str) -> tuple[list[Any], Uids]:
         """Gather a value of each living rank, with their uids; all of them call it."""
         handle = self.calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
@@ -167,7 +178,7 @@ class Handover:
 
 
 def _check(offers: Sequence[StateOffer], ranks: Iterable[int], me: int) -> None:
-    """All ranks know what the others have, and so find out together whether it fits."""
+    """Check that reports fit together; all ranks know all reports, and so come to the same result."""
     judged = [(rank, offers[rank]) for rank in ranks]
     for rank, offer in judged:
         if offer.wrong is not None:
@@ -190,10 +201,10 @@ def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:
 
 
 def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
-    """Whether the options that these ranks gave their ``Elastic`` are alike.
+    """Check that the options of these ranks' ``Elastic`` are the same.
 
     Raises:
-        ConfigError: they are not; names one, and two ranks.
+        ConfigError: they are not; with one option, and two ranks.
     """
     first, options = next(iter(said.items()))
     for rank, others in said.items():
@@ -206,7 +217,7 @@ def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bool) -> list[int]:
-    """The ranks that have, or can take, the state of the owners."""
+    """Ranks that have the state of the owners, or can receive it."""
     first, programs = offers[owners[0]], {offers[rank].program for rank in owners}
     return [
         rank
@@ -218,9 +229,9 @@ def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bo
 
 
 def program_digest() -> str:
-    """A few letters that stand for the file which this process was started with, as it is now; none if there is none.
+    """Return a digest of the file with which this process was started, read now; empty without a file.
 
-    What that imports may differ all the same.
+    The modules that it imports may still differ.
     """
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
@@ -230,12 +241,12 @@ def program_digest() -> str:
 
 
 class Entrance:
-    """Of one rank.
+    """Entrance of one rank to an ``Elastic``.
 
     Args:
-        comm: of those that enter.
-        handover: of its state.
-        checkpoint: that it was given.
+        comm: communicator of the ranks that enter.
+        handover: handover of its state.
+        checkpoint: its checkpoint, if it has one.
         options: see `Handover`.
     """
 
@@ -251,11 +262,11 @@ class Entrance:
         self._told: tuple[Found, int] | None = None
 
     async def join(self, num_old: int) -> Position:
-        """Take the state, and the place, of the first ``num_old`` ranks, which train already."""
+        """Receive the state, and the position, of the first ``num_old`` ranks, which train already."""
         return self._begun(await self._handover.carry_out(None, self._births[:num_old]))
 
     async def begin(self) -> Position:
-        """Agree with the other ranks on the place from which all begin.
+        """Agree with the other ranks on the position from which all begin.
 
         Raises:
             ConfigError: see ``Elastic``.
@@ -269,43 +280,43 @@ class Entrance:
             place, wrong = await self._read() if is_reader else (Position(), None)
             try:
                 told = await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True)
-            except PeerLost:  # who was to give it: another one does
+            except PeerLost:  # the rank that read the checkpoint: another one reads it
                 continue
             return self._begun(told)
 
-    async def _holders(self) -> Births:
+    async def _holders(self) -> Uids:
         """The ranks that see the checkpoint; empty without a checkpoint."""
         found, wrong = await self._find()
         said = [self._options, None if found is None else list(found), wrong]
-        rows, births = await self._handover.gathered(said, "begin")
+        rows, uids = await self._handover.gathered(said, "begin")
         for rank, (_, _, fault) in enumerate(rows):
             if fault is not None:
                 raise ConfigError(f"rank {rank}: {fault}")
         check_options({rank: options for rank, (options, _, _) in enumerate(rows)})
-        seen = {birth: Found(*one) for birth, (_, one, _) in zip(births, rows, strict=True) if one is not None}
-        self._check(seen, births)
+        seen = {uid: Found(*one) for uid, (_, one, _) in zip(uids, rows, strict=True) if one is not None}
+        self._check(seen, uids)
         if seen:
             self._told = next(iter(seen.values())), min(seen)
-        return tuple(birth for birth in births if birth in seen)
+        return tuple(uid for uid in uids if uid in seen)
 
-    def _check(self, seen: dict[int, Found], births: Births) -> None:
+    def _check(self, seen: dict[int, Found], uids: Uids) -> None:
         """Check that all ranks see the same checkpoint."""
         if self._checkpoint is None:
             return
-        name, other = self._checkpoint.name, {one: birth for birth, one in reversed(seen.items())}
+        name, other = self._checkpoint.name, {one: uid for uid, one in reversed(seen.items())}
         if len(other) > 1:
-            steps = ", ".join(f"of step {one.number} on rank {births.index(birth)}" for one, birth in other.items())
+            steps = ", ".join(f"of step {one.number} on rank {uids.index(uid)}" for one, uid in other.items())
             raise ConfigError(f"checkpoint {name!r} is not the same file on all ranks: it is one {steps}; keep one")
         if seen:
             return
         if self._told is not None:
-            found, birth = self._told
+            found, uid = self._told
             raise ConfigError(
-                f"rank {birth} is lost, which saw checkpoint {name!r} of step {found.number}, and no other rank sees"
+                f"rank {uid} is lost, which saw checkpoint {name!r} of step {found.number}, and no other rank sees"
                 " it: start the job again, with a path that leads to the same file on all hosts"
             )
         first = self._births[0]
-        if first not in births and self._hosts[first] not in {self._hosts[one] for one in births}:
+        if first not in uids and self._hosts[first] not in {self._hosts[one] for one in uids}:
             raise ConfigError(
                 f"rank {first} was lost before it reported whether it sees a checkpoint {name!r}, and no rank is left "
                 "on its host that could: start the job again"
@@ -319,7 +330,7 @@ class Entrance:
             return None, str(error)
 
     async def _read(self) -> tuple[Position, str | None]:
-        """The place of the checkpoint, whose state is taken over; and what is wrong with it."""
+        """Load the checkpoint; returns its position, and its fault."""
         if self._checkpoint is None:
             return Position(), None
         try:

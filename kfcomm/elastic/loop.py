@@ -1,4 +1,4 @@
-"""Training in steps, between which the ranks may change: one state, one order of samples, whoever dies or joins."""
+"""Elastic training loop: steps with one state and one order of samples, between which ranks may join or leave."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kfcomm.elastic.walks import Walks
 from kfcomm.errors import ConfigError
 
 ON_LOSS = ("finish", "raise", "restart_step")
-"""What becomes of a step in whose midst a rank is lost."""
+"""Handling of a step during which a rank is lost."""
 
 
 class Elastic:
-    """Training that goes on when a rank dies.
+    """Training that continues when a rank dies.
 
     ::
 
@@ -39,36 +39,37 @@ class Elastic:
                     gradient = await comm.all_reduce(gradient_of(state, step.indices), name="g", op="avg")
                     state.weights -= rate * gradient
 
-    On entering all ranks take the state of the lowest. Between two steps the ranks meet; within one they do not change.
-    A rank that dies in the midst of a step holds up nobody for longer than it takes to agree on that: what it had given
-    is in a result for all, or for none, and what it would have trained on is given again later in the pass.
+    On entering, all ranks take over the state of the lowest rank. Ranks join and leave between steps only. If a rank
+    dies during a step, the others wait only until they have agreed on that. What it contributed to a call is in the
+    result of all ranks, or of none; the samples that it would have trained on are given again later in the pass.
 
     Over ``kfcomm.sync.init(elastic=True)`` it is the blocking ``kfcomm.sync.Elastic``.
 
-    Arguments that differ between ranks are told on entering, to all.
+    Arguments that differ between ranks are an error on all ranks, on entering.
 
     Args:
-        comm: of all ranks, made with ``elastic=True``.
-        state: what the ranks have alike between steps.
-        on_loss: what becomes of a call that no rank has finished when one is lost in the midst of a step. Whatever any
-            rank has finished, all finish. With ``"finish"`` the others do it again among themselves, inside the same
-            call. With ``"raise"`` it raises ``EpochChanged`` on all, as does each later call of the step; the samples
-            of such a step come again later in the pass. With ``"restart_step"`` the step runs again, with the same
-            batch and the state that it began with, of which a copy is kept: the body stands below ``with step:``.
-        checkpoint: a file for the loss of all ranks, which the first rank writes in the background. If it is there on
-            entering, all ranks go on from it: with its state, each sampler at its place. If the rank that reads it is
-            lost meanwhile, another does. All ranks give one, or none.
-        checkpoint_every: so many steps lie between two of them.
-        own: what is this rank's alone: its part of an optimizer's state, say. Ranks may have other shapes in it.
-            Nothing is done with it but by ``commit``, and where steps run again.
-        copies: so many other ranks keep a copy of it after a ``commit``: as many may die at once, and it is not lost.
+        comm: communicator of all ranks, made with ``elastic=True``.
+        state: state that is the same on all ranks between steps.
+        on_loss: handling of a call that no rank has finished when a rank is lost during the step; what any rank has
+            finished, all finish. ``"finish"``: the remaining ranks repeat it, inside the same call. ``"raise"``: it
+            raises ``EpochChanged`` on all, as does each later call of the step, and the samples of the step are given
+            again later in the pass. ``"restart_step"``: the step is repeated with the same batch, and with the state
+            at its beginning, which costs a copy of it; the body of the loop is below ``with step:``.
+        checkpoint: path of a file for the loss of all ranks, which the first rank writes in the background. If the file
+            exists on entering, all ranks resume from it: with its state, and each sampler at its position. If the rank
+            that reads it is lost meanwhile, another one reads it. Either all ranks give a path, or none does.
+        checkpoint_every: number of steps from one checkpoint to the next.
+        own: local state of this rank, such as its part of an optimizer's state. Its shapes may differ between ranks. It
+            is used by ``commit`` and when steps are repeated only.
+        copies: number of other ranks that hold a replica of ``own`` after a ``commit``: as many may die at once without
+            a loss of it.
 
     Raises:
-        ConfigError: one of them is something else, or cannot be.
+        ConfigError: an argument is not valid.
     """
 
     def __new__(cls, comm: Any, state: State, **options: Any) -> Any:
-        """The blocking one over a blocking communicator."""
+        """Make the blocking form over a blocking communicator."""
         over = getattr(comm, "elastic_over", None)
         return super().__new__(cls) if over is None else over(state, **options)
 
@@ -105,35 +106,35 @@ class Elastic:
 
     @property
     def is_released(self) -> bool:
-        """Whether this rank was taken away by a change of size: its loop has ended, and it is to close."""
+        """Whether a change of size has released this rank: its loop has ended, and it has to close."""
         return self._calls is not None and self._calls.recovery.is_released
 
     @property
     def num_changes(self) -> int:
-        """How often the ranks have changed while it was open."""
+        """Number of changes of the ranks while it was open."""
         return 0 if self._calls is None else self._calls.recovery.num_changes
 
     @property
     def paused_s(self) -> float:
-        """For how long calls have waited for that, in seconds."""
+        """Total time that calls have waited for changes of the ranks, in seconds."""
         return 0.0 if self._calls is None else self._calls.recovery.paused_s
 
     @property
     def is_replaying(self) -> bool:
-        """Whether this rank has joined, or all go on from a checkpoint, and it has not come to the steps to go on with.
+        """Whether this rank has joined, or resumes from a checkpoint, and has not reached the steps to resume.
 
-        Until then ``steps`` through what the others have done give no step. What the program does between loops over
-        steps is to be left out meanwhile: calls of all ranks, and changes of the state.
+        Until then ``steps`` gives no step of loops that are finished. The program has to skip its work between loops
+        over steps meanwhile: calls of all ranks, and changes of the state.
         """
         return self._walks is not None and self._walks.is_replaying
 
     async def __aenter__(self) -> Self:
-        """Take the state of the lowest rank; or that of the checkpoint.
+        """Take over the state of the lowest rank, or of the checkpoint.
 
         Raises:
-            ConfigError: the states, or arguments, of the ranks differ in more than their values; says how. Or the
-                checkpoint cannot be read, or fits no state; or the ranks see different ones, or those are lost that saw
-                it. On all ranks.
+            ConfigError: the states of the ranks differ in more than their values, or their arguments differ; the text
+                says how. Or the checkpoint cannot be read, or does not fit the state; or the ranks see different
+                checkpoints; or all ranks that saw it are lost. On all ranks.
         """
         self._calls = calls = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
         if self._own is not None:
@@ -168,45 +169,45 @@ class Elastic:
         if self._checkpoint is not None:
             await self._checkpoint.close()
 
-    # ---------------------------------------------------------------- what is a rank's own
+    # ---------------------------------------------------------------- rank-local state
 
     async def commit(self) -> bool:
-        """Let other ranks keep a copy of this rank's ``own``; all ranks call it, at one place in their steps.
+        """Replicate this rank's ``own`` on other ranks; all ranks call it, at one place in their steps.
 
-        It is all or nothing: if ranks die in its midst it is complete on all ranks that live, with what the dead had,
-        or on none, and then the one before it stands. After ranks were lost there are fewer copies, until the next one.
+        If ranks die meanwhile, the commit is complete on all surviving ranks, with the state of the dead ones, or it is
+        dropped on all, and the previous commit stands. After a loss there are fewer replicas until the next commit.
 
         Returns:
             Whether it is complete; the same on all ranks.
 
         Raises:
-            ConfigError: there is no ``own``, or no open ``Elastic``; or what a rank has cannot be sent, or read, which
-                is told to all.
+            ConfigError: this ``Elastic`` has no ``own``, or is not open; or the state of a rank cannot be sent, or
+                read: on all ranks.
 
         Cost: a copy of ``own``, ``copies`` messages of it, and two small gathers. Twice that memory.
         """
         return await self._committed().commit()
 
     def restore(self) -> None:
-        """This rank's ``own`` is again as it was at the last complete ``commit``.
+        """Restore this rank's ``own`` from the last complete ``commit``.
 
         Raises:
-            ConfigError: there was none; or its arrays have other shapes by now; or see ``commit``.
+            ConfigError: no commit is complete; or the arrays have other shapes by now; or as for ``commit``.
         """
         self._committed().restore()
 
     @property
     def heirs(self) -> dict[int, int | None]:
-        """Who has what those had who took part in the last complete ``commit`` and are gone: births, by births.
+        """Uid of the heir of each rank that took part in the last complete ``commit`` and is lost, by its uid.
 
-        None where all that held it are gone, too. It changes between steps, is the same on all ranks that took part,
-        and empty after the next complete ``commit``.
+        The heir holds a replica; None where all holders are lost, too. It changes between steps only, is the same on
+        all ranks that took part, and is empty after the next complete ``commit``.
         """
         return {} if self._replicas is None else self._replicas.heirs()
 
     @property
     def inherited(self) -> dict[int, dict[str, Any]]:
-        """What this rank is heir to, by birth: values of ``own`` by name as they were committed, arrays as NumPy's."""
+        """Committed values of ``own`` of each rank to which this rank is heir, by uid and name; NumPy arrays."""
         return {} if self._replicas is None else self._replicas.inherited()
 
     def _committed(self) -> Replicas:
@@ -220,24 +221,24 @@ class Elastic:
     async def steps(
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
     ) -> AsyncIterator[Step]:
-        """The steps of one pass, or of several; all ranks go through them together.
+        """Yield the steps of one pass, or of several; all ranks go through them together.
 
-        A program may go through several samplers, in turns or one within a step of another; each has its own place.
-        Ranks come and go, and checkpoints are written, between steps of the outermost loop.
+        A program may go through several samplers, in turns or one within a step of another; each has its own position.
+        Ranks join and leave, and checkpoints are written, between steps of the outermost loop.
 
         Args:
-            sampler: on all ranks at the same place.
-            passes: until so many are behind the sampler, whoever has gone through them: also those from which this rank
-                has joined, or which a checkpoint holds. To the end of the present one, if left out.
-            used_in: the name, or names, of the calls by which samples count as used; all calls of the step, if left
-                out. Those of a rank that died before it had given to all of these are given again, and those of the
-                whole step where one of these has failed on all ranks.
+            sampler: sampler, at the same position on all ranks.
+            passes: number of complete passes of the sampler at which the loop ends, counting those before this rank
+                joined, or of a checkpoint. If left out, the loop ends with the present pass.
+            used_in: name, or names, of the calls by which samples count as used; all calls of the step, if left out.
+                Samples of a rank that died before it contributed to all of these calls are given again, and the samples
+                of the whole step where one of these calls has failed on all ranks.
 
         Raises:
-            ConfigError: there is no open ``Elastic``; or what the state holds cannot be sent, on any rank, or this
-                rank has joined and makes other calls than the others. On all ranks, at the end of the first step with
-                calls that outlive ranks: none of these has a name of ``used_in``.
-            CollectiveMismatch: the ranks are not at the same step, or gave other samplers or arguments; names them.
+            ConfigError: this ``Elastic`` is not open; or the state of a rank cannot be sent; or this rank has joined
+                and makes other calls than the others. On all ranks, at the end of the first step with calls that
+                survive a loss: no such call has a name of ``used_in``.
+            CollectiveMismatch: the ranks are at different steps, or gave other samplers or arguments; with the ranks.
         """
         walk, met = self.walk(sampler, passes=passes, used_in=used_in), None
         while (wanted := following(walk, met)) is not None:
@@ -248,13 +249,13 @@ class Elastic:
                 met = await self._obtained(wanted)
 
     def walk(self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None) -> Walk[None]:
-        """The steps, and the work and waits between them, for the driver to carry out."""
+        """Yield the steps, and the work and waits between them, which the driver carries out."""
         self._open()
         if self._walks is not None:
             yield from self._walks.through(sampler, passes=passes, used_in=used_in)
 
     async def _obtained(self, wanted: Any) -> Any:
-        """The sums of an array over all ranks; or None, when what was to be awaited is over."""
+        """Sum an array over all ranks, or await something."""
         if isinstance(wanted, np.ndarray):
             return await self._open().begin("all_reduce", (wanted, BOUNDARY), {})
         await wanted()
@@ -266,7 +267,7 @@ class Elastic:
         return self._calls
 
     async def _part(self) -> None:
-        """All ranks leave together, or go on until they can: nobody needs another any more."""
+        """Leave together with all ranks, so that none needs another afterwards."""
         calls = self._open()
         if self._walks is not None:
             walk, met = self._walks.leave(), None

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: what ``numpy.load`` reads, with sums over everything.
+"""Format of a checkpoint file: an archive for ``numpy.load``, with checksums over everything.
 
 There is an entry for each array of the state, and the entry ``kfcomm``: msgpack of the form, a digest and the bytes of
 a `CheckpointHeader`, which holds a checksum of each array. Nothing that is read is trusted: shapes and types of arrays
@@ -24,10 +24,10 @@ from kfcomm.elastic.stripes import Array, checksum
 from kfcomm.errors import ConfigError
 
 FORM = 2
-"""1: before there were sums."""
+"""Form 1 had no checksums."""
 ENTRY = "kfcomm"
 PLAIN_KINDS = "biufc"
-"""Of dtypes that NumPy can save; others go as bytes."""
+"""Kinds of dtypes that NumPy can save; arrays of others are saved as bytes."""
 MAX_HEADER_NBYTES = 10_000
 PIECE_NBYTES = 1 << 20
 
@@ -38,14 +38,14 @@ class CheckpointHeader(NamedTuple):
     """Contents of a checkpoint without its arrays.
 
     Attributes:
-        plan: of the arrays; see ``state.plan_of``.
-        outline: see ``state.outline_of``; None if the file has none.
+        plan: path, shape and dtype of each array; see ``state.plan_of``.
+        outline: see ``state.outline_of``; None in files of form 1.
         small: values other than arrays; see ``state.small_of``.
-        place: in the pass.
-        number: of the step that begins.
-        lineage: the jobs that continued from each other; the last one has written the file.
-        epoch: of that job.
-        sums: checksums of the bytes of the arrays; None if the file has none.
+        place: position of training.
+        number: number of the step that begins.
+        lineage: ids of the jobs that continued from each other; the last one has written the file.
+        epoch: epoch of that job.
+        sums: checksums of the bytes of the arrays; None in files of form 1.
     """
 
     plan: list[list[Any]]
@@ -80,10 +80,10 @@ def about_of(path: Path) -> tuple[CheckpointHeader, str] | None:
 
 
 def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
-    """The arrays of a file that tells this, flat.
+    """Read the arrays of a file with this header, flat.
 
     Raises:
-        ConfigError: they are not what it tells.
+        ConfigError: they differ from the header.
     """
 
     def read(file: zipfile.ZipFile) -> list[Array]:

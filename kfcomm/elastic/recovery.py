@@ -39,11 +39,11 @@ class Recovery:
 
     Attributes:
         runner: posts the calls.
-        plan: agreed on, and not carried out yet; an empty one without.
+        plan: plan that was agreed on and not carried out yet; else an empty one.
         is_released: a plan has released this rank.
         num_changes: number of changes of the epoch so far.
         paused_s: total time that calls have waited for them.
-        error: ends all calls; None while there is none.
+        error: error that has ended all calls; else None.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
-from kfcomm.elastic.calls import Births
+from kfcomm.elastic.calls import Uids
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
@@ -28,11 +28,11 @@ from kfcomm.errors import ConfigError, KfcommError
 
 
 class Copy(NamedTuple):
-    """Of a state.
+    """Copy of a state.
 
     Attributes:
-        plan: of its arrays.
-        tree: the rest of it, and where in it they are; see ``described``.
+        plan: path, shape and dtype of each array; see ``plan_of``.
+        tree: the other values, and the places of the arrays among them; see ``described``.
         data: bytes of the arrays, one after the other.
     """
 
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
     data: Array
 
     def arrays(self) -> list[Array]:
-        """Its arrays, each in memory of its own."""
+        """Copy out its arrays."""
         found, begin = [], 0
         for _, shape, dtype in self.plan:
             kind = dtype_of(dtype)
@@ -52,27 +52,27 @@ class Copy(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """One that is complete.
+    """Complete commit.
 
     Attributes:
-        small: of this rank's own state, what is no array.
-        copies: of this rank's own state, and of those that it keeps, by birth.
-        holders: of each rank that took part, by birth, births of those that have its copy, in the order of the ring.
+        small: values of this rank's state other than arrays.
+        copies: copies of this rank's state and of the states that it replicates, by uid.
+        holders: uids of the ranks that have the copy of a rank, in the order of the ring, by its uid.
     """
 
     small: Any
     copies: dict[int, Copy]
-    holders: dict[int, Births]
+    holders: dict[int, Uids]
 
 
 class Replicas:
-    """The commits of one rank while an ``Elastic`` is open.
+    """Commits of one rank while an ``Elastic`` is open.
 
     Args:
-        comm: of all ranks.
-        calls: of its calls.
-        own: what is this rank's own.
-        num_copies: so many other ranks keep a copy, or all if they are fewer.
+        comm: communicator of all ranks.
+        calls: calls of this rank.
+        own: local state of this rank.
+        num_copies: number of other ranks that hold a copy, or all if they are fewer.
     """
 
     def __init__(self, comm: ElasticCommunicator, calls: Dispatcher, own: State, num_copies: int) -> None:
@@ -85,28 +85,28 @@ class Replicas:
         self._spare: list[Array] = []
 
     async def commit(self) -> bool:
-        """All ranks call it; whether it is complete.
+        """Commit the local states of all ranks, which all call it; returns whether the commit is complete.
 
         Raises:
-            ConfigError: what a rank has cannot be sent, or read; on all ranks.
+            ConfigError: the state of a rank cannot be sent, or read; on all ranks.
 
         Cost: a copy of the state, ``num_copies`` messages of it, and two small gathers.
         """
         wrong, mine, small = self._copied()
         said = [self._number, mine.plan, mine.tree, checksum([mine.data]), wrong]
-        offers, births = await self._gathered(said, "commit")
+        offers, uids = await self._gathered(said, "commit")
         for rank, (*_, fault) in enumerate(offers):
             if fault is not None:
                 raise ConfigError(f"rank {rank}: {fault}")
         self._number = 1 + max(number for number, *_ in offers)
         here = self._comm.current
         copies = {here.births[here.rank]: mine}
-        if here.births == births:
+        if here.births == uids:
             copies |= await self._exchanged(mine, [offer[1:4] for offer in offers])
         held, present = await self._gathered(sorted(copies), "committed")
         having: dict[int, list[int]] = dict(zip(present, held, strict=True))
-        holders = {birth: tuple(one for one in self._ring(births, birth) if one in having) for birth in births}
-        is_complete = all(living and all(birth in having[one] for one in living) for birth, living in holders.items())
+        holders = {uid: tuple(one for one in self._ring(uids, uid) if one in having) for uid in uids}
+        is_complete = all(living and all(uid in having[one] for one in living) for uid, living in holders.items())
         if is_complete:
             former, self._last = self._last, Commit(small, copies, holders)
             copies = former.copies if former else {}
@@ -114,10 +114,10 @@ class Replicas:
         return is_complete
 
     def restore(self) -> None:
-        """This rank's own state is again as it was at the last complete commit.
+        """Restore this rank's state from the last complete commit.
 
         Raises:
-            ConfigError: there was none; or the arrays have other shapes by now.
+            ConfigError: no commit is complete; or the arrays have other shapes by now.
         """
         if self._last is None:
             raise ConfigError("there is no complete commit to go back to")
@@ -128,37 +128,35 @@ class Replicas:
         load(self._own, copy.arrays(), self._last.small)
 
     def heirs(self) -> dict[int, int | None]:
-        """Of the ranks that took part in the last complete commit and are gone, the heir, by births; None without.
+        """Uid of the heir of each lost rank of the last complete commit, by its uid; None if all copies are lost.
 
-        The same on all ranks that took part in it.
+        The same on all ranks that took part in the commit.
         """
         if self._last is None:
             return {}
         living = self._comm.births
         return {
-            birth: next((one for one in holders if one in living), None)
-            for birth, holders in self._last.holders.items()
-            if birth not in living
+            uid: next((one for one in holders if one in living), None)
+            for uid, holders in self._last.holders.items()
+            if uid not in living
         }
 
     def inherited(self) -> dict[int, dict[str, Any]]:
-        """What the ranks had to which this rank is heir, by birth: values by name, arrays as NumPy's."""
+        """Committed values of each rank to which this rank is heir, by uid and name; NumPy arrays."""
         if self._last is None:
             return {}
         me, copies = self._comm.births[self._comm.rank], self._last.copies
         return {
-            birth: rebuilt(copies[birth].tree, copies[birth].arrays())
-            for birth, heir in self.heirs().items()
-            if heir == me
+            uid: rebuilt(copies[uid].tree, copies[uid].arrays()) for uid, heir in self.heirs().items() if heir == me
         }
 
-    def _ring(self, births: Births, birth: int) -> Births:
-        """Who is to hold the copy of one rank: itself, and those after it."""
-        place = births.index(birth)
-        return (births[place:] + births[:place])[: 1 + self._num_copies]
+    def _ring(self, uids: Uids, uid: int) -> Uids:
+        """Ranks that should hold the copy of one rank: itself, and the next ones."""
+        place = uids.index(uid)
+        return (uids[place:] + uids[:place])[: 1 + self._num_copies]
 
     def _copied(self) -> tuple[str | None, Copy, Any]:
-        """Fault of this rank's local state, or else a copy of its arrays and its other values."""
+        """Fault of this rank's state, or else a copy of it."""
         wrong = fault_of(self._own)
         try:
             if wrong is None:
@@ -174,14 +172,14 @@ class Replicas:
         return Copy(plan_of(self._own), described(self._own), data)
 
     def _room(self, nbytes: int) -> Array:
-        """Memory of the commit before the last one, where it fits."""
+        """Buffer for a copy: memory of the commit before the last one, where it fits."""
         for place, one in enumerate(self._spare):
             if one.size == nbytes:
                 return self._spare.pop(place)
         return np.empty(nbytes, np.uint8)
 
     async def _exchanged(self, mine: Copy, offers: Sequence[Sequence[Any]]) -> dict[int, Copy]:
-        """Send the copy to those after this rank, and take the copies of those before it; those that came whole."""
+        """Send the copy to the next ranks, and receive from those before; returns the copies that came whole."""
         comm, tag = self._comm.current, f"kfcomm/commit/{self._number}"
         distances = range(1, min(self._num_copies, comm.size - 1) + 1)
 
@@ -204,8 +202,8 @@ class Replicas:
             comm.births[rank]: copy for rank, copy in zip(sources, outcomes, strict=False) if isinstance(copy, Copy)
         }
 
-    async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
-        """What each rank that lives says, and their births."""
+    async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Uids]:
+        """Gather a value of each surviving rank, with their uids."""
         handle = self._calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()

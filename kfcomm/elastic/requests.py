@@ -1,4 +1,10 @@
-"""Requests to a running job, and reports of epochs to its store."""
+"""Requests to a running job, and reports of epochs to its store.
+
+Joining ranks, and proposals of another size, are requests: the first rank reads them from the store and makes a plan of
+them. Reports tell the store which ranks have joined and which are lost. Joining ranks wait until a report admits them,
+and the next change of the epoch does not end without them: so surviving ranks report as soon as the ranks that should
+have reported are lost, also during a change.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class Requests:
-    """What was asked and is not done; it is listened to while this rank is the first."""
+    """Requests that are not carried out; read from the store while this rank is the first."""
 
     def __init__(self) -> None:
         self._candidates: dict[int, Candidate] = {}
@@ -27,7 +33,7 @@ class Requests:
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self, comm: Communicator) -> None:
-        """Listen from now on, if this rank is the first of its epoch."""
+        """Begin to read requests, if this rank is the first of its epoch."""
         if comm.rank == 0 and not self._tasks:
             network = comm._session.network
             loop = comm._session.engine.loop
@@ -44,37 +50,37 @@ class Requests:
                 self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
 
     def plan(self, comm: Communicator) -> Plan:
-        """What is to be done about it: who waits is let in, as long as the size allows it; who is asked to goes.
+        """Plan the next change: waiting ranks join, as far as the size allows; ranks that are to be replaced leave.
 
-        If there are too many besides, the last ones go. One rank that has the state stays in any case.
+        If too many ranks remain, the last ones leave. At least one rank that has the state stays.
         """
         size, leavers = self._wanted
-        staying = [birth for birth in comm.births if birth not in leavers] or [comm.births[0]]
+        staying = [uid for uid in comm.births if uid not in leavers] or [comm.births[0]]
         waiting = sorted(self._candidates.values())
         if size != ANY_SIZE:
             staying = staying[: max(1, size)]
             waiting = waiting[: max(0, size - len(staying))]
-        return Plan(tuple(waiting), tuple(birth for birth in comm.births if birth not in staying))
+        return Plan(tuple(waiting), tuple(uid for uid in comm.births if uid not in staying))
 
     def is_wanted(self, comm: Communicator) -> bool:
-        """Whether this rank is the first, and something is to be done."""
+        """Whether this rank is the first, and has requests."""
         return comm.rank == 0 and self.plan(comm) != NO_PLAN
 
     def done(self, plan: Plan) -> None:
-        """It was carried out."""
+        """Drop the requests of a plan that was carried out."""
         for one in plan.joiners:
             self._known.add(one.birth)
             self._candidates.pop(one.birth, None)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop reading requests."""
         for task in self._tasks:
             task.cancel()
         self._tasks = []
 
 
 async def _until_over(hear: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Without a store nothing is asked, and training goes on; it may be back."""
+    """Repeat until the store is closed. While it cannot be reached, training continues without requests."""
     while True:
         try:
             await hear()
@@ -85,26 +91,26 @@ async def _until_over(hear: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 TELL_WITHIN_S = 2.0
-"""Whoever leaves waits so long for a store that does not answer."""
+"""Wait of a leaving rank for a store that does not answer."""
 
 
 class EpochReports:
-    """The news of one rank's epochs, from one change to the next."""
+    """Reports of one rank's epochs to the store, in the background, from one change to the next."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: tuple[tuple[int, ...], Plan] | None = None
-        """Of this epoch, unless this rank has told it."""
+        """Report of this epoch, until this rank has sent it."""
         self._comm: Communicator | None = None
 
     def begin(self, comm: Communicator, former: tuple[int, ...], plan: Plan) -> None:
-        """An epoch has begun, after one of the ranks ``former``, by this plan."""
+        """Report an epoch that has begun by this plan; ``former`` are the uids of the ranks of the one before."""
         self._news, self._comm = (former, plan), comm
         comm._session.engine.loss_listeners.append(partial(self._tell, comm))
         self._tell(comm)
 
     def _tell(self, comm: Communicator) -> None:
-        """Tell what there is of the epoch of ``comm``, as far as it falls to this rank by now."""
+        """Send the report of the epoch of ``comm``, if that is this rank's task by now."""
         if self._news is None or comm is not self._comm:
             return
         telling = tell_store(comm._session, *self._news, comm.strategy.name)
@@ -115,7 +121,7 @@ class EpochReports:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait a moment for what is being told; nothing more is."""
+        """Wait a moment for reports that are being sent, and send no more."""
         self._news = None
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=TELL_WITHIN_S)

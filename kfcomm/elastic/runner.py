@@ -20,11 +20,11 @@ from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.call_log import CallLog
 from kfcomm.elastic.calls import (
     GIVEN_AS_ARRAYS,
-    Births,
     CallOutcome,
     ElasticHandle,
     Entry,
     Standing,
+    Uids,
     frozen,
     name_for,
     plain,
@@ -76,17 +76,17 @@ class CallRunner:
         """Handle of the engine's event loop."""
         return ElasticHandle(loop=self.log.comm._session.engine.loop)
 
-    # ---------------------------------------------------------------- calls that one rank ends for all
+    # ---------------------------------------------------------------- cancellations and timeouts
 
     def withdraw(self, entry: Entry) -> bool:
-        """The caller of a call does not want it any more; whether it was not over.
+        """Cancel a call for its caller; False if it is over.
 
-        Where it has not finished it fails. While a change is under way the ranks may have told each other already how
-        it stands, so it stays as it is until they have gone on, and then this rank refuses its part.
+        It fails on all ranks where it is not over. During a change the ranks may have exchanged its standing already:
+        then it keeps that until the change is over, and this rank refuses its part afterwards.
         """
         inner = entry.inner
         if isinstance(inner, Handle) and inner.done() and not inner.cancelled() and inner.exception() is None:
-            self._ended(entry, inner)  # which was about to be called
+            self._ended(entry, inner)  # its callback is due, and would come too late
             if entry.is_left:
                 return False
         entry.why = entry.why or f"{entry.title} was cancelled on rank {self.log.shown_rank}"
@@ -98,7 +98,7 @@ class CallRunner:
         return True
 
     def tell_holders(self, entry: Entry, error: BaseException) -> None:
-        """This rank has no result of its own: who has one, and waits until all have, hears it by that barrier."""
+        """Tell the ranks that have their result, and wait for the others in a barrier, that this rank has failed."""
         if entry.call.kind.is_own and entry.standing is Standing.POSTED and not entry.has_told:
             entry.has_told = True
             with contextlib.suppress(KfcommError):
@@ -118,7 +118,7 @@ class CallRunner:
         handle.when_done(self._reactor, looked_at)
 
     def wait_for_change(self, entry: Entry) -> None:
-        """It is taken up again after a change; its own timeout holds meanwhile."""
+        """Let a call wait for a change of the epoch, with its own timeout."""
         if entry.timer is None and entry.deadline_s < math.inf:
             entry.timer = self._reactor.call_at(entry.deadline_s, self._late, entry)
 
@@ -130,7 +130,7 @@ class CallRunner:
             entry.outer.set_exception(CollectiveTimeout(text, key=entry.name))
 
     def _seconds_left(self, entry: Entry) -> float | None:
-        """None for one that has a timeout of its own for each part."""
+        """Time to the deadline; None for a call that has a timeout for each of its parts."""
         return None if entry.deadline_s == math.inf else max(0.0, entry.deadline_s - self._reactor.time())
 
     def _stop_timer(self, entry: Entry) -> None:
@@ -165,29 +165,29 @@ class CallRunner:
             self._run(entry, entry.call.begin(self.log.comm, root, self._scratch_for(entry), left_s))
 
     def _fail_as(self, entry: Entry, outcome: CallOutcome) -> None:
-        """It has failed on another rank, and is done on none."""
+        """Make a call fail that has failed on another rank, and is done on none."""
         if self._finishes:
             entry.refuse(CollectiveAborted(outcome.why, key=entry.name))
         else:
             self._void(entry, "it had failed on another rank")
 
     def _root_of(self, entry: Entry) -> Any:
-        """Its root among the ranks of the epoch; -1 for a verb without; None if it is gone, which fails the call."""
+        """Root among the ranks of the epoch; -1 for a verb without a root; None if it is lost, and the call fails."""
         if not entry.call.kind.is_rooted:
             return -1
         given = entry.call.get("root")
         root = whole_number(given)
         if root is None or not 0 <= root < len(self.log.shown):
             return given if self.log.comm.births == self.log.shown else len(self.log.comm.births)  # the verb refuses it
-        birth = self.log.shown[root]
-        if birth in self.log.comm.births:
-            return self.log.comm.births.index(birth)
+        uid = self.log.shown[root]
+        if uid in self.log.comm.births:
+            return self.log.comm.births.index(uid)
         text = f"{entry.call.verb} {entry.title} failed: its root, rank {root}, is lost"
         entry.refuse(PeerLost(text, key=entry.name, rank=root))
         return None
 
     def _scratch_for(self, entry: Entry) -> Array | None:
-        """Where a result is made that the caller wants in place, if it is as large as what the caller gives."""
+        """Buffer for a result that the caller wants in place: the input must stay intact for a repeat."""
         x, out = entry.call.get("x"), entry.call.get("out")
         if out is None or type(x) is not np.ndarray or entry.call.verb not in GIVEN_AS_ARRAYS:
             return None
@@ -236,7 +236,7 @@ class CallRunner:
             entry.refuse(error)
 
     def _ended_by_others(self, entry: Entry, error: BaseException) -> None:
-        """Whoever has ended it, or closed a link, may have left meanwhile: then it is done again, without that rank."""
+        """Fail, unless the rank that aborted the call or closed a link is lost by now: then repeat without it."""
         if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and not self.is_changing:
             if self.has_lost():
                 self.wait_for_change(entry)
@@ -244,7 +244,7 @@ class CallRunner:
             else:
                 entry.refuse(error)
 
-    def _finish(self, entry: Entry, result: Any, contributors: Births) -> None:
+    def _finish(self, entry: Entry, result: Any, contributors: Uids) -> None:
         entry.standing, entry.contributors = Standing.DONE, contributors
         entry.result = result
         if entry.outer is None or entry.outer.done():
@@ -261,10 +261,10 @@ class CallRunner:
         entry.outer.set_result(shown)
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Whether a rank is gone, which this may have failed by before it was told so.
+        """Whether an error is due to the loss of a rank, perhaps before that was reported here.
 
-        A rank that fails ends what it has in flight, and its links. If it was another that ended this call, the ranks
-        find that out when they tell each other how their calls stand.
+        A failing rank aborts its calls and closes its links. If another rank has aborted this call, the ranks find out
+        when they compare their calls.
         """
         if isinstance(error, (PeerLost, EpochChanged)):
             return True
@@ -275,24 +275,24 @@ class CallRunner:
         return bool(self.log.comm._session.engine.router.lost)
 
     def _is_done_again(self, entry: Entry) -> bool:
-        """Whether those that live do it without the lost; what an ``Elastic`` itself needs between steps, always."""
+        """Whether the surviving ranks repeat a call; calls of an ``Elastic`` between steps always are."""
         return entry.call.kind.can_shrink and (self._finishes or entry.is_own)
 
     def _void(self, entry: Entry, why: str) -> None:
-        """It fails, as it does on all ranks that live."""
-        members = tuple(self.log.shown.index(birth) for birth in self.log.comm.births if birth in self.log.shown)
+        """Make a call fail, as on all surviving ranks."""
+        members = tuple(self.log.shown.index(uid) for uid in self.log.comm.births if uid in self.log.shown)
         text = (
             f"{entry.call.verb} {entry.title} failed: epoch {self.log.comm.epoch} has begun with ranks {list(members)} "
             f"during the step, and {why}"
         )
         entry.is_void = True
         entry.refuse(EpochChanged(text, key=entry.name, epoch=self.log.comm.epoch, members=members))
-        entry.heard()  # whoever has heard it from one call of the step does not wait for the others
+        entry.heard()  # a caller that has seen one such error does not wait for its other calls
 
-    # ---------------------------------------------------------------- what was finished by some
+    # ---------------------------------------------------------------- results from other ranks
 
     def _take(self, entry: Entry, outcome: CallOutcome) -> None:
-        """Finish a call as others have finished it; all take part, who has the result as well as who has not."""
+        """Finish a call as other ranks have finished it; ranks with and without the result take part."""
         if entry.refusal is not None:
             entry.standing = Standing.FAILED
             self.take_part(entry, outcome)
@@ -302,7 +302,7 @@ class CallRunner:
             self._finish(entry, entry.result, outcome.contributors)
 
     def take_part(self, entry: Entry, outcome: CallOutcome) -> None:
-        """A call that is over on this rank: its result, or this rank's part in it, is for the others."""
+        """Take part in sending the result of a call that is over on this rank."""
         try:
             if entry.refusal is not None:
                 raise entry.refusal[0]
@@ -310,13 +310,15 @@ class CallRunner:
         except Exception as error:
             if entry.standing is Standing.DONE:
                 raise
-            self.log.comm.refuse(name_for("given", entry.key), error)  # it had failed for what this rank has given
+            self.log.comm.refuse(
+                name_for("given", entry.key), error
+            )  # the input of this rank was the reason of the failure
 
     def _given(self, entry: Entry, outcome: CallOutcome) -> None:
         call, root, name = entry.call, self.log.comm.births.index(outcome.giver), name_for("given", entry.key)
         handle: Handle[Any]
         is_here = entry.standing is Standing.DONE
-        is_over = is_here or entry.standing is Standing.FAILED  # who has given it up has its part in it all the same
+        is_over = is_here or entry.standing is Standing.FAILED  # after a cancellation, too: a broadcast needs all ranks
         left_s = None if is_over or entry.is_left else self._seconds_left(entry)
         if call.verb in GIVEN_AS_ARRAYS:
             handle = self.log.comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=left_s)
@@ -347,7 +349,7 @@ class CallRunner:
         else:
             self._ended(entry, handle)
 
-    # ---------------------------------------------------------------- what is over
+    # ---------------------------------------------------------------- ends
 
     async def wait_until_quiet(self) -> None:
         """Wait until all calls in flight have ended, which the loss makes them do at once."""
@@ -379,7 +381,7 @@ class CallRunner:
 
 
 def _of_call(error: BaseException, entry: Entry, numbering: str) -> BaseException:
-    """An error of the call: one of its hidden parts says their name, where the caller knows its own."""
+    """Error with the caller's name of the call, in the place of the name of a hidden part."""
     is_hidden = isinstance(error, CollectiveError) and error.key.startswith(OWN_NAMES)
     if not isinstance(error, CollectiveError) or entry.is_own or not (is_hidden or numbering):
         return error

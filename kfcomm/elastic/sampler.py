@@ -1,4 +1,13 @@
-"""Samples of each step, and positions of samplers for joining ranks and checkpoints."""
+"""Samples of each step, and positions of samplers for joining ranks and checkpoints.
+
+There is one order for each pass, and one batch of all ranks for each step. A sampler does not know which ranks are
+alive: the loop reports the shares that were not used, and the sampler gives those samples again before the pass ends.
+All ranks hold equal samplers, and make the same calls of them.
+
+A sampler is identified by its name or, without one, by the order in which the program first uses its samplers. A rank
+that joins or resumes from a checkpoint runs the program from its beginning: each sampler gets its position when the
+program reaches it, and loops that the other ranks have finished are skipped.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +23,23 @@ Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class ElasticSampler:
-    """The samples of one pass after another, in steps of one global batch.
+    """Samples of one pass after another, in steps of one global batch.
 
-    Each sample is used once in each pass, whatever the number of ranks is and however it changes. What a rank that died
-    had, and nobody used, comes again later in the same pass. The last batch of a pass may be smaller.
+    Each sample is used once in each pass, however the number of ranks changes. Samples of a rank that died before they
+    were used are given again later in the same pass. The last batch of a pass may be smaller.
 
     Args:
         length: number of samples.
-        batch: samples of one step, of all ranks together.
-        seed: of the order; each pass has another, below ``2**64``. None for the natural order.
-        name: by which checkpoints and joining ranks know it; without one, its number in the order in which a program
-            first goes through its samplers. It is needed where that order is not always the same.
+        batch: number of samples of one step, of all ranks together.
+        seed: seed of the order of each pass, below ``2**64``; None for the natural order.
+        name: name in checkpoints and for joining ranks; without one, its number in the order in which a program first
+            uses its samplers. Needed where that order is not always the same.
 
     Raises:
-        ConfigError: one of them cannot be.
+        ConfigError: an argument is not valid.
 
     Attributes:
-        passes: how many are complete.
+        passes: number of complete passes.
     """
 
     def __init__(self, length: int, batch: int, seed: int | None = 0, *, name: str | None = None) -> None:
@@ -52,10 +61,10 @@ class ElasticSampler:
 
     @property
     def batch(self) -> int:
-        """Samples of the next step, of all ranks together. May be set in any step, on all ranks alike.
+        """Number of samples of the next step, of all ranks together. May be set in any step, on all ranks alike.
 
         Raises:
-            ConfigError: on setting: it is no whole number from 1 on.
+            ConfigError: on setting: it is not a whole number from 1 on.
         """
         return self._batch
 
@@ -65,11 +74,11 @@ class ElasticSampler:
 
     @property
     def left(self) -> int:
-        """How many samples of this pass are still to be given."""
+        """Number of samples of this pass that are still to be given."""
         return self.length - self._position + len(self._again)
 
     def take(self) -> Indices:
-        """The indices of the next global batch; empty once all of the pass have been given."""
+        """Take the indices of the next global batch; empty at the end of the pass."""
         end = min(self._position + self.batch, self.length)
         taken = self._order[self._position : end]
         self._position = end
@@ -80,7 +89,7 @@ class ElasticSampler:
         return taken
 
     def take_until(self, passes: int) -> Indices:
-        """The same, on into the next pass; empty once so many are behind."""
+        """Take the next global batch, also of the next pass; empty once this number of passes is complete."""
         taken = self._order[:0]
         while not len(taken) and self.passes < passes:
             taken = self.take()
@@ -89,27 +98,27 @@ class ElasticSampler:
         return taken
 
     def give_back(self, indices: Sequence[int] | Indices) -> None:
-        """Nobody used these: they come again before the pass ends."""
+        """Give unused samples again before the pass ends."""
         self._again.extend(int(index) for index in indices)
 
     def end_pass(self) -> None:
-        """All have been used: the next pass begins."""
+        """Begin the next pass: all samples have been used."""
         self.passes += 1
         self._position = 0
         self._order = self._order_of(self.passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as msgpack can carry it: for checkpoints, and ranks that join."""
+        """Position, for checkpoints and joining ranks; msgpack can carry it."""
         return {
             "length": self.length, "batch": self._first_batch, "seed": self.seed, "passes": self.passes,
             "position": self._position, "again": list(self._again), "next_batch": self.batch,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one stood, with the batch that was set there.
+        """Continue from the position of another sampler, with its batch.
 
         Raises:
-            ConfigError: that was a sampler made with other samples, batches or seed.
+            ConfigError: that sampler was made with another length, batch or seed.
         """
         for name, mine in (("length", self.length), ("batch", self._first_batch), ("seed", self.seed)):
             if state[name] != mine:
@@ -142,7 +151,7 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def share(indices: Indices, rank: int, size: int) -> Indices:
-    """The part of a global batch that one of ``size`` ranks trains on: as even as can be, the first ones one longer."""
+    """Return the part of a global batch for one of ``size`` ranks; the first ones may be longer by one."""
     each, more = divmod(len(indices), size)
     start = rank * each + min(rank, more)
     return indices[start : start + each + (rank < more)]
@@ -150,18 +159,18 @@ def share(indices: Indices, rank: int, size: int) -> Indices:
 
 Name: TypeAlias = str | int
 ANY = ""
-"""In a place that tells no name: of whichever sampler comes first."""
+"""Name in a position without names: the sampler that the program uses first."""
 
 
 class Position(NamedTuple):
     """Position of training; msgpack can carry it as a list.
 
     Attributes:
-        steps: so many have been before.
-        samplers: where each stands, by name.
-        walk: what the ranks are going through: the sampler's name, and the arguments ``passes`` and ``used_in``. None
-            before the first step, or if it is not told.
-        lineage: see `checkpoint`.
+        steps: number of steps before.
+        samplers: position of each sampler, by name.
+        walk: the loop under way: the sampler's name, and the arguments ``passes`` and ``used_in``. None before the
+            first step, or if it is not known.
+        lineage: ids of jobs, see `checkpoint`.
     """
 
     steps: int = 0
@@ -182,7 +191,7 @@ class Samplers:
     """Samplers that this rank has used, by name.
 
     Attributes:
-        waiting: where those stand that this rank has not come to, by name.
+        waiting: positions of the samplers that this rank has not used yet, by name.
     """
 
     def __init__(self) -> None:
@@ -193,10 +202,10 @@ class Samplers:
         self._num_unnamed = 0
 
     def name_of(self, sampler: ElasticSampler) -> Name:
-        """Its name; when it comes for the first time, it is taken to its place.
+        """Return the name of a sampler; at its first use, set it to its position.
 
         Raises:
-            ConfigError: it is not a sampler like the one that stands there; or another has its name.
+            ConfigError: it differs from the sampler of that position; or another sampler has its name.
         """
         if not isinstance(sampler, ElasticSampler):
             raise ConfigError(f"steps go through a kfcomm.elastic.ElasticSampler, not through {sampler!r:.80}")
@@ -226,6 +235,6 @@ class Samplers:
         return self.waiting | {name: one.state_dict() for name, one in self._found.items()}
 
     def restore(self, places: dict[Name, Any]) -> None:
-        """Each stands where it stood then; those that have come later, where they began."""
+        """Return to former positions; samplers that were first used later return to their beginning."""
         for name, one in self._found.items():
             one.load_state_dict(places.get(name, self._first[name]))

@@ -1,4 +1,4 @@
-"""What training is made of between two steps: arrays and small values, the same on all ranks, and given to new ones."""
+"""State of training between two steps: arrays and small values, the same on all ranks, and sent to joining ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kfcomm.errors import ConfigError
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _made: weakref.WeakSet[State] = weakref.WeakSet()
-"""All of this process, for ``make_ready``."""
+"""All states of this process, for ``make_ready``."""
 
 
 class State:
-    """Arrays and small values by name, as attributes: what all ranks have alike at a step's boundary.
+    """Arrays and small values by name, as attributes; the same on all ranks at the boundary of a step.
 
     ::
 
@@ -30,16 +30,16 @@ class State:
         state.weights -= 0.1 * gradient
         state.step += 1
 
-    A value is an array (NumPy, torch, JAX), what msgpack can carry (numbers, text, bytes, None), or a dictionary, list
-    or tuple of such, named ones too: torch's ``state_dict()`` and JAX's trees of these are. What can be written to is
-    (a tensor of a ``state_dict()`` is the module's own memory); of JAX, whose arrays cannot, there are new ones then.
+    A value is an array (NumPy, torch, JAX), a value that msgpack can carry (numbers, text, bytes, None), or a
+    dictionary, list, tuple or named tuple of such values, as torch's ``state_dict()`` and JAX's trees are. Arrays that
+    are writeable are loaded in place (a tensor of a ``state_dict()`` is the module's own memory); JAX's are replaced.
 
-    Keys of a dictionary are text, bytes, numbers, bools or None. What cannot be sent to other ranks is refused where it
-    is assigned; what is put into a dictionary or list of the state later, at the next boundary between two steps, on
-    all ranks (of a state of many thousands of values, at one of the next).
+    Keys of a dictionary are text, bytes, numbers, bools or None. A value that cannot be sent to other ranks is refused
+    on assignment; one that is put into a dictionary or list of the state later is refused at the next boundary between
+    two steps, on all ranks (with many thousands of values, at one of the next boundaries).
 
     Raises:
-        ConfigError: a value, or one inside it, is none of these; names its path.
+        ConfigError: a value, or one inside it, is of another kind; with its path.
     """
 
     _values: dict[str, Any]
@@ -69,9 +69,9 @@ class State:
 
 
 def fault_of(state: State) -> str | None:
-    """Fault of a state that cannot be sent to other ranks, or cannot be read; None without a fault.
+    """Return the fault of a state that cannot be sent to other ranks, or cannot be read; else None.
 
-    Cost: some 0.2 µs for each value; arrays are not read.
+    Cost: about 0.2 µs for each value; arrays are not read.
     """
     try:
         for name, value in state._values.items():
@@ -82,26 +82,28 @@ def fault_of(state: State) -> str | None:
 
 
 def arrays_of(state: State) -> list[tuple[str, Any]]:
-    """Its arrays, each with its place in words, in an order that depends on names alone."""
+    """Return its arrays, each with its path, in an order that depends on the paths only."""
     return [(shown(path), value) for path, value in _leaves(state._values) if _is_array(value)]
 
 
 def plan_of(state: State) -> list[list[Any]]:
-    """Place, shape and dtype of each array; msgpack can carry it."""
+    """Return path, shape and dtype of each array; msgpack can carry it."""
     return [[place, list(view.shape), str(view.dtype)] for place, view in ((p, adapt(x)) for p, x in arrays_of(state))]
 
 
 def outline_of(state: State) -> list[Any]:
-    """Its names, and of each array whether the containers around it are mappings or lists; msgpack can carry it."""
+    """Return its names, and the kinds of the containers around each array, mappings or lists; msgpack can carry it."""
     paths = [path for path, value in _leaves(state._values) if _is_array(value)]
     kinds = ["".join("m" if isinstance(one, MappingKey) else "l" for one in path) for path in paths]
     return [sorted(state._values), kinds]
 
 
 def make_ready() -> None:
-    """Have the system give the memory of all states that this process has made, before others wait for it to come.
+    """Populate the memory of all states of this process, so that no other rank waits for page faults later.
 
-    Costs about what writing zeros to new memory does; nothing changes. May be called by any thread.
+    Values do not change. May be called by any thread.
+
+    Cost: about as much as writing zeros to new memory.
     """
     for state in list(_made):
         for _, array in arrays_of(state):
@@ -112,24 +114,24 @@ def make_ready() -> None:
 
 
 def places_of(state: State) -> list[Array]:
-    """Where its arrays can be received, flat: their own memory, or other where that cannot be written to."""
+    """Return memory into which its arrays can be received, flat: their own where that is writeable, else new."""
     return [_place_of(array) for _, array in arrays_of(state)]
 
 
 def small_of(state: State) -> Any:
-    """All that is no array; msgpack can carry it."""
+    """Return its values without arrays; msgpack can carry them."""
     return _without_arrays(state._values)
 
 
 def load(state: State, arrays: list[Array], small: Any) -> None:
-    """Take over another rank's values: arrays of ``arrays_of``'s order, in place where their kind can be written to."""
+    """Load another rank's values: arrays in the order of ``arrays_of``, in place where they are writeable."""
     given = iter(arrays)
     for name in sorted(state._values):
         state._values[name] = _loaded(state._values[name], given, small[name])
 
 
 def described(state: State) -> Any:
-    """All of it but what is in arrays, for ``rebuilt`` on a rank whose own is of another form; msgpack can carry it.
+    """Describe it without the contents of arrays, for ``rebuilt`` on a rank with another form; msgpack can carry it.
 
     A leaf is ``[0, value]``, an array ``[1]``, a list ``[2, items]`` and a mapping ``[3, pairs]``, sorted by key.
     """
@@ -137,24 +139,24 @@ def described(state: State) -> Any:
 
 
 def rebuilt(tree: Any, arrays: list[Array]) -> dict[str, Any]:
-    """The values that were described, with these arrays in the order of ``arrays_of``."""
+    """Rebuild the values of ``described``, with these arrays in the order of ``arrays_of``."""
     given = iter(arrays)
     found: dict[str, Any] = _rebuilt(tree, given)
     return found
 
 
 class Kept:
-    """A copy of a state as it was.
+    """Copy of a state, to restore it or to write it while training continues.
 
     Args:
-        state: of which it is.
+        state: the state.
 
     Attributes:
-        plan: of the arrays, as ``plan_of`` tells it.
+        plan: see ``plan_of``.
         arrays: flat, in the order of ``arrays_of``.
         outline: see ``outline_of``.
         small: see ``small_of``.
-        place: in the pass, or what else was kept with it.
+        place: position of training, or another value that was copied with it.
     """
 
     def __init__(self, state: State) -> None:
@@ -166,7 +168,10 @@ class Kept:
         self.small: Any = None
 
     def keep(self, place: Any) -> None:
-        """Copy it as it is now. Costs a copy of its arrays, and no memory but the first time."""
+        """Copy the state now.
+
+        Cost: a copy of its arrays; memory for that is allocated the first time only.
+        """
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
         if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
             self.arrays = [np.empty(one.size, one.dtype) for one in views]
@@ -177,12 +182,12 @@ class Kept:
         self.place = place
 
     def restore(self) -> None:
-        """The state is again as it was when it was last copied."""
+        """Restore the state from the copy."""
         load(self._state, self.arrays, self.small)
 
 
 def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> str | None:
-    """How the arrays of this rank differ from those of another place (``there``), in words; None if they do not."""
+    """Describe how the arrays of this rank differ from those of ``there``; None if they do not."""
     for own, other in zip(mine, theirs, strict=False):
         if own[0] != other[0]:
             return f"this rank's state has {own[0]} where that of {there} has {other[0]}"
@@ -245,7 +250,7 @@ def _has_arrays(value: Any) -> bool:
 
 
 def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
-    """In the order of `_leaves`. What holds no array is taken over as it is, however long it has become."""
+    """Load a value in the order of `_leaves`. Containers without arrays are replaced, whatever their new length."""
     if not _has_arrays(value):
         return _of_kind(value, small)
     if isinstance(value, Mapping):
@@ -270,7 +275,7 @@ def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: di
 
 
 def _of_kind(value: Any, small: Any) -> Any:
-    """What came, in which all sequences are lists, with tuples where ``value`` has them."""
+    """Convert received lists to tuples where ``value`` has tuples."""
     if isinstance(value, Mapping) and isinstance(small, dict):
         return {key: _of_kind(value.get(key), one) for key, one in small.items()}
     if isinstance(value, (list, tuple)) and isinstance(small, list):
@@ -280,7 +285,7 @@ def _of_kind(value: Any, small: Any) -> Any:
 
 
 def _sequence(like: Sequence[Any], items: list[Any]) -> Any:
-    """A list for a list, a tuple for a tuple; one with names, as optax's states are, takes its items one by one."""
+    """Make a list or tuple of the same kind; named tuples, such as optax's states, take their items one by one."""
     kind: Any = type(like)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
@@ -294,9 +299,9 @@ def _place_of(array: Any) -> Array:
 
 
 def _written(array: Any, now: Array) -> Any:
-    """The caller's array with other contents; another one of its kind where that cannot be written to.
+    """Write new contents to an array; returns it, or a new one of its kind if it is not writeable.
 
-    ``now`` may be the memory of the array itself, as ``places_of`` gives it: then they are there.
+    ``now`` may be the memory of the array itself, as from ``places_of``: then nothing is copied.
     """
     view = adapt(array)
     try:

@@ -1,4 +1,9 @@
-"""Steps of training, and the samples that count as used."""
+"""Steps of training, and the samples that count as used.
+
+Samples count as used by the calls of their step, or by the calls of some names. Each rank reports its outcome of these
+calls, and all ranks decide from all reports alike: a call may be done on one rank and have failed on another that
+cancelled it or timed out, so a rank must not decide from its own outcome.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.common.spelling import hint
-from kfcomm.elastic.calls import Births
+from kfcomm.elastic.calls import Uids
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
@@ -24,10 +29,10 @@ class Step:
     are lost during the step.
 
     Attributes:
-        number: counted from 0 while the ``Elastic`` is open, by those that join on, too; also of one that runs again.
-        indices: of the samples that this rank trains on.
-        batch: of those of all ranks.
-        is_void: it has ended because ranks were lost, and is to be run again.
+        number: number of the step, from 0 since training began; a repeated step keeps its number.
+        indices: indices of the samples that this rank trains on.
+        batch: indices of the samples of all ranks.
+        is_void: it has ended because ranks were lost, and is repeated.
     """
 
     __slots__ = ("_restarts", "batch", "indices", "is_void", "number")
@@ -61,7 +66,7 @@ and await. Runs where the engine does."""
 
 
 def following(walk: Walk[None], met: Any) -> Wanted | None:
-    """The next item, given the requested sums; None at the end."""
+    """Return the next item, given the requested sums; None at the end."""
     try:
         return walk.send(met)
     except StopIteration:
@@ -69,10 +74,10 @@ def following(walk: Walk[None], met: Any) -> Wanted | None:
 
 
 class Told(NamedTuple):
-    """Report of a rank about its step, as msgpack can carry it.
+    """Report of a rank about its step; msgpack can carry it.
 
     Attributes:
-        is_tried: it has made a call that counts.
+        is_tried: the rank has made a call that counts.
         is_whole: such calls have succeeded, and no named call has failed.
         lacking: uids whose contributions are missing in a successful call.
         missing: names without a call, as far as that is known.
@@ -87,10 +92,10 @@ class Told(NamedTuple):
 
 
 class Used:
-    """Of the steps of one walk, on one rank.
+    """Calls that count for the samples of one walk's steps, on one rank.
 
     Args:
-        names: of the calls by which samples count as used; None for all.
+        names: names of the calls by which samples count as used; None for all calls.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
@@ -99,14 +104,14 @@ class Used:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._is_tried = self._is_done = self._has_failed = self._is_unknown = False
         self._lacking: set[int] = set()
         self._made: set[str] = set()
 
-    def note(self, calls: Dispatcher, births: Births) -> None:
-        """Add the outcome of the calls since the last boundary; ``births``: uids of the ranks of the step."""
-        outcome = calls.log.samples(self._names, births)
+    def note(self, calls: Dispatcher, uids: Uids) -> None:
+        """Add the outcome of the calls since the last boundary; ``uids``: the ranks of the step."""
+        outcome = calls.log.samples(self._names, uids)
         self._is_tried |= outcome.is_tried
         self._is_done |= outcome.is_done
         self._has_failed |= outcome.has_failed
@@ -122,19 +127,19 @@ class Used:
         is_whole = self._is_done and (self._names is None or not self._has_failed)
         return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
 
-    def counted(self, births: Births, births_now: Births, told: Sequence[Told]) -> Collection[int]:
+    def counted(self, uids: Uids, uids_now: Uids, told: Sequence[Told]) -> Collection[int]:
         """Uids of the ranks whose samples are used.
 
         Args:
-            births: uids of the ranks of the step.
-            births_now: uids of the remaining ranks.
+            uids: uids of the ranks of the step.
+            uids_now: uids of the remaining ranks.
             told: report of each of these.
         """
         if any(one.is_whole for one in told):
-            lacking = {birth for one in told for birth in one.lacking}
-            return [birth for birth in births if birth not in lacking]
+            lacking = {uid for one in told for uid in one.lacking}
+            return [uid for uid in uids if uid not in lacking]
         is_tried = any(one.is_tried for one in told)
-        return () if is_tried and self._names is not None else births_now
+        return () if is_tried and self._names is not None else uids_now
 
 
 def check_names(number: int, told: Sequence[Told]) -> None:
@@ -162,15 +167,15 @@ class Course:
     """One walk through a sampler.
 
     Attributes:
-        name: of the sampler.
-        sampler: that it goes through.
+        name: name of the sampler.
+        sampler: the sampler.
         passes: see ``Elastic.steps``.
-        names: of the calls by which samples count as used; None for all.
+        names: names of the calls by which samples count as used; None for all calls.
         step: the current step; None between steps.
-        births: uids of the ranks of that step.
+        uids: uids of the ranks of that step.
         used: uids whose samples of the step are used.
         is_void: a call of the step has failed on this rank because ranks were lost.
-        is_left: the program has broken it off.
+        is_left: the program has left its loop.
     """
 
     def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
@@ -179,7 +184,7 @@ class Course:
         self.passes = passes
         self.names = names
         self.step: Step | None = None
-        self.births: Births = ()
+        self.births: Uids = ()
         self.used = Used(names)
         self.is_void = False
         self.is_left = False
@@ -187,24 +192,24 @@ class Course:
     def __repr__(self) -> str:
         return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
 
-    def begin(self, step: Step, births: Births) -> Step:
-        """A step begins."""
-        self.step, self.births, self.is_void = step, births, False
+    def begin(self, step: Step, uids: Uids) -> Step:
+        """Begin a step."""
+        self.step, self.births, self.is_void = step, uids, False
         self.used.begin()
         return step
 
     def note(self, calls: Dispatcher, *, is_innermost: bool) -> None:
-        """The calls since the last boundary are over."""
+        """Add the calls since the last boundary, which are over."""
         self.used.note(calls, self.births)
         if is_innermost:
             self.is_void = self.is_void or calls.log.is_void(self.names)
 
     def is_found_void(self) -> bool:
-        """Whether its step has come to nothing, as far as this rank knows."""
+        """Whether its step is void, as far as this rank knows."""
         return self.is_void or (self.step is not None and self.step.is_void)
 
-    def end_step(self, births: Births, told: Sequence[Told], *, is_void: bool) -> None:
-        """Repeat unused samples of the step; ``births``: uids of the remaining ranks, with their reports.
+    def end_step(self, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
+        """Repeat unused samples of the step; ``uids``: the remaining ranks, with their reports.
 
         Raises:
             ConfigError: see ``check_names``.
@@ -213,7 +218,7 @@ class Course:
         if step is not None:
             if not is_void:
                 check_names(step.number, told)
-            counted = () if is_void else self.used.counted(self.births, births, told)
-            for rank, birth in enumerate(self.births):
-                if birth not in counted:
+            counted = () if is_void else self.used.counted(self.births, uids, told)
+            for rank, uid in enumerate(self.births):
+                if uid not in counted:
                     self.sampler.give_back(share(step.batch, rank, len(self.births)))

@@ -1,8 +1,8 @@
-"""Arrays from the ranks that have them to those that do not: in stripes, each from another rank, all at once.
+"""Striped transfer of arrays from the ranks that have them to those that do not.
 
-The bytes of all arrays, one after the other, are cut into as many stripes as there are ranks to give them. Each stripe
-goes through a group of its own, its giver and all takers, so that a byte crosses each link once, is written where it
-belongs, and reaches no rank that has it. This module knows nothing of states, and does not try again.
+The bytes of all arrays, one after the other, are cut into as many stripes as there are givers. Each stripe is broadcast
+in a group of its own, its giver and all takers, so that a byte crosses each link once, is written to its place, and is
+not sent to a rank that has it. This module knows nothing of states, and does not retry.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kfcomm.world.communicator import Communicator
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 MIN_STRIPE_NBYTES = 4 << 20
-"""Less is not worth a group more."""
+"""Smaller stripes are not worth another group."""
 PAGE_NBYTES = 4096
-"""Stripes begin at multiples of this, and sums are taken over so many bytes at once."""
+"""Stripes begin at multiples of this; checksums have one sum for each such page."""
 PRIME = (1 << 61) - 1
 
 
 class StripePart(NamedTuple):
-    """Bytes ``start`` to ``stop`` of one array, which is told by its number."""
+    """Bytes ``start`` to ``stop`` of the array of this number."""
 
     array: int
     start: int
@@ -36,7 +36,7 @@ class StripePart(NamedTuple):
 
 
 def cut(sizes: Sequence[int], num_givers: int) -> list[list[StripePart]]:
-    """The stripes of arrays of these sizes, in bytes: for each giver that has something to give, about as much."""
+    """Cut arrays of these sizes, in bytes, into stripes of about equal size: one for each giver, or fewer if small."""
     total = sum(sizes)
     num = max(1, min(num_givers, total // MIN_STRIPE_NBYTES))
     bounds = [*(total * k // num // PAGE_NBYTES * PAGE_NBYTES for k in range(num)), total]
@@ -52,10 +52,12 @@ def cut(sizes: Sequence[int], num_givers: int) -> list[list[StripePart]]:
 
 
 def checksum(pieces: Sequence[Array]) -> int:
-    """64 bits that tell a page of these bytes that is missing, stale or at another place.
+    """Return a checksum of 64 bits that detects a page that is missing, stale or at another place.
 
-    It is Fletcher's idea over words of 64 bits: a sum for each page, and a sum of these in which each has a weight of
-    its own. It is no cryptographic digest, which would take longer than the transfer. Costs one pass over memory.
+    A Fletcher checksum over words of 64 bits: a sum for each page, and a weighted sum of these. A cryptographic digest
+    would take longer than the transfer.
+
+    Cost: one pass over memory.
     """
     found = 0
     for piece in pieces:
@@ -71,19 +73,20 @@ def checksum(pieces: Sequence[Array]) -> int:
 async def spread(
     comm: Communicator, arrays: Sequence[Array], givers: Sequence[int], takers: Sequence[int]
 ) -> dict[int, int]:
-    """Give and take; the givers and takers call it, with arrays alike in number and size.
+    """Transfer arrays from givers to takers, which all call this, with arrays of equal number and sizes.
 
     Args:
-        comm: of all ranks.
-        arrays: flat; of a taker they are written to.
-        givers: the ranks that hold the same bytes.
-        takers: the ranks that want them.
+        comm: communicator of all ranks.
+        arrays: flat; those of a taker are written to.
+        givers: ranks that hold the same bytes.
+        takers: ranks that receive them.
 
     Returns:
-        The checksum of each stripe that this rank has given or taken, by its number.
+        The checksum of each stripe that this rank has sent or received, by its number.
 
     Raises:
-        CollectiveError: a rank was lost, say; what a taker has is undefined then, what a giver has as it was.
+        CollectiveError: a transfer has failed, such as by a lost rank; arrays of a taker are undefined then, those of a
+            giver intact.
 
     Cost: with S bytes, g givers and t takers a giver sends t·S/g bytes at most and a taker receives S; all at once.
     """
@@ -101,7 +104,7 @@ async def spread(
 
 
 async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
-    """One stripe, from the first of the members to the others."""
+    """Broadcast one stripe from the first of the members to the others."""
     # the strategy costs nothing to make, and on one host a star is one copy that all takers read
     group = await comm.group(members, "kfcomm/state", strategy="star")
     try:

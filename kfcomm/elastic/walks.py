@@ -1,8 +1,8 @@
-"""The steps of an ``Elastic``: through one sampler or several, in turns or one within a step of another.
+"""Walks of an ``Elastic`` through its samplers, in turns or one within a step of another, and the boundaries of steps.
 
-Between two steps the ranks meet: they find out whether all are at one place, whether one has found something wrong,
-whose samples were used, and whether others are to come or go. Ranks come and go, and checkpoints are written, between
-steps of the outermost walk alone: only there does the state tell all.
+At a boundary between two steps the ranks compare their positions, report faults, agree on the samples that were used,
+and carry out requests. Ranks join and leave, and checkpoints are written, only between steps of the outermost walk:
+only there does the state hold all of the program's progress.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.common.arguments import checked_name
-from kfcomm.elastic.calls import BOUNDARY, Births
+from kfcomm.elastic.calls import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
@@ -34,24 +34,24 @@ from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLos
 from kfcomm.world.epochs import NO_PLAN, Plan
 
 LOOKS_ALWAYS_S = 2e-3
-"""A state that is looked through in less is so at each boundary."""
+"""A state whose check takes less is checked at each boundary."""
 LOOKS_SHARE = 50
-"""One that takes longer is looked through again after so many times as long."""
+"""Another state is checked again after this many times the duration of its check."""
 
 
 class Walks:
-    """All walks of one rank while an ``Elastic`` is open.
+    """Walks of one rank while an ``Elastic`` is open.
 
     Args:
-        comm: of all ranks.
-        handover: of its state.
-        requests: of the job, to be carried out.
-        states: what the ranks have alike, and what is this rank's alone.
-        checkpoint: of the first.
-        restarts: steps run again.
+        comm: communicator of all ranks.
+        handover: handover of the state.
+        requests: requests to the job.
+        states: the state that all ranks share, and this rank's local state.
+        checkpoint: checkpoint of the shared state.
+        restarts: steps are repeated after a loss.
 
     Attributes:
-        is_replaying: this rank has not come to the walk that it is to go on with.
+        is_replaying: this rank has not reached the walk that it has to resume.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Walks:
         self._fault: str | None = None
 
     def begin_at(self, place: Position, *, is_joining: bool) -> None:
-        """Go on from a place: that of the other ranks, or of a checkpoint."""
+        """Resume from the position of the other ranks, or of a checkpoint."""
         self._earlier, self._walk, self._is_joining = place.steps, place.walk, is_joining
         self._samplers.waiting = dict(place.samplers)
         self._lineage = place.lineage
@@ -88,7 +88,7 @@ class Walks:
     def through(
         self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None
     ) -> Walk[None]:
-        """The steps, and the work and waits between them, for the driver to carry out."""
+        """Yield the steps, and the work and waits between them, which the driver carries out."""
         calls = self._calls
         if self._is_released():
             return
@@ -108,9 +108,9 @@ class Walks:
                 if course not in self._open:  # a walk through its sampler, within one of its steps, is over
                     self._open.append(course)
                     course.is_left = False
-                births = self._comm.births
+                uids = self._comm.births
                 if is_first:
-                    births = yield from self._boundary(course, kept)
+                    uids = yield from self._boundary(course, kept)
                     if self._is_released():
                         return
                 is_first = True
@@ -119,16 +119,16 @@ class Walks:
                 batch = sampler.take_until(until)
                 if not len(batch):
                     return
-                mine = share(batch, births.index(self._me()), len(births))
-                yield course.begin(Step(self._number(), mine, batch, restarts=self._restarts), births)
+                mine = share(batch, uids.index(self._me()), len(uids))
+                yield course.begin(Step(self._number(), mine, batch, restarts=self._restarts), uids)
         finally:
             course.is_left = True
 
     def _is_here(self, course: Course) -> bool:
-        """Whether this is the walk to go on with; False for one that is over.
+        """Whether this is the walk to resume; False for one that is over.
 
         Raises:
-            ConfigError: this rank has joined others, and goes another way.
+            ConfigError: this rank has joined others, and makes other calls than they do.
         """
         is_over = course.passes is not None and course.sampler.passes >= course.passes
         if self._walk is None:
@@ -164,12 +164,12 @@ class Walks:
         return Position(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)
 
     def _is_within(self, course: Course) -> bool:
-        """Whether it is within a step of another."""
+        """Whether a walk is within a step of another."""
         below = self._open[: self._open.index(course)]
         return any(one.step is not None and not one.is_left for one in below)
 
     def _number(self) -> int:
-        """Of the step that begins: the first boundary begins step 0."""
+        """Number of the step that begins: the first boundary begins step 0."""
         return self._earlier + self._calls.log.step - 1
 
     def _is_released(self) -> bool:
@@ -180,12 +180,12 @@ class Walks:
 
     # ---------------------------------------------------------------- boundaries
 
-    def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Births]:
+    def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
         """Carry out the boundary between two steps; returns the ranks that take part."""
         is_innermost = True
         for one in reversed([one for one in self._open if one.step is not None]):
             one.note(self._calls, is_innermost=is_innermost)
-            is_innermost = is_innermost and one.is_left  # what came after it was broken off is of the one around it
+            is_innermost = is_innermost and one.is_left  # calls after its end belong to the walk around it
         is_void = course.is_found_void()
         self._requests.look(self._comm.current)
         is_wanted = not self._is_within(course) and self._requests.is_wanted(self._comm.current)
@@ -195,7 +195,7 @@ class Walks:
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
         is_other_void = any(one.is_found_void() for one in ending[:-1])
         rows = [list(one.used.told(is_void=one.is_found_void())) for one in ending if one.step is not None]
-        births, (wanted, void, other_void), told = yield from self._meet(
+        uids, (wanted, void, other_void), told = yield from self._meet(
             where,
             [is_wanted, is_void, is_other_void],
             lambda: f"begins step {self._number() + 1} with {course!r}",
@@ -203,16 +203,16 @@ class Walks:
             rows,
         )
         for one in ending[:-1]:
-            one.end_step(births, [each.pop(0) for each in told if one.step is not None], is_void=other_void)
+            one.end_step(uids, [each.pop(0) for each in told if one.step is not None], is_void=other_void)
             self._open.remove(one)
         if void and kept and course.step is not None:
             course.step = None
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
-        course.end_step(births, [each.pop(0) for each in told if each], is_void=void)
+        course.end_step(uids, [each.pop(0) for each in told if each], is_void=void)
         if not (wanted and course.sampler.left):
-            return births
+            return uids
         yield partial(self._change, course)
         return self._comm.births
 
@@ -230,7 +230,7 @@ class Walks:
         """Check that all ranks leave; otherwise raise an error.
 
         Raises:
-            ConfigError: loops over steps were left out as over, and the one to go on with has not come.
+            ConfigError: loops over steps were skipped as finished, and the loop to resume was not reached.
         """
         if self.is_replaying and self._walk is not None and (self._has_left_out or self._is_joining):
             name, passes, _ = self._walk
@@ -244,16 +244,16 @@ class Walks:
 
     def _meet(
         self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None, rows: list[Any]
-    ) -> Walk[tuple[Births, list[bool], list[list[Told]]]]:
-        """The boundary between two steps.
+    ) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
+        """Carry out the all_reduce of a boundary.
 
         Returns:
-            Who takes part in the next one, which flags are set on any rank, and the ``rows`` that each has told of the
-            steps that are over; those of this rank alone where all are the same.
+            The uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank on
+            the steps that are over; only those of this rank where all are the same.
 
         Raises:
             CollectiveMismatch: the ranks are at different positions; on all of them.
-            ConfigError: one rank has found something wrong; on all of them.
+            ConfigError: a rank reports a fault; on all of them.
         """
         number = _number_of([self._calls.log.step, *where])
         at = [number >> 16, number & 0xFFFF]
@@ -263,25 +263,25 @@ class Walks:
         if self._calls.recovery.is_changing:
             yield self._calls.recovery.settled
         text = describe()
-        births = self._calls.end_step()
+        uids = self._calls.end_step()
         # by Cauchy's inequality they are equal only if all are the same, and so on all ranks or on none
         if wrong or count * high_squared != high * high or count * low_squared != low * low:
             yield partial(self._tell, number, text, fault)
         told = [rows]
         if count * squared != all_rows * all_rows:
             yield partial(self._tell_rows, rows, told)
-        return births, [one > 0 for one in found], [told_of(each) for each in told]
+        return uids, [one > 0 for one in found], [told_of(each) for each in told]
 
     async def _tell_rows(self, rows: list[Any], told: list[list[Any]]) -> None:
-        """Calls have ended unlike on the ranks: what each has of its steps that are over, in the place of ``told``."""
+        """Gather the reports of all ranks, which differ, into ``told``."""
         found, _ = await self._handover.gathered(rows, "used")
         told[:] = found
 
     async def _tell(self, number: int, text: str, fault: str | None) -> None:
-        """Exchange the faults that a rank has signalled. If that rank is lost, there may be no fault left.
+        """Exchange positions and faults after a rank has signalled one. If that rank is lost, none may be left.
 
         Raises:
-            CollectiveMismatch, ConfigError: it is not; on all ranks.
+            CollectiveMismatch, ConfigError: one is left; on all ranks.
         """
         rows, _ = await self._handover.gathered([number, sendable(text), fault], "place")
         for rank, (_, _, wrong) in enumerate(rows):
@@ -297,7 +297,7 @@ class Walks:
             )  # fmt: skip
 
     async def _change(self, course: Course) -> None:
-        """Carry out what the first rank has found to be wanted: all know of it, or none does."""
+        """Carry out the plan of the first rank: all ranks receive it, or none does."""
         comm, calls = self._comm, self._calls
         mine = self._requests.plan(comm.current) if comm.rank == 0 else NO_PLAN
         try:
@@ -313,10 +313,10 @@ class Walks:
             if not calls.recovery.is_released:
                 raise
             return
-        self._earlier += steps  # the calls counts from 0 now, as that of newcomers does
+        self._earlier += steps  # the log counts from 0 now, as on joining ranks
         self._requests.done(plan)
         if plan.joiners:
-            having = tuple(birth for birth in comm.births if birth not in {one.birth for one in plan.joiners})
+            having = tuple(uid for uid in comm.births if uid not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
 
 
