@@ -1,4 +1,4 @@
-"""What a program holds to adapt: it marks the steps, and policies are called between them."""
+"""Adaptation: marks the steps of a program, and calls policies between them."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ class Adaptation:
                 async with adaptation.step():
                     ...                              # the collectives of a step, with adaptation.batch_size samples
 
-    What policies have changed holds from one step to the next and never within one: the program reads it at the
-    beginning of each.
+    Changes of policies take effect between steps, never within one: the program reads the hyperparameters at the
+    beginning of each step.
 
-    In a program whose ranks change it is opened inside the ``Elastic``. Ranks that join have what holds, and what the
-    policies know, before their first step.
+    In a program whose ranks change, open it inside the ``Elastic``. Joining ranks receive the hyperparameters, and the
+    state of the policies, before their first step.
 
     Args:
-        comm: whose strategy may be changed.
-        policies: called in this order; the same on every rank. Of those that ask for the same thing the first wins.
-        every: the ranks meet, and policies are called, at every so many steps; the metrics are of all these steps.
-        meter: tells how this rank is doing; None for the totals of its engine.
-        hyperparameters: what the program lets policies change, and what holds at first.
-        record: a file to which the first rank writes, step by step, what the policies were told and decided, for
-            ``replay``. It is begun anew where the steps are.
+        comm: communicator whose strategy may be changed.
+        policies: called in this order; the same on every rank. If several ask for the same thing, the first one wins.
+        every: number of steps from one meeting of the ranks to the next; metrics are of all these steps.
+        meter: measures this rank; None for the totals of its engine.
+        hyperparameters: hyperparameters that policies may change, with their first values.
+        record: file to which the first rank writes the metrics and decisions of each step, for ``replay``. It is begun
+            again where the steps are.
 
     Attributes:
-        comm: as given.
+        comm: the communicator.
 
     Raises:
-        ConfigError: something is no policy, or ``every`` is not at least 1.
+        ConfigError: an argument is not a policy, or ``every`` is not at least 1.
 
     Cost: for each meeting one all_reduce of ``8 n (7 + number of policies + number of names observed)`` bytes, along a
     binary tree; see "Adaptation".
@@ -87,62 +87,63 @@ class Adaptation:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """Those that are not switched off."""
+        """Policies that are not switched off."""
         return tuple(runner.policy for runner in self._runners if not runner.is_off)
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was decided, with the evidence; the same on every rank, from its first step on."""
+        """Decisions, with their evidence; the same on every rank, from its first step on."""
         return self._host.decisions
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """Of the last step at whose end the ranks met; None before."""
+        """Metrics of the last step at whose end the ranks met; None before."""
         return self._host.metrics
 
     @property
     def num_steps(self) -> int:
-        """Steps that have ended."""
+        """Number of steps that have ended."""
         return self._host.num_steps
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What holds; the same object for as long as nothing changes."""
+        """Hyperparameters in force; the same object until one changes."""
         return self._host.hyperparameters
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a step, of all ranks together; None if the program has given none."""
+        """Number of samples of a step, of all ranks together; None if the program has not given it."""
         return self.hyperparameters.batch_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """This rank's share of it: as even as can be, the first ranks one more."""
+        """This rank's share of the batch; shares differ by at most one, the first ones are larger."""
         whole = self.batch_size
         return None if whole is None else whole // self.comm.size + (self.comm.rank < whole % self.comm.size)
 
     @property
     def learning_rate(self) -> float | None:
-        """None if the program has given none."""
+        """Learning rate; None if the program has not given it."""
         return self.hyperparameters.learning_rate
 
     @property
     def agreement(self) -> str | None:
-        """The name of the way in which the replicas agree; None if the program has given none."""
+        """Name of the algorithm by which the replicas agree; None if the program has not given it."""
         return self.hyperparameters.agreement
 
     @property
     def wire_dtype(self) -> str | None:
-        """As which gradients travel: what collectives take as ``wire_dtype``."""
+        """Dtype of gradients on the wire, for the argument ``wire_dtype`` of collectives."""
         return self.hyperparameters.wire_dtype
 
     def observe(self, **values: float) -> None:
-        """Tell the other ranks and the policies, when they meet next, what this rank has found out in this step.
+        """Report numbers of this step to the policies of all ranks, at the next meeting.
 
-        The values are in ``StepMetrics.observed`` by name and rank, for this one meeting. Of one name the last counts.
+        The values are in ``StepMetrics.observed`` by name and rank, for this one meeting. The last value of a name
+        counts.
 
         Raises:
-            ConfigError: something is no number, or there are more than 64 names.
+            ConfigError: a value is not a number, or there are more than 64 names.
         """
         self._observed.observe(values)
 
@@ -185,7 +186,7 @@ class Adaptation:
         return self._meetings
 
     async def _meet_the_others(self, meetings: Meetings, *, knows: bool) -> None:
-        """All begin alike: with what a rank knows that was there before, if there is one."""
+        """Begin like all ranks: with the state of a rank that was there before, if there is one."""
         self._births = self.comm.births
         self._measured = Reading.nothing(self.comm.size)
         recorder = self._host.recorder
@@ -218,7 +219,7 @@ class Adaptation:
             self._host.recorder.close()
 
     async def close(self) -> None:
-        """Call ``on_end``, and meet no more; what was asked for and is not done is dropped. May be called again."""
+        """Call ``on_end``, and end the meetings; pending requests are dropped. May be called again."""
         if self._is_over:
             return
         self._is_over = True
@@ -247,7 +248,7 @@ class Adaptation:
     # ---------------------------------------------------------------- ranks that change
 
     def _state(self) -> dict[str, Any]:
-        """What holds and what the policies know, as msgpack can carry it: what ranks that join are given."""
+        """State for joining ranks: hyperparameters and states of the policies; msgpack can carry it."""
         return {
             "num_steps": self.num_steps,
             "hyperparameters": self.hyperparameters.as_json(),
@@ -256,7 +257,7 @@ class Adaptation:
         }
 
     async def _take(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a rank has told: all of them do, also those that knew."""
+        """Continue with the state that a rank has sent; all ranks do, so that they are equal."""
         self._host.num_steps = state["num_steps"]
         self._host.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
         self._observed.columns = tuple(state["observed"])
@@ -264,7 +265,7 @@ class Adaptation:
             await runner.begin_anew(one)
 
     async def _go_on(self) -> None:
-        """The ranks have changed, or not."""
+        """Meet the new ranks, if the ranks have changed."""
         meetings = await self._started()
         outlives = isinstance(meetings.place, WorldPlace)
         if self.comm.outlives and not outlives:
@@ -287,7 +288,7 @@ class Adaptation:
         return (self.num_steps + 1) % self._every == 0
 
     async def begin(self) -> Reading:
-        """A step begins; see `Step`."""
+        """Begin a step, for `Step`."""
         if self._in_step:
             raise ConfigError("a step is under way: steps follow one another")
         await self._go_on()
@@ -302,7 +303,7 @@ class Adaptation:
             raise
 
     async def end(self, begun: Reading) -> None:
-        """A step has ended well; see `Step`."""
+        """End a step, for `Step`."""
         meetings = await self._started()
         measured = self._meter.read().since(begun)
         if len(measured.waited_s) == self.comm.size:  # else a rank is lost, and nothing follows from this step
@@ -330,21 +331,21 @@ class Adaptation:
             self._host.recorder.step(self._host.metrics)
 
     async def end_badly(self, begun: Reading, error: BaseException) -> None:
-        """A step has failed on this rank; see `Step`.
+        """End a step that has failed on this rank, for `Step`.
 
-        In a world that changes a lost rank ends calls of a step on some ranks and not on others: all come to the
-        meeting, and see there that one is missing.
+        In an ``Elastic`` a lost rank may end calls of a step on some ranks only: all ranks come to the meeting, and see
+        there that one is missing.
         """
         if self.comm.outlives and isinstance(error, (PeerLost, EpochChanged)):
             try:
                 await self.end(begun)
             except KfcommError:
-                return  # the program hears of what came first
+                return  # the program sees the first error
         else:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """A step has failed on this rank, which does not come to the meeting."""
+        """End a step that has failed on this rank, which does not come to the meeting."""
         if self._meets and self._meetings is not None:
             self._meetings.refuse(error)
         self._next_step()
@@ -380,7 +381,7 @@ class Step:
 
 
 def _recordable(states: Sequence[Any]) -> list[Any]:
-    """What policies know, without what JSON cannot carry."""
+    """States of policies as JSON; empty if JSON cannot carry them."""
     try:
         return [encoded(state) for state in states]
     except ConfigError:

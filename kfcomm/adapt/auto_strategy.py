@@ -26,19 +26,21 @@ class _Candidate:
 
 
 class Trials:
-    """A series of trials among candidates 0, 1, ..., in rounds.
+    """Successive elimination among candidates 0, 1, ..., in rounds of trials: finds the cheapest at a bounded cost.
 
-    In a round each remaining candidate runs for ``steps`` steps. The first of them is not counted: links are opened in
-    it. The last one is the step in which the ranks agree on the change. Who costs more than ``give_up`` times the best
-    so far after its first counted step is changed at once. At the end of a round those are out whose median cost is
-    more than ``margin`` above the lowest. When one is left, or after ``rounds`` rounds, the one with the lowest median
-    stays.
+    Pure and deterministic: ranks that feed the same costs try the same candidates in the same order, and keep the same.
 
-    Regret, what the trials cost beyond running the best from the beginning: candidate c, whose step takes w(c) times
-    the best's, runs for at most ``rounds * steps`` steps (the first one, for one more), or for 3 if w(c) is above
-    ``give_up`` and the best was tried before. So it is at most ``rounds * steps * sum(w(c) - 1)`` steps of the best,
-    however long the job is. That holds for costs that are the same at each step; with noise, the choice is wrong by as
-    much as medians of ``steps - 1`` costs are.
+    In a round each remaining candidate runs for ``steps`` steps. The first of them is not counted, because links are
+    opened in it. The last one is the step in which the ranks agree on the change. A candidate that costs more than
+    ``give_up`` times the best so far after its first counted step is replaced at once. At the end of a round,
+    candidates whose median cost is more than ``margin`` above the lowest are eliminated. When one remains, or after
+    ``rounds`` rounds, the one with the lowest median is kept.
+
+    Regret, the cost of trials beyond running the best from the beginning: candidate c, whose step takes w(c) times the
+    best's, runs for at most ``rounds * steps`` steps (the first one, for one more), or for 3 if w(c) is above
+    ``give_up`` and the best was tried before. So the regret is at most ``rounds * steps * sum(w(c) - 1)`` steps of the
+    best, however long the job is. This holds for constant costs; with noise, the choice is as wrong as medians of
+    ``steps - 1`` costs are.
 
     Args:
         num_candidates: at least 1.
@@ -71,7 +73,7 @@ class Trials:
 
     @property
     def wanted(self) -> int:
-        """The candidate that should run; at the end, the one that stays."""
+        """Candidate that should run; at the end, the one that is kept."""
         return self._queue[0] if self._queue else self.best
 
     @property
@@ -86,16 +88,16 @@ class Trials:
 
     @property
     def remaining(self) -> tuple[int, ...]:
-        """Those that are not out."""
+        """Candidates that are not eliminated."""
         return tuple(self._remaining)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The median costs, by candidate; inf for those without one."""
+        """Median costs, by candidate; inf without a measurement."""
         return tuple(one.cost for one in self._candidates)
 
     def add(self, number: int, cost: float) -> None:
-        """A step of candidate ``number``, wanted or about to be left, has cost so much."""
+        """Add the cost of a step of a candidate, which may already be about to be replaced."""
         candidate = self._candidates[number]
         candidate.seen += 1
         if candidate.seen > 1:
@@ -122,27 +124,26 @@ class Trials:
                 self._candidates[number].seen = 0
 
     def _in_order(self) -> list[int]:
-        """The best last: it runs then, and if it stays the best no change is needed."""
+        """Remaining candidates, the best last: if it stays the best, no change is needed afterwards."""
         best = self.best
         return [number for number in self._remaining if number != best] + [best]
 
 
 PATIENCE = 3
-"""Low steps running before trials begin anew: they cost more than a look at the links."""
+"""Consecutive low steps before new trials, which cost more than a look at the links."""
 
 
 class AutoStrategy(Policy):
     """Tries strategies on the program's own steps and keeps the fastest; tries again when the network has changed.
 
-    What is compared is the time that the network takes for a byte: ``network_s / nbytes`` of ``StepMetrics``, so that
-    neither computing nor a rank that is late is blamed on a strategy. The trials are successive elimination, see
-    `Trials`; strategies with the same graphs are tried once.
+    It compares the time of the network for a byte, ``network_s / nbytes`` of ``StepMetrics``, so that neither computing
+    nor a late rank counts against a strategy. The trials are successive elimination, see `Trials`; strategies with the
+    same graphs are tried once.
 
-    Afterwards the throughput of each step is compared with a reference (`Interference`). When most ranks find it
-    too low the trials begin anew, but not within ``rest`` steps of the end of the last. So of T steps at most
-    ``(1 + T / rest) * rounds * steps * len(candidates)`` are trials, and each series costs, beyond running the best,
-    at most ``rounds * steps`` times the sum over the candidates of how much longer their steps take, in steps of the
-    best.
+    Afterwards it compares the throughput of each step with a reference (`Interference`). If most ranks find it too low,
+    it begins new trials, but not within ``rest`` steps after the last ones. So of T steps at most
+    ``(1 + T / rest) * rounds * steps * len(candidates)`` are trials. Beyond running the best, each series costs at most
+    ``rounds * steps`` times the sum of how much longer the candidates' steps take, in steps of the best.
 
     Args:
         candidates: names, or strategies for this number of ranks; at least one.

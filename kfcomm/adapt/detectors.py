@@ -1,6 +1,6 @@
-"""What tells a slow network, or a slow rank, from a bad moment: numbers in, verdicts out.
+"""Detectors of slow networks and slow ranks.
 
-Pure and deterministic, without a clock: ranks that feed the same numbers reach the same verdicts.
+Pure and deterministic, without a clock: ranks that feed the same numbers get the same results.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ THRESHOLD = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `Interference` makes of one step.
+    """Result of `Interference` for one step.
 
     Attributes:
         votes: ranks whose throughput was low, ascending.
-        references: by rank, what the throughput was compared with, in its unit; nan as long as there is none.
+        references: by rank, the reference of the throughput, in its unit; nan while it is unknown.
         is_majority: more than half of all ranks voted.
         is_interference: they did in each of the last ``patience`` steps.
     """
@@ -34,10 +34,10 @@ class Verdict:
 
 
 class Interference:
-    """Finds that the network has become slower for most ranks: KungFu's majority vote, with a reference that follows.
+    """Detector of a network that has become slower for most ranks: KungFu's majority vote, with a moving reference.
 
     A rank votes when its throughput is below ``threshold`` times its reference. There is interference when more than
-    half of the ranks vote in ``patience`` steps running: one rank alone, or one bad step, is none.
+    half of the ranks vote in ``patience`` consecutive steps; one rank alone, or one bad step, is not enough.
 
     The reference of a rank is the median of its first ``warmup`` throughputs. From then on it moves towards each new
     one by the part ``follow`` of the distance, and never by more than that part of itself in one step. So:
@@ -79,7 +79,7 @@ class Interference:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the references: what is measured from now on is of another kind (another strategy, say)."""
+        """Forget the references: later measurements differ in kind, such as by another strategy."""
         self._first: list[list[float]] = [[] for _ in range(self.size)]
         self._references = [math.nan] * self.size
         self._running = 0
@@ -90,7 +90,7 @@ class Interference:
         return tuple(self._references)
 
     def update(self, throughputs: Sequence[float]) -> Verdict:
-        """One more step; ``throughputs`` by rank, in any unit, larger is better.
+        """Add a step; ``throughputs`` by rank, in any unit, larger is better.
 
         Raises:
             ConfigError: it is another number of ranks.
@@ -124,7 +124,7 @@ class Interference:
 
 
 class Stragglers:
-    """Finds ranks that are lastingly slower than the others.
+    """Detector of ranks that are lastingly slower than the others.
 
     Each rank's throughput is smoothed (EWMA, the newest weighs ``weight``), and a rank is a straggler while that is
     below ``threshold`` times the median of all. In synchronous training every step takes all ranks equally long: feed

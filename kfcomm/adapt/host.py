@@ -133,7 +133,7 @@ class PolicyHost:
 
     @property
     def held(self) -> Held:
-        """What can be restored later."""
+        """Strategy and hyperparameters, for a later ``restore``."""
         return Held(self.comm.strategy, self.hyperparameters)
 
     def decide(self, runner: Named, what: str, evidence: Mapping[str, Any], level: int = logging.INFO) -> None:
@@ -209,10 +209,10 @@ class PolicyHost:
         return number
 
     def check_rank(self, rank: Any) -> int:
-        """Check a rank in whose place a policy asks for another process.
+        """Check a rank that a policy asks to replace.
 
         Raises:
-            ConfigError: there is no such rank, or the ranks of this program cannot change.
+            ConfigError: the rank is out of range, or the ranks of this program cannot change.
         """
         number = whole_number(rank)
         if number is None or not 0 <= number < self.comm.size:

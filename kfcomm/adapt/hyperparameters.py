@@ -1,7 +1,7 @@
-"""What policies may change of the training itself: what holds, and what may hold. Pure.
+"""Hyperparameters of a training that policies may change, and their valid values. Pure.
 
-A program says with ``Hyperparameters`` which of them it follows, and reads from step to step what holds. Nobody can ask
-for one that the program does not follow: it would be decided, logged, and never done.
+A program declares with ``Hyperparameters`` which of them it follows, and reads their values at each step. Requests for
+others are refused: they would be decided and logged, and never take effect.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kfcomm.common.arguments import plain_text
 from kfcomm.errors import ConfigError
 
 SIGNIFICANT_DIGITS = 9
-"""Of a learning rate: ranks whose mathematical libraries differ in the last bit ask for the same."""
+"""Digits of a learning rate: ranks whose mathematical libraries differ in the last bit ask for the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What holds in a step, the same on every rank. What is None, or has no candidates, the program does not follow.
+    """Hyperparameters of a step, the same on every rank. The program does not follow those that are left out.
 
     Attributes:
-        batch_size: samples of one step, of all ranks together.
+        batch_size: number of samples of one step, of all ranks together.
         learning_rate: finite, not negative.
-        agreement: the name of the way in which the replicas agree; the first of ``agreements``, if left out.
-        agreements: the ways that the program knows.
-        wire_dtype: as which the gradients travel; None for as they are.
-        wire_dtypes: which it could be.
+        agreement: name of the algorithm by which the replicas agree; the first of ``agreements``, if left out.
+        agreements: names that the program knows.
+        wire_dtype: dtype of gradients on the wire; None for their own.
+        wire_dtypes: dtypes that the program knows.
 
     Raises:
-        ConfigError: one of them cannot be.
+        ConfigError: a value is not valid.
     """
 
     batch_size: int | None = None
@@ -61,15 +61,15 @@ class Hyperparameters:
             object.__setattr__(self, "wire_dtype", _one_of("wire dtype", self.wire_dtype, self.wire_dtypes))
 
     def checked(self, name: str, value: Any, size: int) -> Any:
-        """A value that may be asked for, as it would hold.
+        """Check a value that a policy asks for; returns it in the form in which it takes effect.
 
         Args:
-            name: of the attribute.
-            value: for it.
+            name: name of the attribute.
+            value: its new value.
             size: number of ranks, among which a batch is divided.
 
         Raises:
-            ConfigError: it may not, or the program does not follow it.
+            ConfigError: the value is not valid, or the program does not follow the attribute.
         """
         self._check_followed(name)
         match name:
@@ -83,20 +83,20 @@ class Hyperparameters:
                 return value if value is None else _one_of("wire dtype", value, self.wire_dtypes)
 
     def having(self, name: str, value: Any) -> Self:
-        """The same but for one of them."""
+        """Return a copy with another value of one of them."""
         return replace(self, **{name: value})
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON and msgpack can carry it."""
+        """Encode them for JSON and msgpack."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """What ``as_json`` gave.
+        """Decode the result of ``as_json``.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the names differ.
         """
         names = {field.name for field in fields(cls)}
         if set(record) != names:
@@ -122,7 +122,7 @@ class Hyperparameters:
 
 
 def in_words(name: str) -> str:
-    """The name of one of them, for people."""
+    """Name of a hyperparameter for messages."""
     return name.replace("_", " ")
 
 

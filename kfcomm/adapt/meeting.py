@@ -38,16 +38,18 @@ from kfcomm.types import override
 from kfcomm.world.communicator import Communicator
 
 MAX_OBSERVED = 64
-"""Names, on one rank: each is a number in every meeting."""
+"""Number of names on one rank: each is a number in every meeting."""
 MAX_NAME = 100
-"""Characters."""
+"""Characters of a name."""
 
 
 class Observed:
-    """Those of one rank since the ranks last met.
+    """Numbers that the program of one rank has observed since the last meeting.
+
+    A name gets a column on all ranks after one of them has observed it for the first time, by one more exchange.
 
     Attributes:
-        columns: the names that all ranks know, the same on all of them.
+        columns: names that all ranks know, in the same order.
     """
 
     def __init__(self) -> None:
@@ -56,10 +58,10 @@ class Observed:
         self._names: set[str] = set()
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Of one name the last value counts.
+        """Keep values; the last one of a name counts.
 
         Raises:
-            ConfigError: something is no number, or there are too many names.
+            ConfigError: a value is not a number, or there are too many names.
         """
         for name, value in values.items():
             number = _number(name, value)
@@ -69,22 +71,22 @@ class Observed:
             self._values[plain_text(name)] = number
 
     def take(self) -> dict[str, float]:
-        """What was observed; from now on nothing is."""
+        """Return the values, and forget them."""
         taken, self._values = self._values, {}
         return taken
 
     def row(self, values: Mapping[str, float]) -> list[float]:
-        """A rank's numbers, by column."""
+        """Return a rank's numbers, by column."""
         return [values.get(name, math.nan) for name in self.columns]
 
     def has_new(self, values: Mapping[str, float]) -> bool:
-        """Whether some have no column."""
+        """Whether a name has no column."""
         return not values.keys() <= set(self.columns)
 
     async def shared(
         self, table: MeetingTable, mine: Mapping[str, float], place: MeetingPlace
     ) -> dict[str, tuple[float, ...]]:
-        """What all ranks have observed, by name and by rank. If some of it is new, they tell each other the names."""
+        """Return the values of all ranks, by name and by rank; new names cost one more exchange."""
         found = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(self.columns)}
         if table.has_news:
             new = {name: value for name, value in mine.items() if name not in self.columns}
@@ -97,7 +99,7 @@ class Observed:
 
 
 def _number(name: str, value: Any) -> float:
-    """A number, or an array of one."""
+    """Convert a number, or an array of one number."""
     try:
         return float(value.item() if hasattr(value, "item") else value + 0.0)
     except (TypeError, ValueError):
@@ -106,7 +108,7 @@ def _number(name: str, value: Any) -> float:
 
 MEETING = "meeting"
 OWN_NAMES = "kfcomm/adaptation/"
-"""In the world of an ``Elastic``: calls of such names are always finished by those that live."""
+"""Prefix of calls in the world of an ``Elastic``, which surviving ranks always finish."""
 
 
 class MeetingPlace(ABC):
@@ -226,13 +228,13 @@ Done: TypeAlias = Mapping[Runner, Held]
 
 
 class Meetings:
-    """Those of one ``Adaptation``, on this rank.
+    """Meetings of one ``Adaptation``, on this rank.
 
     Args:
-        host: what is changed.
-        place: where the ranks meet.
-        runners: the policies, in the same order on every rank.
-        observed: what the program observes.
+        host: state that policies share.
+        place: communicator for the meetings.
+        runners: policies, in the same order on every rank.
+        observed: numbers that the program observes.
     """
 
     def __init__(self, host: PolicyHost, place: MeetingPlace, runners: Sequence[Runner], observed: Observed) -> None:
@@ -243,19 +245,21 @@ class Meetings:
         self._meeting: Handle[Any] | None = None
 
     async def introduce(self, every: int, *, knows: bool, wrong: str | None = None) -> list[int]:
-        """See that all ranks adapt alike. What holds may differ where some know better than others.
+        """Check that all ranks have the same policies and options.
+
+        Hyperparameters may differ if a rank has met others before: the ranks that have not take over its values.
 
         Args:
-            every: steps between meetings.
-            knows: whether this rank has met others before, and knows what holds.
-            wrong: why this rank cannot begin.
+            every: number of steps between meetings.
+            knows: this rank has met others before.
+            wrong: reason for which this rank cannot begin.
 
         Returns:
-            Those that have.
+            The ranks that have met others before.
 
         Raises:
             ConfigError: a rank cannot begin.
-            CollectiveMismatch: they have different policies, other hyperparameters, or another ``every``.
+            CollectiveMismatch: the ranks have different policies, hyperparameters, or values of ``every``.
         """
         names, given = [runner.name for runner in self._runners], self._host.hyperparameters.as_json()
         said = await self.place.tell([self.place.rank, knows, wrong, names, every, given], "introduction")
@@ -273,15 +277,15 @@ class Meetings:
     async def exchange(
         self, step: int, reading: Reading | None = None, observed: Mapping[str, float] | None = None
     ) -> MeetingTable | None:
-        """Meet.
+        """Meet the other ranks.
 
         Args:
-            step: at which this rank is.
-            reading: what it has measured, if it has not told it yet.
-            observed: what its program has.
+            step: number of this rank's step.
+            reading: its measurements, unless they were reported in this step before.
+            observed: numbers that its program has observed.
 
         Returns:
-            What all say; None if a rank is missing, which all know then.
+            The reports of all ranks; None, on all ranks, if one is missing.
 
         Raises:
             CollectiveMismatch: the ranks are at different steps.
@@ -304,16 +308,16 @@ class Meetings:
         return table
 
     async def metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
-        """What the ranks have measured and observed."""
+        """Return the measurements and observations of all ranks."""
         shared = await self._observed.shared(table, observed, self.place)
         return table.metrics(self._host.comm.strategy, self._host.hyperparameters, shared)
 
     async def follow(self, table: MeetingTable, before: Done) -> Done:
-        """Do what all ranks ask for; switch off what has failed, or what they do not all ask for.
+        """Carry out the requests of all ranks; switch off policies that have failed, or whose requests differ.
 
         Args:
-            table: of the meeting.
-            before: what followed from the meeting before, at the end of the same step.
+            table: reports of the meeting.
+            before: result for the meeting before, at the end of the same step.
         """
         signs = {runner: table.signs_of(number) for number, runner in enumerate(self._runners)}
         bad = [runner for runner, of_ranks in signs.items() if FAILED in of_ranks or len(set(of_ranks)) > 1]
@@ -328,7 +332,7 @@ class Meetings:
         return done
 
     async def to_the_end(self, step: int, done: Done) -> None:
-        """Meet again for as long as something was done."""
+        """Meet again as long as a request was carried out."""
         for _ in range(MAX_ROUNDS):
             if not done:
                 return
@@ -340,16 +344,16 @@ class Meetings:
             done = await self.follow(table, done)
 
     def refuse(self, error: BaseException) -> None:
-        """This rank does not come to the next meeting; the others shall not wait for it."""
+        """Make the next meeting fail, to which this rank does not come, so that the others do not wait."""
         self.place.refuse(error)
 
     def interrupted(self, error: BaseException) -> None:
-        """What follows from a meeting is left off here. A meeting that was itself cancelled is so on every rank."""
+        """Stop after a cancellation. If the meeting itself was cancelled, it is cancelled on every rank already."""
         if self._meeting is None or not self._meeting.cancelled():
             self.refuse(error)
 
     async def close(self) -> None:
-        """Meet no more."""
+        """End the meetings."""
         await self.place.close()
 
     async def _switch_off(self, bad: list[Runner], signs: Mapping[Runner, Sequence[int]], before: Done) -> None:
@@ -368,7 +372,7 @@ class Meetings:
 
 
 def overrule(host: PolicyHost, asking: Sequence[Runner]) -> set[Request[Any]]:
-    """Of policies that ask for the same thing the first has its way, which is logged; returns what is not done."""
+    """Drop and log the requests of policies that an earlier policy overrules; returns these requests."""
     lost = overruled([runner.requests for runner in asking])
     for request, winner in lost:
         host.overruled(request, winner.runner.name, winner.words)
@@ -376,7 +380,7 @@ def overrule(host: PolicyHost, asking: Sequence[Runner]) -> set[Request[Any]]:
 
 
 def raised(ranks: Sequence[int], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """That a policy has raised on these ranks, in words, and the evidence."""
+    """Describe that a policy has raised on these ranks, with the evidence."""
     where = "every rank" if len(ranks) == len(words) else ranks_in_words(ranks)
     return f"it raised on {where}: {words[ranks[0]]}", {"ranks": tuple(ranks), "size": len(words)}
 

@@ -15,6 +15,7 @@ import numpy as np
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.engine.load import Load
 from kfcomm.strategies import AnyStrategy
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.world.communicator import Communicator
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 LEAST_OWN_PART = 0.05
-"""Below this part of a step, ranks' own seconds say nothing of their speed."""
+"""If ranks' own work takes less than this part of a step, their speeds are unknown."""
 
 _NUM_FIELDS = 6  # step, seconds, busy_s, nbytes, count, whether it has observed something new
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rank has measured, as totals that only grow, or as the difference of two of them.
+    """Measurements of a rank, as totals that only grow, or as the difference of two of them.
 
     Attributes:
-        time_s: of a monotonic clock, in seconds.
+        time_s: time of a monotonic clock, in seconds.
         busy_s: seconds in which at least one of its collectives was under way.
-        nbytes: bytes of the arrays that its collectives were given.
+        nbytes: bytes of the inputs of its collectives.
         count: number of its collectives.
-        waited_s: seconds for which its collectives waited for what a rank had to send, by rank of the group.
+        waited_s: seconds for which its collectives waited for data of a rank, by rank of the group.
     """
 
     time_s: float
@@ -47,7 +48,7 @@ class Reading:
     waited_s: tuple[float, ...]
 
     def since(self, before: Reading) -> Reading:
-        """What came in between."""
+        """Return the difference from an earlier reading."""
         return Reading(
             self.time_s - before.time_s,
             self.busy_s - before.busy_s,
@@ -57,7 +58,7 @@ class Reading:
         )
 
     def plus(self, other: Reading) -> Reading:
-        """Two differences together."""
+        """Return the sum of two differences."""
         return Reading(
             self.time_s + other.time_s,
             self.busy_s + other.busy_s,
@@ -68,7 +69,7 @@ class Reading:
 
     @classmethod
     def nothing(cls, size: int) -> Reading:
-        """The difference of a reading and itself."""
+        """Return the difference of a reading and itself."""
         return cls(0.0, 0.0, 0, 0, (0.0,) * size)
 
 
@@ -83,10 +84,10 @@ class StepMetrics:
         busy_s: seconds of it in which at least one of the rank's collectives was under way.
         nbytes: bytes of the arrays that the rank's collectives were given.
         counts: number of the rank's collectives.
-        waited_s: seconds for which the collectives of all ranks together waited for what this rank had to send them.
-            A rank that itself waits is waited for, too: the largest is where to look first, no more.
-        hyperparameters: what held of the training.
-        observed: what the program has observed, by name, by rank; nan where a rank has not. See ``Adaptation.observe``.
+        waited_s: seconds for which the collectives of all ranks together waited for data of this rank. A rank that
+            waits is waited for, too: the rank with the largest number is only the first to look at.
+        hyperparameters: hyperparameters of the step.
+        observed: numbers of ``Adaptation.observe``, by name, by rank; nan where a rank has not observed the name.
     """
 
     step: int
@@ -105,18 +106,18 @@ class StepMetrics:
         return len(self.seconds)
 
     def mean(self, name: str) -> float:
-        """The mean over the ranks of something observed; nan if no rank has observed it."""
+        """Return the mean over the ranks of an observed number; nan if no rank has observed it."""
         known = [one for one in self.observed.get(name, ()) if not math.isnan(one)]
         return fmean(known) if known else math.nan
 
     @cached_property
     def own_s(self) -> tuple[float, ...]:
-        """Seconds in which none of the rank's collectives was under way: its computing, its input, its sleep."""
+        """Seconds in which the rank had no collective under way: its computing, its input, its sleep."""
         return tuple(max(0.0, all_s - busy_s) for all_s, busy_s in zip(self.seconds, self.busy_s, strict=True))
 
     @cached_property
     def network_s(self) -> tuple[float, ...]:
-        """Seconds that the network took: ``busy_s``, less those in which the slowest rank was still at its own work."""
+        """Seconds of the network: ``busy_s``, less the time in which the slowest rank was still at its own work."""
         last_s = max(self.own_s)
         return tuple(max(0.0, busy - (last_s - own)) for busy, own in zip(self.busy_s, self.own_s, strict=True))
 
@@ -136,11 +137,10 @@ class StepMetrics:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """``1 / own_s``: what `Stragglers` compares. All nan where no rank's own work takes 5 % of the step.
+        """``1 / own_s``, for `Stragglers`. All nan where each rank's own work takes less than 5 % of the step.
 
-        All ranks' steps take equally long, since they wait for each other in their collectives; what is a rank's own
-        is how long the others wait for it to begin. A rank that computes while its collectives are under way has that
-        time not counted, on all ranks alike.
+        All ranks' steps take equally long, because they wait for each other in their collectives; the others wait for a
+        rank's own work before these. Computing while collectives are under way does not count, on any rank.
         """
         if max(self.own_s) < LEAST_OWN_PART * max(self.seconds):
             return (math.nan,) * self.size
@@ -148,22 +148,23 @@ class StepMetrics:
 
     @property
     def slowest_peer(self) -> int | None:
-        """The rank that was waited for longest; None if none was."""
+        """Rank that was waited for longest; None without waits."""
         most_s = max(self.waited_s)
         return self.waited_s.index(most_s) if most_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class MeetingTable:
-    """One meeting of the ranks: what each measured and observed, and a number for each policy of each.
+    """Reports of all ranks at a meeting: measurements, observations, and a sign for each policy.
 
     It travels as one all_reduce in which every rank fills a row of its own: 2(n - 1) messages, where an all_gather
-    takes n(n - 1). Adding zeros changes no number.
+    takes n(n - 1). Adding zeros does not change a number.
 
     Attributes:
-        rows: ``(size, 6)``: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed what has no column.
+        rows: ``(size, 6)``: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed a name without a
+            column.
         signs: ``(size, number of policies)``: whole numbers below ``2**53``.
-        observed: ``(size, number of columns)``: nan where a rank has observed nothing.
+        observed: ``(size, number of columns)``: nan where a rank has not observed the name.
         waited_s: ``(size,)``.
     """
 
@@ -177,7 +178,7 @@ class MeetingTable:
         rank: int, size: int, step: int, reading: Reading, signs: Sequence[int], observed: Sequence[float] = (),
         *, is_new: bool = False,
     ) -> Row:  # fmt: skip
-        """What a rank adds: ``size * (6 + number of policies + number of columns + 1)`` float64."""
+        """Return a rank's array: ``size * (6 + number of policies + number of columns + 1)`` float64."""
         own = (
             step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, is_new, *signs, *observed,
         )  # fmt: skip
@@ -188,7 +189,7 @@ class MeetingTable:
 
     @classmethod
     def read(cls, flat: Row, size: int, num_policies: int) -> MeetingTable:
-        """What came of it."""
+        """Parse the sum of the arrays."""
         width = len(flat) // size - 1
         rows = flat[: size * width].reshape(size, width)
         signs = rows[:, _NUM_FIELDS : _NUM_FIELDS + num_policies]
@@ -196,22 +197,22 @@ class MeetingTable:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The step at which each rank is."""
+        """Number of the step of each rank."""
         return tuple(int(step) for step in self.rows[:, 0])
 
     @property
     def has_news(self) -> bool:
-        """Whether a rank has observed what has no column."""
+        """Whether a rank has observed a name without a column."""
         return bool(self.rows[:, 5].any())
 
     def signs_of(self, policy: int) -> tuple[int, ...]:
-        """The numbers for a policy, by rank."""
+        """Signs of a policy, by rank."""
         return tuple(int(sign) for sign in self.signs[:, policy])
 
     def metrics(
         self, strategy: AnyStrategy, hyperparameters: Hyperparameters, observed: Mapping[str, tuple[float, ...]]
     ) -> StepMetrics:
-        """The measurements."""
+        """Return the measurements of the step."""
         _, seconds, busy_s, nbytes, counts, _ = self.rows.T.tolist()
         return StepMetrics(
             step=self.steps[0],
@@ -227,16 +228,16 @@ class MeetingTable:
 
 
 class StepMeter(Protocol):
-    """What tells an ``Adaptation`` how its rank is doing."""
+    """Source of an ``Adaptation``'s measurements."""
 
     def read(self) -> Reading:
-        """The totals of this moment."""
+        """Return the totals of this moment."""
 
 
-class EngineMeter:
-    """The totals of the engine below a communicator: all collectives of the rank, whatever their group.
+class EngineMeter(StepMeter):
+    """Totals of the engine below a communicator: all collectives of the rank, in all groups.
 
-    Where monitoring is off nobody is seen to be waited for; the rest is there all the same.
+    Without monitoring, ``waited_s`` is 0; the other numbers are measured all the same.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -248,8 +249,8 @@ class EngineMeter:
             engine.load = Load(engine.in_flight)
         self._load = engine.load
 
+    @override
     def read(self) -> Reading:
-        """See `StepMeter`."""
         now_s = time.monotonic()
         meter = self._engine.meter
         members = self._comm._group.view.members

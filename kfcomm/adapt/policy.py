@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTHING, FAILED = 0, 1
-"""The signs of a policy that asks for nothing, and of one that has raised."""
+"""Signs of a policy without requests, and of one that has raised."""
 
 
 class Request(Generic[T]):
-    """Something asked for. It may be awaited, or left: it is carried out either way.
+    """Request of a policy to all ranks. It is carried out whether it is awaited or not.
 
     Attributes:
-        words: what is asked for; ranks compare them.
-        subject: what it is about, where only one value can hold: of several policies the first has its way.
-        runner: of the policy that asks.
+        words: the request in words, which the ranks compare.
+        subject: subject that can have one value only: of the requests of several policies the first one wins.
+        runner: runner of the policy.
     """
 
     runner: Runner
@@ -53,10 +53,10 @@ class Request(Generic[T]):
         return self._outcome.__await__()
 
     async def carry_out(self) -> None:
-        """Do it. What it raises goes to whoever awaits it.
+        """Carry it out. An error is raised where the request is awaited.
 
         Raises:
-            Exception: what it raised, if nobody awaits it.
+            Exception: the error, if the request is not awaited.
         """
         try:
             result = await self._call()
@@ -68,18 +68,18 @@ class Request(Generic[T]):
             self._outcome.set_result(result)
 
     def overrule(self: Request[bool]) -> None:
-        """It is not done: who awaits it gets False."""
+        """Drop it: awaiting it gives False."""
         self._outcome.set_result(False)
 
 
 def words_of(what: str, digest: bytes = b"") -> str:
-    """What is asked for, and the digest of what words cannot tell."""
+    """Words of a request, with a digest of its other parts."""
     text = plain_text(what)
     return f"{text} [{digest.hex()[:8]}]" if digest else text
 
 
 def sign_of(requests: Sequence[Request[Any]]) -> int:
-    """A number that stands for what is asked for: 0 for nothing, else 48 bits of a digest of all words, and never 1."""
+    """Sign of requests: 0 without any, else a digest of all words of 48 bits, and never 1."""
     if not requests:
         return NOTHING
     text = "\0".join(request.words for request in requests).encode()
@@ -87,11 +87,11 @@ def sign_of(requests: Sequence[Request[Any]]) -> int:
 
 
 def overruled(asked: Sequence[Sequence[Request[Any]]]) -> list[tuple[Request[Any], Request[Any]]]:
-    """Requests that are not done, each with the one that is done instead.
+    """Return the overruled requests, each with the request that overrules it.
 
     Args:
-        asked: what each policy asks for, in the order of the policies. Of those that ask for the same subject the first
-            has its way; what another asks for is overruled, unless it is the same.
+        asked: requests of each policy, in the order of the policies. Of the requests for one subject that of the first
+            policy wins; others are overruled, unless they are the same.
     """
     winners: dict[str, Request[Any]] = {}
     lost = []
@@ -111,41 +111,41 @@ def overruled(asked: Sequence[Sequence[Request[Any]]]) -> list[tuple[Request[Any
 class Policy:
     """Base of policies: override what you need. Each method may be a plain or an ``async`` one.
 
-    The same policies, in the same order, are given to ``Adaptation`` on every rank. They decide by what ``ctx`` holds,
-    which is the same on every rank, and by nothing else: no clock, no chance, no rank. Where two ask for the same
-    thing at once, the one that is first in that order has its way.
+    The same policies, in the same order, are given to ``Adaptation`` on every rank. They decide by ``ctx`` only, which
+    is the same on every rank: without clocks, random numbers or the rank. If two policies ask for the same thing at
+    once, the first in that order wins.
 
-    A policy that raises, on one rank or on all, or that asks for something else on one rank than on another, is
-    switched off on every rank, which is logged with its name; the job goes on as it is.
+    A policy that raises, on one rank or on all, or that asks for different things on different ranks, is switched off
+    on every rank, which is logged with its name; the job continues without it.
     """
 
     @property
     def name(self) -> str:
-        """By which it is logged."""
+        """Name for the log."""
         return type(self).__name__
 
     def on_start(self, ctx: Context) -> Any:
-        """Before the first step; and again when the ranks have changed, for ``ctx.size`` of them: it begins anew."""
+        """Begin, before the first step; called again, for the new ``ctx.size``, when the ranks have changed."""
 
     def before_step(self, ctx: Context) -> Any:
-        """Before a step at whose end the ranks meet."""
+        """Act before a step at whose end the ranks meet."""
 
     def after_step(self, ctx: Context) -> Any:
-        """After it, with ``ctx.metrics`` of it."""
+        """Act after such a step, with its ``ctx.metrics``."""
 
     def on_end(self, ctx: Context) -> Any:
-        """After the last step; nothing can be asked for any more."""
+        """End, after the last step; requests are not possible any more."""
 
     def state_dict(self) -> Any:
-        """What it has learned and wants all ranks to know when they have changed, as msgpack can carry it."""
+        """Return its state for all ranks when the ranks have changed; msgpack can carry it."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on with what another rank's ``state_dict`` gave, after ``on_start``; not called for None."""
+        """Continue with the ``state_dict`` of another rank, after ``on_start``; not called for None."""
 
 
 class Context:
-    """What a policy sees: what all ranks share. It is the same object in every call."""
+    """Interface of a policy to all ranks: shared state, and requests. It is the same object in every call."""
 
     def __init__(self, host: PolicyHost, runner: Runner) -> None:
         self._host = host
@@ -176,17 +176,17 @@ class Context:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What holds of the training from the next step on; of the last one: ``metrics.hyperparameters``."""
+        """Hyperparameters from the next step on; those of the last step are ``metrics.hyperparameters``."""
         return self._host.hyperparameters
 
     @property
     def set_by(self) -> Mapping[str, str]:
-        """The name of the policy that has last changed ``strategy``, ``size``, or a hyperparameter, by its name."""
+        """Name of the policy that has last changed ``"strategy"``, ``"size"`` or a hyperparameter, by that subject."""
         return MappingProxyType({subject: runner.name for subject, runner in self._host.holders.items()})
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """Of the last step at whose end the ranks met; None before the first."""
+        """Metrics of the last step at whose end the ranks met; None before the first."""
         return self._host.metrics
 
     def decide(self, what: str, **evidence: Any) -> None:
@@ -196,20 +196,19 @@ class Context:
     def set_strategy(self, strategy: StrategySpec, **evidence: Any) -> Request[bool]:
         """Ask for another strategy; see ``Communicator.set_strategy``.
 
-        The ranks compare what they ask for when they meet next: at the end of the next step or, where they have just
-        done something together, at once. Then all of them change, unless a policy that is before this one asks for
-        another.
+        The ranks compare their requests at the next meeting: at the end of the next step or, if they have just done
+        something together, at once. Then all of them change, unless an earlier policy asks for another strategy.
 
         Args:
             strategy: a name, a ``Strategy``, a ``GraphPair`` or a ``Graph``.
             evidence: numbers to be logged with the change.
 
         Returns:
-            What may be awaited: the policy goes on when the strategy is in force (True), or another policy had its way
-            (False). Until its method has returned, it is not called again.
+            A request that may be awaited: True when the strategy is in force, False if another policy has overruled it.
+            The policy is not called again until its method has returned.
 
         Raises:
-            ConfigError: there is no such strategy, or it is for another number of ranks.
+            ConfigError: the strategy is unknown, or is for another number of ranks.
         """
         chosen = build(strategy, self.layout)
 
@@ -225,7 +224,8 @@ class Context:
         """Ask for another batch, of all ranks together; see ``set_strategy`` for when it holds, and what is returned.
 
         Raises:
-            ConfigError: it is no whole number from 1 on, does not divide among the ranks, or the program follows none.
+            ConfigError: it is not a whole number from 1 on, or does not divide among the ranks, or the program does not
+                follow a batch size.
         """
         return self._ask_for("batch_size", batch_size, evidence)
 
@@ -233,15 +233,15 @@ class Context:
         """Ask for another learning rate, which is rounded to nine digits; see ``set_strategy``.
 
         Raises:
-            ConfigError: it is not finite, or negative, or the program follows none.
+            ConfigError: it is not finite, or negative, or the program does not follow a learning rate.
         """
         return self._ask_for("learning_rate", learning_rate, evidence)
 
     def set_agreement(self, name: str, **evidence: Any) -> Request[bool]:
-        """Ask for another way in which the replicas agree; see ``set_strategy``.
+        """Ask for another algorithm by which the replicas agree; see ``set_strategy``.
 
         Raises:
-            ConfigError: the program knows none of this name.
+            ConfigError: the program does not know this name.
         """
         return self._ask_for("agreement", name, evidence)
 
@@ -249,19 +249,19 @@ class Context:
         """Ask that gradients travel as ``"bfloat16"`` or ``"float16"``, or (None) as they are; see ``set_strategy``.
 
         Raises:
-            ConfigError: the program knows none of this name.
+            ConfigError: the program does not know this name.
         """
         return self._ask_for("wire_dtype", name, evidence)
 
     def resize(self, size: int, **evidence: Any) -> Request[bool]:
         """Ask for another number of ranks, in a program with an open ``Elastic``; see ``set_strategy``.
 
-        When the ranks have agreed, it is asked of the job. Others are let in as they are there, and those that are too
-        many leave, between two steps from then on; then ``on_start`` is called, and ``ctx.size`` is another.
+        When the ranks have agreed, the first rank asks the job. From then on, ranks join as they come, and surplus
+        ranks leave, between steps; then ``on_start`` is called with the new ``ctx.size``.
 
         Raises:
-            ConfigError: it is no whole number from 1 on, or the ranks of this program cannot change. If the job does
-                not have so many, that comes of awaiting it, on every rank.
+            ConfigError: it is not a whole number from 1 on, or the ranks of this program cannot change. A size outside
+                the job's range is an error of awaiting the request, on every rank.
         """
         wanted = self._host.check_size(size)
 
@@ -276,10 +276,10 @@ class Context:
     def replace(self, rank: int, **evidence: Any) -> Request[bool]:
         """Ask for another process in the place of a rank, in a program with an open ``Elastic``; see ``resize``.
 
-        The rank goes between two steps from then on, as one that is released; the other is let in when it is there.
+        The rank is released between two steps from then on; the other process joins when it has started.
 
         Raises:
-            ConfigError: there is no such rank, or the ranks of this program cannot change.
+            ConfigError: the rank is out of range, or the ranks of this program cannot change.
         """
         checked = self._host.check_rank(rank)
 
@@ -291,15 +291,15 @@ class Context:
         return self._runner.ask(Request(f"another in place of rank {checked}", change))
 
     def together(self, what: str, call: Callable[[Communicator], Awaitable[T]]) -> Request[T]:
-        """Ask for something that all ranks do together, such as a probe: ``call(comm)``, on every rank.
+        """Ask for an action of all ranks together, such as a probe: ``call(comm)``, on every rank.
 
         Args:
-            what: in words; ranks that say the same are taken to mean the same.
-            call: may use collectives, since all ranks run it at the same place. Its result should be the same on
-                every rank, if the policy is to decide by it, and such as JSON can carry, if that is to be replayed.
+            what: description of the action; equal descriptions are taken for the same action.
+            call: may use collectives, because all ranks run it at the same place. Its result should be the same on
+                every rank, if the policy decides by it, and a value for JSON, if the run is to be replayed.
 
         Returns:
-            What may be awaited; the result is that of ``call``.
+            A request that may be awaited; its result is that of ``call``.
         """
         return self._runner.ask(Request(words_of(what), lambda: self._host.together(what, call, self._runner)))
 

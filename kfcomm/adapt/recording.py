@@ -1,7 +1,7 @@
-"""A file of what policies were told and what was done for them: one line of JSON for each meeting of the ranks.
+"""Record of an ``Adaptation``: metrics, changes and decisions, with one line of JSON for each meeting of the ranks.
 
-The first line, and one more whenever the ranks have changed, says who they are and what holds. Numbers come back as
-they were, to the last bit; null stands for nan.
+The first line, and another one whenever the ranks have changed, has the ranks and the hyperparameters. Numbers are kept
+to the last bit; null is nan.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger("kfcomm.adapt")
 
 FORMAT = 1
 NUMBERS = ("seconds", "busy_s", "nbytes", "counts", "waited_s")
-"""Of ``StepMetrics``, by rank."""
+"""Fields of ``StepMetrics`` by rank."""
 
 
 class StepRecorder:
-    """Writes what happens on this rank, while it is the first.
+    """Writer of a record, on the first rank.
 
     Args:
-        path: of the file.
-        runners: the policies, in their order.
+        path: path of the file.
+        runners: policies, in their order.
     """
 
     def __init__(self, path: str | os.PathLike[str], runners: Sequence[Runner]) -> None:
@@ -48,7 +48,7 @@ class StepRecorder:
         self._decisions: list[list[Any]] = []
 
     def open(self) -> str | None:
-        """This rank is the first: it writes. Returns why it cannot, if so."""
+        """Open the file, on the first rank; returns the reason if that is impossible."""
         if self._file is None:
             try:
                 self._file = self._path.open("a", encoding="utf-8")
@@ -57,11 +57,11 @@ class StepRecorder:
         return None
 
     def begin(self, start: Mapping[str, Any], *, is_new: bool) -> None:
-        """The ranks are these from now on.
+        """Write a line for new ranks.
 
         Args:
-            start: what holds.
-            is_new: whether the steps are counted from here on, so that the file is begun anew.
+            start: the ranks, and the hyperparameters.
+            is_new: the steps are counted from here on, so that the file begins again.
         """
         self._forget()
         if self._file is not None and is_new:
@@ -69,11 +69,11 @@ class StepRecorder:
         self._write({"format": FORMAT, **start, "policies": self._names})
 
     def changed(self, subject: str, runner: Named | None, what: Mapping[str, Any]) -> None:
-        """Something was done for a policy, or (None) undone."""
+        """Note a change for a policy, or (None) its undo."""
         self._rounds[-1].append({"policy": self._number(runner), "subject": subject, **what})
 
     def done_together(self, runner: Named, what: str, result: Any) -> None:
-        """All ranks have done something."""
+        """Note the result of an action of all ranks together."""
         try:
             told = {"result": encoded(result)}
         except ConfigError as error:
@@ -81,15 +81,15 @@ class StepRecorder:
         self._rounds[-1].append({"policy": self._number(runner), "together": what, **told})
 
     def decided(self, decision: Decision) -> None:
-        """Something was decided."""
+        """Note a decision."""
         self._decisions.append([decision.policy, decision.what, decision.why])
 
     def met(self) -> None:
-        """The ranks meet once more at the end of the same step."""
+        """Begin another meeting at the end of the same step."""
         self._rounds.append([])
 
     def step(self, metrics: StepMetrics) -> None:
-        """All that follows from a step is done."""
+        """Write the line of a step, at its end."""
         self._write({
             "step": metrics.step,
             **{name: getattr(metrics, name) for name in NUMBERS},
@@ -101,7 +101,7 @@ class StepRecorder:
         self._forget()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -124,20 +124,20 @@ class StepRecorder:
 
 
 def strategy_as_json(strategy: AnyStrategy) -> list[str]:
-    """Its name and its digest."""
+    """Encode a strategy: its name and its digest."""
     return [strategy.name, strategy.digest.hex()]
 
 
 def layout_as_json(layout: Layout) -> dict[str, Any]:
-    """Hosts of the ranks, and what is known of them."""
+    """Encode a layout: hosts of the ranks, their processors and costs."""
     return {"hosts": layout.hosts, "num_cpus": layout.num_cpus, "costs": layout.costs}
 
 
 def encoded(value: Any) -> Any:
-    """As strict JSON can carry it: null for nan, text for infinities.
+    """Encode a value for strict JSON: null for nan, text for infinities.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: JSON cannot carry it.
     """
     match value:
         case None | bool() | int() | str():
@@ -152,7 +152,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What ``encoded`` gave, as it was but for nan and tuples: null stays None, and sequences are lists."""
+    """Decode the result of ``encoded``, except nan, which stays None, and tuples, which stay lists."""
     if isinstance(value, dict):
         if value.keys() == {"float"}:
             return float(value["float"])
@@ -161,15 +161,15 @@ def decoded(value: Any) -> Any:
 
 
 def numbers(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Numbers by rank."""
+    """Decode numbers by rank."""
     return tuple(math.nan if one is None else one for one in values)
 
 
 def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a record.
+    """Read the lines of a record.
 
     Raises:
-        ConfigError: it is none; the message names the file and the line.
+        ConfigError: the file is not a record; the message names the file and the line.
         OSError: the file cannot be read.
     """
     lines: list[dict[str, Any]] = []

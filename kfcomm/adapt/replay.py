@@ -1,4 +1,4 @@
-"""What a policy would have decided in a run that was recorded: the same as it did there, if it was there."""
+"""Replay of a recorded run: the decisions of a policy by its measurements, with or without having been in the run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Line = Mapping[str, Any]
 
 
 def replay(policy: Policy, record: str | os.PathLike[str]) -> list[Decision]:
-    """Show a policy, made as it was for the run, what ``Adaptation(..., record=...)`` has written.
+    """Run a policy on the record of ``Adaptation(..., record=...)``.
 
-    A policy that was in the run decides as it did there. Of another one it is found out what it would have decided by
-    these measurements: what it asks for is taken to be done, and changes nothing of what was measured.
+    A policy that was in the run, made with the same arguments, makes the same decisions. Another policy decides by the
+    same measurements: its requests count as carried out, and do not change the measurements.
 
     Args:
-        policy: a new one.
-        record: the file.
+        policy: a new policy.
+        record: path of the file.
 
     Returns:
-        Its decisions.
+        The policy's decisions.
 
     Raises:
-        ConfigError: the file is no record; or the policy does together with others what was not recorded.
+        ConfigError: the file is not a record; or it has no result for an action that the policy does together.
         OSError: the file cannot be read.
     """
     return asyncio.run(_Replay(policy, lines_of(record)).run())
@@ -46,14 +46,14 @@ def replay(policy: Policy, record: str | os.PathLike[str]) -> list[Decision]:
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """Another policy."""
+    """Policy of the run other than the replayed one."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """A strategy of which only this was recorded."""
+    """Strategy that is known by its name and digest only."""
 
     name: str
     digest: bytes
@@ -134,7 +134,7 @@ class _ReplayHost(PolicyHost):
 
 
 class _Replay:
-    """One policy, and the lines of a record."""
+    """Replay of one policy on the lines of a record."""
 
     def __init__(self, policy: Policy, lines: Sequence[Line]) -> None:
         self._lines = lines
@@ -181,7 +181,7 @@ class _Replay:
         host.num_steps += 1
 
     async def _round(self, entries: Sequence[Line]) -> bool:
-        """What follows from one meeting; whether something was done for the policy."""
+        """Carry out one meeting; returns whether a request of the policy was carried out."""
         await self._runner.settle()
         places = [-1 if entry["policy"] is None else entry["policy"] for entry in entries]
         for entry, place in zip(entries, places, strict=True):
@@ -213,7 +213,7 @@ class _Replay:
         return was_done
 
     def _overruled(self, entries: Sequence[Line]) -> set[Request[Any]]:
-        """What the policy asks for and does not get; it may ask for one thing twice."""
+        """Requests of the policy that were overruled in the run; it may make the same one twice."""
         lost: set[Request[Any]] = set()
         for entry in entries:
             asked = [one for one in self._runner.requests if one.words == entry["words"] and one not in lost]

@@ -10,29 +10,30 @@ from kfcomm.adapt.detectors import THRESHOLD, Stragglers
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.errors import ConfigError
+from kfcomm.types import override
 
 THROUGHPUT = "throughput"
-"""What a program may observe in samples a second, of all ranks, where it follows no batch size."""
+"""Name of the observed samples per second, of all ranks, in a program that does not follow a batch size."""
 
 
 class MarginalUtility(Policy):
-    """Adds workers for as long as each new one brings enough of what a worker brought before.
+    """Adds workers as long as each new one adds enough throughput, compared with a worker before.
 
-    The throughput R of k workers is the median of ``steps`` steps, of which the first after a change does not count.
-    After a change from k' to k the new ones have brought (R - R') / (k - k') each. While that is above ``threshold``
-    times R' / k', ``step`` more are asked for, up to ``most``; else those before are asked for again, and nothing more
-    for ``rest`` steps.
+    The throughput R of k workers is the median of ``steps`` steps, not counting the first one after a change. After a
+    change from k' to k workers, each new one has added (R - R') / (k - k'). While that is above ``threshold`` times
+    R' / k', the policy asks for ``step`` more workers, up to ``most``; else it asks for the number before again, and
+    rests for ``rest`` steps.
 
-    Where the job has no more, it waits for them without asking again. Samples a second follow from the batch size; a
-    program that follows none observes ``throughput``.
+    If the job has no more workers, it waits for them without asking again. Samples per second follow from the batch
+    size; a program without a batch size observes ``throughput``.
 
     Args:
-        most: ranks.
-        least: ranks; None for those at first.
-        step: ranks more at a time.
-        threshold: a part of a worker.
-        steps: that are measured, at least 2.
-        rest: steps from giving up to the next attempt; None for never.
+        most: largest number of ranks.
+        least: smallest number of ranks; None for the number at first.
+        step: number of ranks that are added at a time.
+        threshold: part of a worker's throughput, between 0 and 1.
+        steps: number of measured steps, at least 2.
+        rest: number of steps until the next attempt; None for no other attempt.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -104,20 +105,20 @@ class MarginalUtility(Policy):
         if size != ctx.size:
             ctx.resize(size, **evidence)
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return [self._before, self._rests_since, self._least]
 
     def load_state_dict(self, state: Any) -> None:
-        """The ranks have changed: what those before brought is known."""
+        """Continue with other ranks, and the throughput of those before."""
         before, self._rests_since, self._least = state
         self._before = None if before is None else (before[0], before[1])
         if self._rests_since is not None:
-            self._asked = -1  # it was found not to be worth it: measured again after a rest
+            self._asked = -1  # more ranks were not worth it: measured again after a rest
 
 
 def samples_per_s(metrics: StepMetrics) -> float | None:
-    """Samples a second, of all ranks; None if nobody knows."""
+    """Return samples per second, of all ranks; None if unknown."""
     batch, seconds = metrics.hyperparameters.batch_size, max(metrics.seconds)
     if batch is not None and seconds > 0:
         return batch / seconds
@@ -126,19 +127,19 @@ def samples_per_s(metrics: StepMetrics) -> float | None:
 
 
 class ReplaceStragglers(Policy):
-    """Asks for another process in the place of a rank that holds up all others.
+    """Asks for another process in the place of a rank that delays all others.
 
     A rank is slow while its smoothed speed is below ``threshold`` times the median of all: see `Stragglers`, and
-    ``StepMetrics.speeds``, which leave out what a rank waits for others. Who is slow in ``patience`` steps running is
-    replaced; the slowest first, and nobody else for ``rest`` steps, in which the next one begins: what is slow because
-    of its host may be so again.
+    ``StepMetrics.speeds``, which exclude its waits for other ranks. A rank that is slow in ``patience`` consecutive
+    steps is replaced; the slowest first, and only one in ``rest`` steps, because its successor on a slow host may be
+    slow, too.
 
     Args:
-        threshold: a part of the median, between 0 and 1.
-        weight: of the newest speed in a rank's average, between 0 and 1.
-        warmup: steps of a rank that are known before it can be slow, at least 1.
-        patience: steps, at least 1.
-        rest: steps from one replacement to the next, at least 1.
+        threshold: part of the median, between 0 and 1.
+        weight: weight of the newest speed in a rank's average, between 0 and 1.
+        warmup: number of measured steps of a rank before it can be slow, at least 1.
+        patience: number of steps, at least 1.
+        rest: number of steps from one replacement to the next, at least 1.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -153,7 +154,7 @@ class ReplaceStragglers(Policy):
         if patience < 1 or rest < 1:
             raise ConfigError(f"patience and rest are steps, at least 1, not {patience!r} and {rest!r}")
         self._options: dict[str, Any] = {"threshold": threshold, "weight": weight, "warmup": warmup}
-        Stragglers(1, **self._options)  # which refuses what cannot be
+        Stragglers(1, **self._options)  # it checks the options
         self._patience = patience
         self._rest = rest
 
@@ -164,7 +165,7 @@ class ReplaceStragglers(Policy):
         self._rests_until = 0
 
     def after_step(self, ctx: Context) -> None:
-        """Look who is slow."""
+        """Replace a rank that has been slow long enough."""
         if ctx.metrics is None:
             return
         slow = self._found.update(ctx.metrics.speeds)
@@ -184,10 +185,10 @@ class ReplaceStragglers(Policy):
             slow_in_steps=self._running[rank],
         )
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return self._rests_until
 
     def load_state_dict(self, state: Any) -> None:
-        """Rest on, with other ranks."""
+        """Continue to rest, with other ranks."""
         self._rests_until = state

@@ -1,4 +1,4 @@
-"""One policy on this rank: its methods are called, and what it asks for or raises is kept until the ranks meet."""
+"""Runner of one policy on this rank: calls its methods, and keeps its requests and errors until the ranks meet."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm.adapt")
 
 MAX_REASON = 500
-"""Characters of a failure that the other ranks are told."""
+"""Characters of a failure that are sent to the other ranks."""
 
 Hook = Literal["on_start", "before_step", "after_step", "on_end"]
 T = TypeVar("T")
 
 
 class Runner:
-    """A policy and its state on this rank.
+    """Policy and its state on this rank.
 
     Attributes:
         policy: the policy.
         is_off: it is not called any more, on any rank.
-        failure: what it raised here, in words; empty as long as it has not.
-        at_rest: its method has returned, or waits for the ranks.
+        failure: its error on this rank, in words; empty without one.
+        at_rest: set while its method has returned, or waits for the ranks.
     """
 
     def __init__(self, policy: Policy, host: PolicyHost) -> None:
@@ -51,25 +51,25 @@ class Runner:
 
     @property
     def requests(self) -> Sequence[Request[Any]]:
-        """What it asks for."""
+        """Pending requests."""
         return self._requests
 
     @property
     def sign(self) -> int:
-        """What the other ranks are told: nothing, failed, or what it asks for."""
+        """Number for the other ranks: nothing, failed, or a digest of the requests."""
         if self.is_off:
             return NOTHING
         return FAILED if self.failure else sign_of(self._requests)
 
     @property
     def words(self) -> str:
-        """The same in words, for people."""
+        """The same in words, for messages."""
         if self.failure:
             return self.failure[:MAX_REASON]
         return ("asks for " + ", ".join(one.words for one in self._requests)) if self._requests else "asks for nothing"
 
     async def call(self, hook: Hook) -> None:
-        """Call a method of the policy, unless it is off, has failed, or is still in the midst of another."""
+        """Call a method of the policy, unless it is off, has failed, or still runs another method."""
         if self.is_off or self.failure or self._task is not None:
             return
         try:
@@ -87,7 +87,7 @@ class Runner:
         await self.at_rest.wait()
 
     def ask(self, request: Request[T]) -> Request[T]:
-        """The policy asks for something."""
+        """Add a request of the policy."""
         if self._is_ended:
             raise ConfigError("on_end is called after the last step: nothing can be asked for any more")
         request.runner = self
@@ -95,7 +95,7 @@ class Runner:
         return request
 
     async def carry_out(self, lost: Collection[Request[Any]] = ()) -> None:
-        """All ranks ask for the same: do it, but for what is ``lost`` to another policy, and let the policy go on."""
+        """Carry out requests, the same on all ranks, except overruled (``lost``) ones; then let the policy continue."""
         requests, self._requests = self._requests, []
         for request in requests:
             try:
@@ -110,20 +110,20 @@ class Runner:
         await self.settle()
 
     async def switch_off(self) -> None:
-        """Call it no more; what it is in the midst of is cancelled."""
+        """Stop calling the policy, and cancel a method that is under way."""
         self.is_off = True
         await self._drop()
 
     async def end(self) -> None:
-        """The last call; what it is in the midst of is cancelled before."""
+        """Cancel a method that is under way, and call ``on_end``."""
         self._is_ended = True
         await self._drop()
         await self.call("on_end")
 
-    # ---------------------------------------------------------------- what it knows, when ranks have changed
+    # ---------------------------------------------------------------- changes of the ranks
 
     def state(self) -> list[Any]:
-        """Whether it is off, what it knows, and what was wrong with telling it; msgpack can carry it."""
+        """Whether it is off, its state, and the fault of that; msgpack can carry it."""
         if self.is_off:
             return [True, None, ""]
         try:
@@ -134,7 +134,7 @@ class Runner:
         return [False, state, ""]
 
     async def begin_anew(self, state: Sequence[Any]) -> None:
-        """Forget what it asks for and is in the midst of, and go on with what a rank has told as its state."""
+        """Drop its requests and a method that is under way, and begin with the state that a rank has sent."""
         is_off, known, failure = state
         await self._drop()
         self.is_off, self.failure = bool(is_off), str(failure)

@@ -1,4 +1,4 @@
-"""A policy that leaves slow links alone: it measures the network when it has changed, and sets what fits it."""
+"""Policy that avoids slow links: measures the network when it has changed, and sets a strategy that fits it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from kfcomm.world.communicator import Communicator
 
 PROBE_NBYTES, PROBE_ROUNDS = 1 << 17, 2
-"""Of the probes: 20 ms on 50 Mbit/s, where a look at 8 hosts takes a few seconds less than with a probe's own."""
+"""Options of a probe: 20 ms on 50 Mbit/s; with 8 hosts it takes a few seconds less than with the defaults."""
 
 LEAST_GAIN = 1.05
-"""By less than this factor a topology is no better than the one before."""
+"""A topology has to be faster by this factor to replace the one before."""
 
 ABOUT_EQUAL = 1.1
-"""What is predicted to take less than so many times the shortest is tried: predictions are no better than that."""
+"""Strategies that are predicted to take less than this times the shortest are tried: predictions are that exact."""
 
 MOST_TRIED = 3
 MOST_RANKS = 64
-"""In larger groups packed trees alone are tried: what all named strategies would take is too much to find out."""
+"""In larger groups only packed trees are tried: predicting all named strategies takes too long."""
 
 
 async def measure(comm: Communicator) -> Probe:
-    """Measure all links, with little: what is wanted is which are slow; see ``Communicator.probe``."""
+    """Measure all links roughly, to find the slow ones; see ``Communicator.probe``."""
     return await comm.probe(nbytes=PROBE_NBYTES, rounds=PROBE_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What is tried, and what it has to beat."""
+    """Trial of candidates, and the strategy and throughput before."""
 
     before: AnyStrategy
     throughput: float
@@ -51,22 +51,21 @@ class _Attempt:
 
 
 class AvoidSlowLinks(Policy):
-    """When most ranks find the network slower than it was, measures all links and sets the graphs that fit them.
+    """Measures all links when the network is slower for most ranks, and sets the graphs that fit them.
 
     1. The throughput of each step is compared with a reference that follows slowly; see `Interference`.
-    2. When more than half of the ranks find it too low in two steps running, all ranks probe their links together at
-       the end of the next step.
-    3. ``packed_trees`` of what they measured are set at once. If the model of costs predicts for some named strategies
-       that they take about as long (up to 10 % more than the best), two of them at most are tried as well, each for
-       ``steps`` steps, and the fastest stays; see `Trials`.
-    4. If that is not faster by 5 % than the step in which the interference was found, the strategy from before is set
-       again.
+    2. When more than half of the ranks find it too low in two consecutive steps, all ranks probe their links together
+       at the end of the next step.
+    3. ``packed_trees`` of the measured links are set at once. If the model of costs predicts for named strategies that
+       they take about as long (up to 10 % more than the best), at most two of them are tried as well, each for
+       ``steps`` steps, and the fastest is kept; see `Trials`.
+    4. If that is not faster by 5 % than the step in which the interference was found, the strategy before is restored.
 
-    While a choice of its own is in force it also looks again when most ranks find the network that much *faster* than
-    the reference: the link may have recovered. After each look it rests, whatever happens.
+    While a choice of its own is in force it also measures when most ranks find the network that much *faster* than the
+    reference: the link may have recovered. After each measurement it rests.
 
-    Steps in which a rank's collectives carry less than ``least_nbytes`` are left out: how long little messages take
-    says more of the ranks' processors than of their links.
+    Steps in which a rank's collectives carry less than ``least_nbytes`` are skipped: the time of small messages depends
+    on the ranks' processors more than on their links.
 
     Cost: a probe, see ``Communicator.probe``, for each look; at most one look in ``rest`` steps.
 
@@ -129,7 +128,7 @@ class AvoidSlowLinks(Policy):
         return None
 
     async def _measured(self, comm: Communicator) -> dict[str, Any]:
-        """As a record can carry it."""
+        """Measure the links, in the form of a record."""
         return (await self._measure(comm)).as_json()
 
     async def _look(self, ctx: Context, metrics: StepMetrics, verdict: Verdict, how: str) -> None:
@@ -202,7 +201,7 @@ def _probe_of(record: dict[str, Any], layout: Layout) -> Probe:
 
 
 def _links(probe: Probe) -> dict[str, Any]:
-    """The slowest link, and what the links do at the median."""
+    """Slowest link, and the median bandwidth of the links."""
     rates = [probe.bandwidth[a, b] for a in range(probe.size) for b in range(probe.size) if a != b]
     if not rates:
         return {}
