@@ -1,8 +1,8 @@
 """Averages of gradients in fewer bytes than the gradients have: PowerSGD and top-k, with error feedback.
 
-What an average leaves out is kept by the rank that gave it, and added to what it gives next: nothing is lost, it comes
-later. Both work on NumPy arrays, or what NumPy reads where it is, over any communicator that blocks. (For half of the
-bytes, without a state: ``wire_dtype`` of ``all_reduce``.)
+Each rank adds the error of its compressed gradient to its next gradient, so that nothing is lost, only delayed. Both
+work on NumPy arrays, or arrays that NumPy reads in place, over any blocking communicator. (For half of the bytes,
+without a state, use ``wire_dtype`` of ``all_reduce``.)
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Error feedback (Seide et al., 2014; Karimireddy et al., ICML 2019): what was left out is added to what comes next.
+"""Error feedback (Seide et al., 2014; Karimireddy et al., ICML 2019): errors are added to the next gradients.
 
 For any compressor C: c_t = C(g_t + e_t), e_{t+1} = g_t + e_t − c_t. So at every step Σg = Σc + e: nothing is lost.
 """
@@ -16,30 +16,30 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class Averaging(Protocol):
-    """What is needed of a communicator: ``kfcomm.sync.Communicator`` has it."""
+    """Part of ``kfcomm.sync.Communicator`` that compression needs."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def all_reduce_many(self, arrays: Mapping[str, Any], *, op: Any) -> dict[str, Any]:
-        """See ``Communicator``."""
+        """Reduce arrays by name."""
 
     def all_gather(self, x: Any, name: str) -> Any:
-        """See ``Communicator``."""
+        """Stack the arrays of all ranks."""
 
 
 class Errors:
-    """What of each gradient has not been sent yet, by name."""
+    """Errors of compressed gradients, which were not sent yet, by name."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Array] = {}
 
     def corrected(self, name: str, gradient: Any) -> Array:
-        """The gradient with what was left out before: a C-contiguous array of its own.
+        """Return a C-contiguous copy of a gradient, plus its error.
 
         Raises:
-            ConfigError: it holds no floating-point numbers that NumPy calculates with, or has changed its shape.
+            ConfigError: its dtype is not one of NumPy's floating-point types, or its shape has changed.
         """
         given = np.asarray(gradient)
         if given.dtype.kind != "f":
@@ -49,12 +49,12 @@ class Errors:
             return given.copy(order="C")
         if (error.shape, error.dtype) != (given.shape, given.dtype):
             raise ConfigError(f"gradient {name!r} was {error.dtype} {error.shape}, and is {given.dtype} {given.shape}")
-        return np.asarray(np.add(given, error, order="C"))  # what has no axis is no array else
+        return np.asarray(np.add(given, error, order="C"))  # else a scalar for an array without axes
 
     def keep(self, name: str, error: Array) -> None:
-        """What is left out this time."""
+        """Set the error of a gradient."""
         self._kept[name] = error
 
     def of(self, name: str) -> Array | None:
-        """What has been left out of a gradient so far; None if it was never compressed."""
+        """Return the error of a gradient; None if it was never compressed."""
         return self._kept.get(name)

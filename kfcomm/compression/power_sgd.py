@@ -84,16 +84,16 @@ class PowerSGD:
         self.errors = Errors()
 
     def average(self, comm: Averaging, gradients: Mapping[str, Any], *, name: str = "power") -> dict[str, Array]:
-        """What stands for the mean of all ranks' gradients, by name; the same on all ranks.
+        """Return the approximate mean of all ranks' gradients, by name; the same on all ranks.
 
         Args:
-            comm: blocking.
+            comm: blocking communicator.
             gradients: float arrays by name; the same names and shapes on every rank, in every step.
-            name: of the collectives.
+            name: prefix of the collectives' names.
 
         Raises:
-            ConfigError: a gradient is no array of floating-point numbers, or has changed.
-            CollectiveError: an exchange has failed; the errors of this step are as they were before.
+            ConfigError: a gradient is not an array of floating-point numbers, or its shape has changed.
+            CollectiveError: an exchange has failed; the errors are unchanged.
         """
         name = checked_name(name)
         if self._left > 0:
@@ -123,9 +123,9 @@ class PowerSGD:
         return {one: found[one] for one in gradients}
 
     def _whole(self, comm: Averaging, gradients: Mapping[str, Any], name: str) -> dict[str, Array]:
-        """The mean of gradients that hold what is not finite, or are too large: all ranks see it in what they share.
+        """Average gradients without compression: those with values that are not finite, or too large.
 
-        Nothing of it stays: the errors and Q are those of the step before.
+        All ranks choose the same gradients, by the sums that they share. The errors and Q do not change.
         """
         if not gradients:
             return {}
@@ -133,7 +133,7 @@ class PowerSGD:
         return {one: whole[f"{name}/whole/{one}"] for one in gradients}
 
     def _q(self, name: str, matrix: Array) -> Array:
-        """Where the power method goes on: names are asked for in one order on all ranks."""
+        """Start of the power method; random ones are drawn in one order of names on all ranks."""
         known = self._qs.get(name)
         if known is None:
             columns = min(self._rank, *matrix.shape)

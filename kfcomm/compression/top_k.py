@@ -49,16 +49,16 @@ class TopK:
         self.errors = Errors()
 
     def average(self, comm: Averaging, gradients: Mapping[str, Any], *, name: str = "top") -> dict[str, Array]:
-        """What stands for the mean of all ranks' gradients, by name; the same on all ranks.
+        """Return the approximate mean of all ranks' gradients, by name; the same on all ranks.
 
         Args:
-            comm: blocking.
+            comm: blocking communicator.
             gradients: float arrays by name; the same names, shapes and dtypes on every rank, in every step.
-            name: of the collectives.
+            name: prefix of the collectives' names.
 
         Raises:
-            ConfigError: a gradient is no array of floating-point numbers, or has changed.
-            CollectiveError: an exchange has failed; the errors are as they were before.
+            ConfigError: a gradient is not an array of floating-point numbers, or its shape has changed.
+            CollectiveError: an exchange has failed; the errors are unchanged.
         """
         name = checked_name(name)
         found = {one: self.errors.corrected(one, gradients[one]) for one in sorted(gradients)}

@@ -1,7 +1,7 @@
-"""Ways to agree, monitors in the data path, and large batches: what adaptive training is made of.
+"""Algorithms of adaptive training: agreement between replicas, monitors in the data path, and large batches.
 
-Pure formulas have files of their own, arrays or floats in, arrays or floats out; what carries them over a communicator
-is beside them. See `Agreement` for the loop that serves every way to agree.
+Pure formulas take and return arrays or floats; procedures carry them over a communicator. `Agreement` shows the loop
+that serves every algorithm of agreement.
 """
 
 from typing import TYPE_CHECKING

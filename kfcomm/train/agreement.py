@@ -1,6 +1,6 @@
-"""What all ways to agree have in common: two methods for a step, and an introduction that sees that all ranks agree.
+"""Base of the algorithms by which replicas agree: two methods for a step, and a check that all ranks use the same one.
 
-A way to agree takes a rank's gradients, and its model, and gives those to go on with. One loop serves all of them::
+An algorithm takes a rank's gradients, and its model, and returns those to continue with. One loop serves all of them::
 
     way = kfcomm.train.SMA(comm, alpha=0.1)
     for batch in batches:
@@ -9,11 +9,11 @@ A way to agree takes a rank's gradients, and its model, and gives those to go on
         gradients = await way.gradients(gradients)
         model = apply(await pending, gradients)
 
-With a communicator of ``kfcomm.sync`` it says ``pending.wait()``. Models and gradients are trees (dicts, lists, tuples)
+With a communicator of ``kfcomm.sync``, write ``pending.wait()``. Models and gradients are trees (dicts, lists, tuples)
 of arrays of any kind; they are not modified, and not to be modified while they are under way.
 
-Invariant: before its first exchange a rank knows that all have told which way they go, and with what numbers. Who
-differs, or was given numbers that cannot be, is an error on every rank.
+Invariant: before its first exchange each rank knows the algorithm, and its numbers, of all ranks. A difference, or a
+number out of its range, is an error on every rank.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kfcomm.train.procedure import Comm, Procedure, call, carried, together
 from kfcomm.train.tree import Tree, leaves, rebuilt
 
 MEETS_AS = "agreement"
-"""Under this name ways without one introduce themselves, whatever they are: ranks that go different ways must meet."""
+"""Name for the check of algorithms without a name, the same for all: ranks with different ones must meet."""
 
 METHODS = ("gradients", "parameters")
 DIFFERENT = "the ranks agree in different ways"
 
 
 class Agreement:
-    """A way to agree, on one rank. Made alike on every rank; a class of its own says what travels, and when.
+    """Algorithm by which replicas agree. Made alike on every rank; subclasses define what travels, and when.
 
     Attributes:
-        comm: whose ranks agree.
-        name: of this way; its collectives begin with it. Ways that are in use at once on one communicator need some.
-        num_steps: how often the model was given, by this rank.
+        comm: communicator of the ranks that agree.
+        name: prefix of its collectives. Several algorithms in use at once on one communicator need different names.
+        num_steps: number of calls of ``parameters`` on this rank.
 
     Raises:
         ConfigError: a number is out of its range; on the other ranks their first exchange raises it.
@@ -48,7 +48,7 @@ class Agreement:
 
     default_name: ClassVar[str]
     shares_gradients = False
-    """Whether all ranks go on with the same gradients."""
+    """Whether all ranks continue with the same gradients."""
 
     def __init__(self, comm: Comm, name: str | None, numbers: Mapping[str, Any], problem: str | None = None) -> None:
         name = None if name is None else checked_name(name)
@@ -80,7 +80,7 @@ class Agreement:
 
     @carried
     def gradients(self, tree: Tree) -> Procedure[Tree]:
-        """What to give to the optimizer, of this rank's gradients; a `Pending` tree like ``tree``.
+        """Exchange gradients; returns a `Pending` tree like ``tree`` for the optimizer.
 
         Raises:
             CollectiveMismatch: from waiting: the ranks agree in different ways.
@@ -92,7 +92,7 @@ class Agreement:
 
     @carried
     def parameters(self, tree: Tree) -> Procedure[Tree]:
-        """The model to go on with, of this rank's; a `Pending` tree like ``tree``. Called once a step.
+        """Exchange models; returns a `Pending` tree like ``tree`` to continue with. Called once a step.
 
         Raises:
             CollectiveMismatch, ConfigError, CollectiveError: see ``gradients``.
@@ -102,12 +102,12 @@ class Agreement:
         return (yield from self._parameters(tree))
 
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        """Gradients stay a rank's own, unless a class says otherwise."""
+        """Procedure for gradients; without an exchange, unless a subclass overrides it."""
         yield from ()
         return tree
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
-        """So do models."""
+        """Procedure for models; without an exchange, unless a subclass overrides it."""
         yield from ()
         return tree
 
@@ -115,20 +115,20 @@ class Agreement:
         return f"{self._meets_as}/introduction of {method}"
 
     def _introduce(self, method: str) -> Procedure[None]:
-        """See that all ranks agree in the same way. The two methods may be under way together, so each does."""
+        """Check that all ranks use the same algorithm; both methods do, because they may be under way together."""
         if method in self._introduced:
             return
         self._introduced.add(method)
         yield from introduction(self.comm.rank, self._said, self._introduction(method))
 
     def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
-        """A tree like ``tree`` of what all ranks' arrays are together."""
+        """Reduce the arrays of a tree over all ranks."""
         found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
         return rebuilt(tree, found)
 
 
 def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
-    """Raise what is wrong with a rank's numbers, and tell the others in the introductions that they will come to.
+    """Raise the fault of a rank's numbers, and report it in the checks that the other ranks will come to.
 
     Raises:
         ConfigError: always.
@@ -139,7 +139,7 @@ def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
 
 
 def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> Any:
-    """Begin to tell the others what this rank has; a handle of what each tells, for `check_alike`."""
+    """Begin to exchange what the ranks have; returns a handle of all reports, for `check_alike`."""
     tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
     told = tell([said, problem], name)
     told.add_done_callback(looked_at)
@@ -147,7 +147,7 @@ def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> A
 
 
 def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree in different ways") -> Procedure[None]:
-    """See that all ranks say the same: of the way they agree, or of what ``wrong`` is about.
+    """Check that all ranks report the same: of their algorithm, or of the subject of ``wrong``.
 
     Raises:
         ConfigError, CollectiveMismatch: see ``check_alike``.
@@ -157,7 +157,7 @@ def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree 
 
 
 def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str = DIFFERENT) -> None:
-    """Compare what each rank has told: what it has, and what is wrong with that.
+    """Compare the reports of all ranks: what each has, and the fault of that.
 
     Raises:
         ConfigError: a rank was given what cannot be.
@@ -172,11 +172,11 @@ def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str
 
 
 def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:
-    """What is wrong with a coefficient of averaging; None if nothing is."""
+    """Fault of a coefficient of averaging; None without one."""
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     return None if is_number and 0 < alpha <= most else f"alpha is above 0 and at most {most:g}, not {alpha!r}"
 
 
 def count_problem(what: str, value: Any) -> str | None:
-    """What is wrong with a number of steps; None if nothing is."""
+    """Fault of a number of steps; None without one."""
     return None if type(value) is int and value >= 1 else f"{what} is a whole number, at least 1, not {value!r}"

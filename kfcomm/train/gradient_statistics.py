@@ -1,7 +1,7 @@
 """Statistics of gradients: squared norms, moving averages, variance between ranks, and the gradient noise scale.
 
-All that is known of the ranks' gradients follows from two numbers: the mean over the n ranks of |g_i|², which travels
-as one scalar, and |ḡ|² of the mean gradient, which every rank has.
+Statistics between ranks follow from two numbers: the mean over the n ranks of |g_i|², which travels as one scalar, and
+|ḡ|² of the mean gradient, which every rank has.
 
 Source of the noise scale: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
 https://arxiv.org/abs/1812.06162, appendix A. With the gradient G of the loss and the covariance Σ of one sample's
@@ -61,7 +61,7 @@ def _of_block(block: np.ndarray[Any, Any]) -> float:
 
 
 class MovingAverage:
-    """An exponential moving average, corrected for its start at zero: a weighted mean of what it was given.
+    """Exponential moving average, corrected for its start at zero: a weighted mean of its values.
 
     After t values the weight of the k-th last is decay^k (1 − decay) / (1 − decay^t), as in Adam (Kingma and Ba,
     https://arxiv.org/abs/1412.6980, section 3). With decay 0 it is the latest value.
@@ -89,7 +89,7 @@ class MovingAverage:
 
     @property
     def state(self) -> tuple[float, float]:
-        """What another one goes on from: the weighted sum, and the weights."""
+        """Weighted sum, and sum of the weights, for another average to continue from."""
         return self._sum, self._weight
 
     @state.setter
@@ -144,7 +144,7 @@ DECAY = 0.99
 
 
 class NoiseEstimate(NamedTuple):
-    """What one step tells, without bias and with much variance.
+    """Estimate from one step, without bias and with much variance.
 
     Attributes:
         signal: |G|², the squared norm of the true gradient. It can come out negative.

@@ -75,7 +75,7 @@ class AdaScale:
         """Take one step's norms; returns its gain, which is added to ``progress``.
 
         σ² = S (Σ|g_i|²/cN − |ḡ|²) / (cN − 1), at least 1e-6; μ² = |ḡ|² − σ²/S, at least 0. A step whose norms are not
-        finite changes no average and adds the gain as it was.
+        finite does not change the averages, and adds the same gain again.
 
         Args:
             local_sq_norm: the mean over the cN gradients of |g_i|².
@@ -94,7 +94,7 @@ class AdaScale:
         """r, by what is known so far; 1 before the first step.
 
         Args:
-            scale: S of a batch that is thought of; None for the one that is.
+            scale: S of another batch; None for the present one.
 
         Raises:
             ConfigError: ``scale`` is not above 0.

@@ -1,9 +1,9 @@
-"""K-FAC with distributed layers: who inverts which factors. Pure formulas, and what carries them.
+"""K-FAC with distributed layers: assignment of factors to ranks, and the exchange of preconditioned gradients.
 
 Pauloski et al., "KAISA: An Adaptive Second-Order Optimizer Framework for Deep Neural Networks", SC 2021,
 https://arxiv.org/abs/2107.01739. A layer's gradient G is preconditioned by the inverses of two small covariances, that
-of what comes back to the layer (M×M) and of what goes into it (N×N): A⁻¹ G B⁻¹. Each rank has both from its own
-samples; they are averaged at the layer's owner alone, inverted there, and the preconditioned gradient is told to all.
+of the gradients of its outputs (M×M) and of its inputs (N×N): A⁻¹ G B⁻¹. Each rank has both from its own samples; they
+are averaged at the layer's owner only, and inverted there, and the preconditioned gradient is broadcast.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import numpy as np
 
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
-from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
+from kfcomm.train.procedure import Comm, Procedure, ProcedureCall, call, carried, together
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 def cost(factors: Sequence[int]) -> int:
-    """What it takes to invert factors of these sizes: Σ n³."""
+    """Cost of inverting factors of these sizes: Σ n³."""
     return sum(size**3 for size in factors)
 
 
 def owners(layers: Mapping[str, Sequence[int]], size: int, *, group_size: int = 1) -> dict[str, tuple[int, ...]]:
-    """The rank that inverts each factor of each layer.
+    """Assign each factor of each layer to the rank that inverts it.
 
-    Layers go by their cost, the largest first, to the group of ranks that has least to do; in it each factor, the
-    largest first, goes to the rank that has least to do. Of equals the first is taken, so that all ranks find the same.
+    Layers are assigned by their cost, the largest first, to the group of ranks with the least work; in it each factor,
+    the largest first, to the rank with the least work. Ties go to the first, so that all ranks find the same.
 
     Args:
-        layers: for each the sizes of its factors.
+        layers: sizes of the factors of each layer.
         size: number of ranks.
-        group_size: of the groups, a divisor of ``size``. KAISA's share of workers with gradients: 1 needs least memory
-            (every layer has one owner), ``size`` spreads the factors of one layer as well.
+        group_size: size of the groups, a divisor of ``size``. KAISA's share of workers with gradients: 1 needs the
+            least memory (every layer has one owner), ``size`` spreads the factors of one layer as well.
 
     Returns:
         For each layer the ranks of its factors, in their order.
@@ -118,7 +118,7 @@ class LayerOwnership:
             call("reduce", _factors(one), of[name], f"{self.name}/{name}/factors", op="avg")
             for name, one in layers.items()
         )
-        shared: list[Call] = []
+        shared: list[ProcedureCall] = []
         for (name, one), flat in zip(layers.items(), told, strict=True):
             result = one.gradient if flat is None else self._invert(one, flat)
             shared.append(call("broadcast", result, of[name], f"{self.name}/{name}/gradient"))

@@ -45,13 +45,13 @@ def nesterov(x: Any, velocity: Any, gradient: Any, lr: float, momentum: float) -
 
 
 class LocalSGD(Agreement):
-    """Every rank trains by itself for H steps, then all go on with the mean of their models.
+    """Local SGD: every rank trains by itself for H steps, then all continue with the mean of their models.
 
     x ← mean(x) at every H-th step: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,
-    https://arxiv.org/abs/1805.09767. A rank that is slow in some steps holds up nobody until the next meeting.
+    https://arxiv.org/abs/1805.09767. A rank that is slow in some steps delays the others at the next meeting only.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         every: H.
         name: see `Agreement`.
 
@@ -74,13 +74,13 @@ class LocalSGD(Agreement):
 
 
 class DiLoCo(Agreement):
-    """Every rank trains by itself for H steps; what all have come on average is a gradient for an outer optimizer.
+    """DiLoCo: every rank trains by itself for H steps; the mean change is a gradient for an outer optimizer.
 
     Δ = θ − mean(x); v ← μv + Δ; θ ← θ − lr(Δ + μv); x ← θ at every H-th step: Douillard et al., 2023,
     https://arxiv.org/abs/2311.08105; the numbers are those of its section 3.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         start: θ: the model at the beginning, the same on all ranks.
         every: H.
         lr: of the outer optimizer.
@@ -127,10 +127,10 @@ class LocalAdaAlter(Agreement):
     """AdaGrad with local steps: models and accumulators are averaged at every H-th step.
 
     g ← g / √(B² + tε²); A² ← A² + g∘g; at every H-th step x ← mean(x), A², B² ← mean(A²): Xie et al., 2019,
-    https://arxiv.org/abs/1911.09030. ``gradients`` gives what is multiplied by the learning rate, and tells nobody.
+    https://arxiv.org/abs/1911.09030. ``gradients`` returns the factor of the learning rate, without an exchange.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         like: a tree of arrays like the model's.
         every: H.
         epsilon: ε, above 0.
@@ -152,7 +152,7 @@ class LocalAdaAlter(Agreement):
         self._shared = mapped(lambda x: 0 * x + initial, like)
         self._own = self._shared
         self._meanwhile: Tree | None = None
-        """g∘g of what came while the ranks meet: it is in nobody's mean yet."""
+        """g∘g of gradients that came during a meeting, and are not in its mean."""
         self._every = every
         self._epsilon = epsilon
         self._num_local = 0
@@ -181,7 +181,7 @@ class LocalAdaAlter(Agreement):
 
 
 def outer_problem(every: Any, lr: float, momentum: float) -> str | None:
-    """What is wrong with the numbers of DiLoCo; None if nothing is."""
+    """Fault of the numbers of DiLoCo; None without one."""
     if not lr > 0:
         return f"lr is above 0, not {lr!r}"
     if not 0 <= momentum < 1:
@@ -190,7 +190,7 @@ def outer_problem(every: Any, lr: float, momentum: float) -> str | None:
 
 
 def accumulator_problem(every: Any, epsilon: float, initial: float) -> str | None:
-    """What is wrong with the numbers of Local AdaAlter; None if nothing is."""
+    """Fault of the numbers of Local AdaAlter; None without one."""
     if not epsilon > 0:
         return f"epsilon is above 0, not {epsilon!r}"
     if not initial >= 0:

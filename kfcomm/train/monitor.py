@@ -1,12 +1,12 @@
-"""What gradients tell while they are averaged: sums that travel with them, and what follows from these.
+"""Monitor of gradients while they are averaged, from three numbers that travel with them.
 
-One array of three numbers goes along with the gradients of a rank: |g_i|², one over its batch, and its share of |ḡ|² of
-the step before. The mean gradient ḡ is the same on all ranks, so that each squares a part of it only, and the sum of
-the parts comes with the next step. Their means over the ranks are enough for the noise scale, the variance and the
-cosine of that step. So no further collective is made, and no further vector travels.
+One array of three numbers travels with the gradients of a rank: |g_i|², one over its batch, and its share of |ḡ|² of
+the step before. The mean gradient ḡ is the same on all ranks, so that each rank squares only a part of it, and the sum
+of the parts comes with the next step. Their means over the ranks are enough for the noise scale, the variance and the
+cosine of that step, without another collective or vector.
 
-Invariant: what is learned of a step is learned from sums of that step alone, at the end of the next one, by all ranks
-from the same bits.
+Invariant: statistics of a step follow from the sums of that step only, at the end of the next one, on all ranks from
+the same bits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kfcomm.train.pollux import GradientStatistics, efficiency
 from kfcomm.train.procedure import Comm, report
 
 SUMS = "/sums"
-"""The name of what travels with the gradients; no array of a tree has it, but one under an empty key."""
+"""Name of the array that travels with the gradients; in a tree only an array under an empty key has it."""
 
 UNITS = {"noise_scale": "samples", "throughput": "samples/s", "goodput": "samples/s"}
 
 
-class _Seen(NamedTuple):
-    """What is known of a step whose |ḡ|² is still to come.
+class _Unfinished(NamedTuple):
+    """Measurements of a step whose |ḡ|² is not known yet.
 
     Attributes:
         own_sq_norm: |g_i|² of this rank.
@@ -107,14 +107,14 @@ class GradientMonitor:
         self._num_steps = 0
         self._own_sq_norm = 0.0
         self._own_share = 0.0
-        """Of the |ḡ|² of the step before; 0 if that was not looked at."""
-        self._seen: _Seen | None = None
+        """Share of |ḡ|² of the step before; 0 if that step was not measured."""
+        self._seen: _Unfinished | None = None
         self._step_s = MovingAverage(decay)
         self._clock = clock
         self._updated_s: float | None = None
 
     def sums(self, gradients: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        """What travels with this rank's gradients, by ``op="avg"``: in float64 if all of them are, else in float32."""
+        """Array to average with this rank's gradients (``op="avg"``): float64 if all of these are, else float32."""
         self._num_steps += 1
         if self._looks:
             self._own_sq_norm = squared_norm(gradients.values())
@@ -123,14 +123,14 @@ class GradientMonitor:
         return np.array(told, np.float64 if is_double else np.float32)
 
     def update(self, sums: Any, gradients: Mapping[str, Any]) -> None:
-        """Take what a step has brought: the means of the ranks' sums, and the mean gradient."""
+        """Add a step: the means of the ranks' sums, and the mean gradient."""
         local_sq_norm, of_batch, of_shares = (float(one) for one in sums)
         size, seen = self.comm.size, self._seen
         if seen is not None and seen.size == size:  # else a share is missing
             self._learn(seen, size * of_shares)
         self._seen, self._own_share = None, 0.0
         if self._looks:
-            self._seen = _Seen(self._own_sq_norm, local_sq_norm, 1 / of_batch, size)
+            self._seen = _Unfinished(self._own_sq_norm, local_sq_norm, 1 / of_batch, size)
             in_order = [gradients[name] for name in sorted(gradients)]
             self._own_share = squared_norm(share(in_order, self.comm.rank, size))
         self._count(size / of_batch)
@@ -141,7 +141,7 @@ class GradientMonitor:
         """Whether the gradients of the step that is under way are looked at: of the first, and every so many."""
         return (self._num_steps - 1) % self.every == 0
 
-    def _learn(self, seen: _Seen, global_sq_norm: float) -> None:
+    def _learn(self, seen: _Unfinished, global_sq_norm: float) -> None:
         own_sq_norm, local_sq_norm, small_batch, size = seen
         self._note("local_norm", math.sqrt(own_sq_norm))
         if size > 1:

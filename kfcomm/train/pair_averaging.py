@@ -22,7 +22,7 @@ DIGEST_NBYTES = 16
 
 
 class Packing:
-    """How models of one form become blobs, and blobs such models.
+    """Encoding of models of one form as blobs: a head, and the bytes of all arrays end to end.
 
     Args:
         like: a tree of arrays in host memory; what is packed has the same names, shapes and dtypes.
@@ -70,7 +70,7 @@ def _restored(like: HostArray, flat: Any) -> Any:
 
 
 class Peers:
-    """Draws of other ranks, all of them equally likely, or by weights.
+    """Random draws of other ranks, with equal probabilities or by weights.
 
     A draw is one number out of the n − 1 others. (To draw one of all and move one's own to the next would make that
     neighbour twice as likely.)
@@ -83,7 +83,7 @@ class Peers:
             that peers behind slow links are asked less often. This rank's own does not count. None: all are equal.
 
     Raises:
-        ConfigError: there is nobody to draw.
+        ConfigError: there are no other ranks, or the weights are not valid.
     """
 
     def __init__(self, rank: int, size: int, *, seed: int = 0, weights: Sequence[float] | None = None) -> None:
@@ -107,7 +107,7 @@ class Peers:
 
 
 def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | None:
-    """What is wrong with the weights of a rank's peers; None if nothing is."""
+    """Fault of the weights of a rank's peers; None without one."""
     if len(weights) != size:
         return f"{size} ranks have {size} weights, not {len(weights)}"
     own = np.array([*weights[:rank], *weights[rank + 1 :]], np.float64)
@@ -117,7 +117,7 @@ def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | Non
 
 
 class PairAveraging(Agreement):
-    """Each step a rank fetches the model of a peer while it computes, and goes on with the mean of the two.
+    """PairAveraging: each rank fetches the model of a random peer while it computes, and continues with their mean.
 
     v ← (v + v_peer) / 2, then the gradient is applied, then it is published: AD-PSGD (Lian et al., ICML 2018,
     https://arxiv.org/abs/1710.06952), pulled as KungFu's ``PairAveragingOptimizer`` does it. There is no barrier: a
@@ -128,7 +128,7 @@ class PairAveraging(Agreement):
     fetched, and left out. A rank that is slow fetches older models than its own, and so is not left behind.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         model: at the beginning; others may fetch it at once.
         weights: for each rank how likely it is to be asked, see `Peers`; None: all equally.
         max_staleness: in gradients, above 0.
@@ -187,7 +187,7 @@ class PairAveraging(Agreement):
 
 
 def pairs_problem(comm: Comm, weights: Sequence[float] | None, max_staleness: float) -> str | None:
-    """What is wrong with the numbers of PairAveraging; None if nothing is."""
+    """Fault of the numbers of PairAveraging; None without one."""
     if not max_staleness > 0:
         return f"max_staleness is above 0, not {max_staleness!r}"
     if weights is None or comm.size == 1:

@@ -1,7 +1,7 @@
-"""An asynchronous parameter server among the ranks: each owns a part of the model, and serves it to all.
+"""Asynchronous parameter server among the ranks: each owns a part of the model, and serves it to all.
 
 Chilimbi et al., "Project Adam", OSDI 2014; Abadi et al., "TensorFlow", OSDI 2016, section 4.4. A worker pulls the
-model, computes, and pushes its gradients to the parts' owners, who apply them as they come. Nobody waits for the
+model, computes, and pushes its gradients to the parts' owners, which apply them as they come, without waiting for the
 slowest rank.
 """
 
@@ -19,7 +19,7 @@ from kfcomm.arrays import adapt
 from kfcomm.common.arguments import checked_name
 from kfcomm.train.agreement import check_alike, count_problem, introduce, refuse
 from kfcomm.train.pair_averaging import Packing
-from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, report, together
+from kfcomm.train.procedure import Comm, Procedure, ProcedureCall, call, carried, report, together
 from kfcomm.train.tree import Tree, leaves, rebuilt
 
 Arrays: TypeAlias = dict[str, Any]
@@ -73,7 +73,7 @@ class ParameterServer:
     Raises:
         ConfigError: ``staleness`` is not a whole number, at least 1; on the other ranks ``serve`` raises it.
 
-    Cost: for each push and pull S bytes, spread over the owners, of which each sends and receives S/n for every rank.
+    Cost: for each push and pull S bytes, spread over the owners; each owner sends and receives S/n for every rank.
     """
 
     def __init__(self, comm: Comm, model: Tree, apply: Apply, *, staleness: int = 4, name: str = "server") -> None:
@@ -196,7 +196,7 @@ class ParameterServer:
         met = asyncio.shield(self._met) if asyncio.isfuture(self._met) else self._met
         check_alike(self.comm.rank, self._said, (yield met), self._introduction)
 
-    def _message(self, x: Any, rank: int) -> Call:
+    def _message(self, x: Any, rank: int) -> ProcedureCall:
         return call("send", x, rank, self._tag, synchronous=True)._replace(is_begun=True)
 
     def _heard(self) -> Procedure[None]:

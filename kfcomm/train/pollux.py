@@ -20,15 +20,15 @@ from kfcomm.train.large_batches import gain
 LEAST_TIME_S = 1e-8
 MOST_GAMMA = 10.0
 GAMMA_WEIGHT = 1e-4
-"""Of the preference for γ = 1, where the observations cannot tell it."""
+"""Weight of the preference for γ = 1, if the observations do not determine it."""
 STARTS = (1.0, 1.5, 2.5, 5.0)
-"""Of γ, from each of which a minimum is searched."""
+"""Values of γ from which a minimum is searched."""
 LEAST, MOST = (0.0,) * 6 + (1.0,), (math.inf,) * 6 + (MOST_GAMMA,)
-"""What the parameters may be."""
+"""Bounds of the parameters."""
 FTOL = 1e-8
 """The search ends when it gains less than this part."""
 ACROSS_HOSTS = 1.1
-"""A network between hosts that nobody has seen is taken for so many times as slow as the one inside them."""
+"""A network between hosts without observations is taken to be slower than the one inside them by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Throughput:
 
 
 class GradientStatistics(NamedTuple):
-    """What a gradient of the initial batch is like.
+    """Statistics of a gradient of the initial batch.
 
     Attributes:
         signal: μ², the squared norm of the true gradient.
@@ -108,7 +108,7 @@ class GradientStatistics(NamedTuple):
 
 
 def efficiency(gradients: GradientStatistics, initial_batch: float, batch: float) -> float:
-    """What a sample of a batch of all ranks is worth beside one of the initial batch: gain / scale, scale = B / B0.
+    """Efficiency of a sample of a batch of all ranks, relative to the initial batch: gain / scale, scale = B / B0.
 
     Raises:
         ConfigError: a batch is not above 0.
@@ -121,7 +121,7 @@ def efficiency(gradients: GradientStatistics, initial_batch: float, batch: float
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a step: ``ranks`` ranks on ``hosts`` hosts, each with ``accumulations`` + 1 gradients of ``batch`` samples.
+    """Shape of a step: ``ranks`` on ``hosts`` hosts, each with ``accumulations`` + 1 gradients of ``batch`` samples.
 
     Attributes:
         hosts: over which the ranks are spread.
@@ -160,10 +160,10 @@ def goodput(throughput: Throughput, gradients: GradientStatistics, initial_batch
 def best_shape(
     throughput: Throughput, gradients: GradientStatistics, initial_batch: float, shapes: Iterable[Shape]
 ) -> tuple[Shape, float]:
-    """Of some shapes the one with the highest goodput, and that; of equals the first.
+    """Return the shape with the highest goodput, and that goodput; of equals the first.
 
     Raises:
-        ConfigError: there is none, or the initial batch is not above 0.
+        ConfigError: no shape was given, or the initial batch is not above 0.
     """
     found = [(shape, goodput(throughput, gradients, initial_batch, shape)) for shape in shapes]
     if not found:
@@ -186,16 +186,17 @@ class Observation(NamedTuple):
 
 
 def fit(observations: Sequence[Observation]) -> Throughput:
-    """The throughput model that explains measured steps best: least squares of the logarithms of their times.
+    """Fit a throughput model to measured steps: least squares of the logarithms of their times.
 
-    What no observation tells is taken to cost nothing, so that it will be tried: the network before two ranks have been
-    seen, further ranks before two numbers of them. Between hosts it is then taken for a tenth slower than inside one.
+    Costs without an observation are taken as 0, so that the shape will be tried: the network before two ranks were
+    measured, further ranks before two numbers of them. The network between hosts is then taken as a tenth slower than
+    inside one.
 
     Args:
         observations: at least one, of any shapes.
 
     Raises:
-        ConfigError: there is none, or a time is not above 0.
+        ConfigError: no observation was given, or a time is not above 0.
 
     Cost: some milliseconds for tens of observations.
     """
@@ -252,7 +253,7 @@ def _overlapped(one_s: float, other_s: float, gamma: float) -> float:
 
 
 def _free(observations: Sequence[Observation]) -> list[bool]:
-    """Which parameters some observation tells of."""
+    """Whether the observations determine each parameter."""
     shapes = [one.shape for one in observations]
     across = {shape.ranks for shape in shapes if shape.hosts > 1}
     inside = {shape.ranks for shape in shapes if shape.hosts == 1 and shape.ranks > 1}
@@ -268,7 +269,7 @@ def _free(observations: Sequence[Observation]) -> list[bool]:
 
 
 def _start(observations: Sequence[Observation], gamma: float) -> list[float]:
-    """Where the search begins; what is not free stays there.
+    """Start of the search; parameters that are not free keep these values.
 
     With one batch size half of a gradient's time is taken for what its samples do not cost, as adaptdl does.
     """

@@ -45,7 +45,7 @@ Comm: TypeAlias = Any
 """A communicator of either interface, elastic or not."""
 
 
-class Call(NamedTuple):
+class ProcedureCall(NamedTuple):
     """A call of a verb.
 
     Attributes:
@@ -65,12 +65,12 @@ Procedure: TypeAlias = Generator[Any, Any, T]
 """It yields `Call`s, and handles of those that were only begun."""
 
 
-def call(verb: str, *args: Any, **options: Any) -> Call:
+def call(verb: str, *args: Any, **options: Any) -> ProcedureCall:
     """A call of a verb of the communicator."""
-    return Call(verb, args, options)
+    return ProcedureCall(verb, args, options)
 
 
-def together(calls: Iterable[Call]) -> Procedure[list[Any]]:
+def together(calls: Iterable[ProcedureCall]) -> Procedure[list[Any]]:
     """The results of several calls that are under way at once; if one fails, the others are cancelled."""
     handles: list[Any] = []
     results: list[Any] = []
@@ -89,7 +89,7 @@ def together(calls: Iterable[Call]) -> Procedure[list[Any]]:
 
 
 class HasCommunicator(Protocol):
-    """What has procedures for methods."""
+    """Base of classes with procedures as methods."""
 
     comm: Comm
 
@@ -210,18 +210,18 @@ class Pending(Generic[T]):
                 self._error = error
                 return
             try:
-                made = self._make(wanted) if isinstance(wanted, Call) else wanted
+                made = self._make(wanted) if isinstance(wanted, ProcedureCall) else wanted
             except Exception as error:  # noqa: BLE001  of the arguments
                 step = partial(self._procedure.throw, error)
                 continue
-            is_begun = isinstance(wanted, Call) and wanted.is_begun
+            is_begun = isinstance(wanted, ProcedureCall) and wanted.is_begun
             if hasattr(made, "add_done_callback") and not is_begun:
                 self._under_way = made
                 return
             step = partial(self._procedure.send, made)
 
-    def _make(self, wanted: Call) -> Any:
-        """A handle, or what a verb gives that has none."""
+    def _make(self, wanted: ProcedureCall) -> Any:
+        """A handle, or the result of a verb without handles."""
         verb = getattr(self._comm, wanted.verb)
         if self._is_blocking:
             verb = getattr(self._comm, f"{wanted.verb}_async", verb)

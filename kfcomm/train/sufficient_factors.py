@@ -1,4 +1,4 @@
-"""A dense layer's gradient as its two factors, where that is less to send. Pure formulas, and what carries them.
+"""Sufficient factors: a dense layer's gradient as two factors, where these have fewer bytes.
 
 Xie et al., "Lighter-Communication Distributed Machine Learning via Sufficient Factor Broadcasting", UAI 2016; Zhang et
 al., "Poseidon: An Efficient Communication Architecture for Distributed Deep Learning on GPU Clusters", ATC 2017,
@@ -52,7 +52,7 @@ def takes_factors(rows: int, columns: int, samples: int, size: int) -> bool:
 
 
 class HybridGradients:
-    """Averages gradients of which some are given as factors: each layer goes the way that sends less.
+    """Average of gradients, some of them given as factors: each layer is sent in the form with fewer bytes.
 
     Args:
         comm: whose ranks average.
@@ -118,7 +118,7 @@ def _checked(name: str, factors: Factors) -> Factors:
 
 
 def _room(out: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each result goes."""
+    """Destination of each result."""
     if out.keys() != gradients.keys():
         raise ConfigError(f"out has the names of the gradients, {sorted(gradients)}, and not {sorted(out)}")
     for name, one in gradients.items():

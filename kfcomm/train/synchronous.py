@@ -29,8 +29,8 @@ def elastic(x: Any, center: Any, mean: Any, alpha: float, size: int) -> tuple[An
     """A rank's model and the center, each drawn to the other: x − α(x − z) and z + αΣ(x_i − z).
 
     Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015,
-    https://arxiv.org/abs/1412.6651, equations 3 and 4. The sum is n(mean − z), so that the mean is all that travels,
-    and every rank keeps the same center.
+    https://arxiv.org/abs/1412.6651, equations 3 and 4. The sum is n(mean − z), so that only the mean travels, and
+    every rank keeps the same center.
 
     Args:
         x: a rank's array.
@@ -55,7 +55,7 @@ class SynchronousSGD(Agreement):
     g ← Σ g_i / n. Models that are equal stay equal; a step is as slow as the slowest rank.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         op: how gradients are combined: ``avg``, or ``adasum`` (see ``all_reduce``).
         monitor: learns from the gradients, all ranks' (with the same ``every``) or none's; with ``avg`` only.
         name: see `Agreement`.
@@ -98,7 +98,7 @@ class SMA(Agreement):
     little of it; the models stay near each other, and their mean is what is used in the end.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         alpha: α, above 0 and at most 1; with 1 all go on with the mean.
         name: see `Agreement`.
 
@@ -126,7 +126,7 @@ class ElasticAveraging(Agreement):
     keeps the center, the same bits on all, so no server does.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         center: z at the beginning: a model, the same on all ranks.
         alpha: α, above 0 and at most 1/n: the center is drawn by all n ranks.
         every: steps from one exchange to the next.
@@ -170,7 +170,7 @@ class AdaSGD(Agreement):
     change at the next step. There all go on with the mean of the models: S-SGD begins with equal ones.
 
     Args:
-        comm: whose ranks agree.
+        comm: communicator of the ranks that agree.
         alpha: of SMA.
         after: steps with SMA; None: until a rank says ``change()``.
         name: see `Agreement`.

@@ -21,7 +21,7 @@ def leaves(tree: Tree) -> dict[str, Any]:
     """The arrays of a tree by name: keys and positions on the way to each, joined by slashes.
 
     Raises:
-        ConfigError: there is no array, or two have one name.
+        ConfigError: the tree has no arrays, or two have one name.
     """
     found: dict[str, Any] = {}
     _collect(tree, "", found)

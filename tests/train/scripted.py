@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.train.procedure import Call, Procedure
+from kfcomm.train.procedure import Procedure, ProcedureCall
 
 
 class Alone:
@@ -32,7 +32,7 @@ def together(procedures: Sequence[Procedure[Any]]) -> list[Any]:
     answers: list[Any] = [None] * len(procedures)
     open_ = list(range(len(procedures)))
     while open_:
-        calls: dict[int, Call] = {}
+        calls: dict[int, ProcedureCall] = {}
         for rank in list(open_):
             try:
                 calls[rank] = procedures[rank].send(answers[rank])
@@ -46,7 +46,7 @@ def together(procedures: Sequence[Procedure[Any]]) -> list[Any]:
     return results
 
 
-def answered(calls: Sequence[Call]) -> list[Any]:
+def answered(calls: Sequence[ProcedureCall]) -> list[Any]:
     assert len({one.verb for one in calls}) == 1
     given = [one.args[0] for one in calls]
     match calls[0].verb:

@@ -1,11 +1,11 @@
-"""Policies that act on what gradients tell: batch, learning rate, agreement, wire dtype, and number of ranks.
+"""Policies that act on gradients: batch, learning rate, agreement, wire dtype, and number of ranks.
 
 They read what the program observes in each step, ``local_norm`` and ``gradient_norm``, as the ``values`` of a
 ``GradientMonitor`` have them::
 
     adaptation.observe(**monitor.values)
 
-They are here and not in ``kfcomm.adapt``, which is below and knows nothing of gradients, since they need the formulas.
+They are here and not in ``kfcomm.adapt``, which is a lower layer, because they need the formulas of this one.
 """
 
 from typing import TYPE_CHECKING

@@ -14,6 +14,7 @@ from kfcomm.common.extras import is_installed, lacking
 from kfcomm.errors import ConfigError
 from kfcomm.train.policies.gradient_noise import GradientNoise
 from kfcomm.train.pollux import GradientStatistics, Observation, Shape, Throughput, best_shape, fit, goodput
+from kfcomm.types import override
 
 MOST_KEPT = 20
 """Latest measurements of one shape that count."""
@@ -191,13 +192,13 @@ class PolluxGoodput(Policy):
             -(-ranks // hosts) for hosts, ranks in [(ctx.layout.num_hosts, ctx.size), *(key[:2] for key in self._seen)]
         )
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         seen = [[list(key), times] for key, times in sorted(self._seen.items())]
         return [self._gradients.state(), seen, self._initial_batch]
 
+    @override
     def load_state_dict(self, state: Any) -> None:
-        """See `Policy`."""
         self._gradients.load(state[0])
         self._seen = {_key(key): list(times) for key, times in state[1]}
         self._initial_batch = state[2]
@@ -205,7 +206,7 @@ class PolluxGoodput(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is thought to be true."""
+    """Present estimate of throughput and gradients."""
 
     throughput: Throughput
     gradients: GradientStatistics

@@ -11,22 +11,22 @@ from kfcomm.adapt.policy import Context, Policy
 from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import DECAY, MovingAverage, noise_estimate
 from kfcomm.train.large_batches import gain
+from kfcomm.types import override
 
 LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"
-"""The names under which a program observes |g_i| of each rank's gradient, and |ḡ| of their mean."""
+"""Names under which a program observes |g_i| of each rank's gradient, and |ḡ| of their mean."""
 
 
 class GradientNoise:
     """Moving averages of |G|² and tr(Σ), by the norms of each step; see ``kfcomm.train.NoiseScale``.
 
-    The batch may change from step to step. A step of which a norm is not known, or not finite, or of one rank alone,
-    counts for nothing.
+    The batch may change from step to step. A step is skipped if a norm is unknown or not finite, or for one rank.
 
     Args:
-        decay: of the averages.
+        decay: decay of the averages.
 
     Attributes:
-        num_updates: steps that count.
+        num_updates: number of steps in the averages.
     """
 
     def __init__(self, decay: float = DECAY) -> None:
@@ -95,12 +95,12 @@ class NoiseScaleBatch(Policy):
     of the last change. The learning rate stays: `AdaScaleRate` beside it follows the batch.
 
     Args:
-        most: samples of all ranks.
-        least: samples of all ranks; None for what holds at first.
-        multiple: of a rank's samples.
-        factor: above 1.
-        warmup: steps of which the norms are known, before the first change.
-        rest: steps from one change to the next.
+        most: largest batch of all ranks, in samples.
+        least: smallest batch of all ranks, in samples; None for the first batch.
+        multiple: divisor of a rank's samples.
+        factor: largest change of the batch, above 1.
+        warmup: number of steps with known norms before the first change.
+        rest: number of steps from one change to the next.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -153,35 +153,35 @@ class NoiseScaleBatch(Policy):
         count = max(count, -(-self._least // unit))
         return max(1, min(count, self._most // unit)) * unit
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return [self._gradients.state(), self._changed_at, self._least]
 
+    @override
     def load_state_dict(self, state: Any) -> None:
-        """See `Policy`."""
         self._gradients.load(state[0])
         self._changed_at, self._least = state[1:]
 
 
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
-"""By how much of itself a number changes at most when it is rounded to this dtype (float16: within its range)."""
+"""Unit roundoff: largest relative error of a number in this dtype (float16: within its range)."""
 
 
 class WireByNoise(Policy):
-    """Sends gradients as halves while rounding adds little to the noise that they have.
+    """Sends gradients in 16 bits while rounding adds little to their noise.
 
-    The mean of B samples' gradients has the variance tr(Σ) / B. Rounding to a dtype with unit u adds u²|ḡ|² at most for
-    each time that a sum is rounded, which is once for each of n ranks at most. While n u² |ḡ|² is below ``part`` of
-    tr(Σ) / B, it is used: of several the first that is good enough. |ḡ|² is taken as |G|² + tr(Σ) / B.
+    The mean of B samples' gradients has the variance tr(Σ) / B. Each rounding of a sum to a dtype with unit roundoff u
+    adds at most u²|ḡ|², and there are at most n roundings, one for each rank. The policy uses the first dtype for which
+    n u² |ḡ|² is below ``part`` of tr(Σ) / B. |ḡ|² is taken as |G|² + tr(Σ) / B.
 
     Args:
         dtypes: names, the coarsest first.
-        part: of the gradients' own variance.
-        warmup: steps of which the norms are known, before the first change.
-        rest: steps from one change to the next.
+        part: part of the gradients' own variance.
+        warmup: number of steps with known norms before the first change.
+        rest: number of steps from one change to the next.
 
     Raises:
-        ConfigError: there is no such dtype, or a number is out of its range.
+        ConfigError: a dtype is unknown, or a number is out of its range.
     """
 
     def __init__(
@@ -222,27 +222,28 @@ class WireByNoise(Policy):
             self._changed_at = ctx.step
             ctx.set_wire_dtype(wanted, variance=variance, added=added, part=self._part)
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return [self._gradients.state(), self._changed_at]
 
+    @override
     def load_state_dict(self, state: Any) -> None:
-        """See `Policy`."""
         self._gradients.load(state[0])
         self._changed_at = state[1]
 
 
 class AdaScaleRate(Policy):
-    """Multiplies the learning rate by AdaScale's gain for the batch that holds; see ``kfcomm.train.AdaScale``.
+    """Multiplies the learning rate by AdaScale's gain for the present batch; see ``kfcomm.train.AdaScale``.
 
-    The batch and the learning rate at the beginning are those of the schedule. A batch S times as large makes a step
-    worth r steps of it, 1 ≤ r ≤ S, and the rate is multiplied by r. It is changed when it is more than ``tolerance``
-    off, so that the ranks do not agree on another one in every step.
+    The first batch and learning rate are those of the schedule. A step with S times the batch is worth r steps of the
+    schedule, 1 ≤ r ≤ S, and the rate is multiplied by r. It is changed when it is off by more than ``tolerance``, so
+    that the ranks do not agree on another rate in every step.
 
     Args:
-        schedule: a factor for the learning rate after so many steps of the schedule (the sum of all gains); None for 1.
-        tolerance: a part of the rate.
-        warmup: steps of which the norms are known, before the first change.
+        schedule: factor of the learning rate after a number of steps of the schedule (the sum of all gains); None for
+            1.
+        tolerance: part of the rate.
+        warmup: number of steps with known norms before the first change.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -292,31 +293,31 @@ class AdaScaleRate(Policy):
             return 1.0
         return gain(noise / self._batch, signal, batch / self._batch)
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return [self._gradients.state(), self._progress, self._batch, self._rate]
 
+    @override
     def load_state_dict(self, state: Any) -> None:
-        """See `Policy`."""
         self._gradients.load(state[0])
         self._progress, self._batch, self._rate = state[1:]
 
 
 class SwitchAgreement(Policy):
-    """``first`` at the beginning, ``then`` after a step, or as soon as averaging gradients is worth it; once.
+    """Changes once from agreement ``first`` to ``then``: after a step, or when averaging gradients pays.
 
-    Synchronous SGD makes one step of all ranks' samples. Where their number is above the noise scale it loses the
-    steps, and the noise, that small batches have; SMA keeps them. The noise scale grows along training: once it is
-    above ``ratio`` times the batch in ``patience`` steps running, a sample in a batch of all ranks counts about as much
-    as one in a batch of one. KungFu's AdaSGD (Mai et al., OSDI 2020) changes after a given step.
+    Synchronous SGD makes one step of all ranks' samples. If their number is above the noise scale it loses the many
+    steps, and the noise, of small batches; SMA keeps them. The noise scale grows along training: once it is above
+    ``ratio`` times the batch in ``patience`` consecutive steps, a sample in a batch of all ranks counts about as much
+    as one in a batch of one rank. KungFu's AdaSGD (Mai et al., OSDI 2020) changes after a given step.
 
     Args:
-        first: the name of the agreement at first.
-        then: of the one afterwards.
-        at_step: change after this step, whatever the noise; None for by the noise alone.
-        ratio: of the noise scale to the batch.
-        patience: steps.
-        warmup: steps of which the norms are known, before they count.
+        first: name of the agreement at first.
+        then: name of the agreement afterwards.
+        at_step: step after which it changes, whatever the noise; None to change by the noise only.
+        ratio: ratio of the noise scale to the batch.
+        patience: number of steps.
+        warmup: number of steps with known norms before they count.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -361,11 +362,11 @@ class SwitchAgreement(Policy):
             self._is_done = True
             ctx.set_agreement(self._then, batch=batch, **self._gradients.evidence)
 
+    @override
     def state_dict(self) -> Any:
-        """See `Policy`."""
         return [self._gradients.state(), self._running, self._is_done]
 
+    @override
     def load_state_dict(self, state: Any) -> None:
-        """See `Policy`."""
         self._gradients.load(state[0])
         self._running, self._is_done = state[1:]
