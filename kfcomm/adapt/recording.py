@@ -179,10 +179,10 @@ def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ConfigError(f"{os.fspath(path)}, line {number}: {error}") from error
         if not isinstance(line, dict) or not {"format", "step"} & line.keys():
-            raise ConfigError(f"{os.fspath(path)}, line {number}: this is no record of an Adaptation")
+            raise ConfigError(f"{os.fspath(path)}, line {number}: this is not a record of an Adaptation")
         if line.get("format", FORMAT) != FORMAT:
             raise ConfigError(f"{os.fspath(path)}, line {number}: format {line['format']}; {FORMAT} is known")
         lines.append(line)
     if not lines or "format" not in lines[0]:
-        raise ConfigError(f"{os.fspath(path)}: this is no record of an Adaptation")
+        raise ConfigError(f"{os.fspath(path)}: this is not a record of an Adaptation")
     return lines

@@ -68,5 +68,5 @@ async def adapted(
 
 
 def words(decisions: Sequence[Decision]) -> list[tuple[int, str, str]]:
-    """What was decided, without the evidence."""
+    """Decisions without their evidence."""
     return [(one.step, one.policy, one.what) for one in decisions]

@@ -1,4 +1,4 @@
-"""What policies ask for beside the strategy: hyperparameters, sizes; who has its way; and what the program observes."""
+"""Requests of policies for hyperparameters and sizes, precedence between policies, and observations of the program."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_of_two_that_ask_for_the_same_thing_the_first_has_its_way_and_both
 
 
 @pytest.mark.asyncio
-async def test_what_is_asked_for_later_holds_whoever_asks() -> None:
+async def test_later_request_wins_whichever_policy_makes_it() -> None:
     policies = [
         Asks("First", 0, do=lambda ctx: ctx.set_learning_rate(0.2) and None),
         Asks("Second", 2, do=lambda ctx: ctx.set_learning_rate(0.3) and None),
@@ -164,7 +164,7 @@ async def test_of_one_policys_own_wishes_the_last_holds() -> None:
     ],
 )
 @pytest.mark.asyncio
-async def test_what_cannot_be_switches_the_policy_off_everywhere(ask: Callable[[Context], Any], says: str) -> None:
+async def test_invalid_request_switches_the_policy_off_everywhere(ask: Callable[[Context], Any], says: str) -> None:
     decisions, seen = await trained(lambda comm: [Asks("Bad", 1, do=lambda ctx: ask(ctx) and None)], held, steps=4)
     assert decisions[0].what.startswith("switched off: it raised on every rank: ConfigError in after_step: ")
     assert says in decisions[0].what
@@ -220,7 +220,7 @@ async def test_ranks_with_other_hyperparameters() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_one_rank_observes_all_know() -> None:
+async def test_observations_of_one_rank_reach_all() -> None:
     seen: list[Any] = []
 
     class Look(Policy):
@@ -248,7 +248,7 @@ async def test_what_one_rank_observes_all_know() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_observed() -> None:
+async def test_invalid_observations_are_refused() -> None:
     async with world(1) as comms:
         adaptation = Adaptation(comms[0], [])
         for bad in ("3", None, [1.0]):

@@ -14,7 +14,7 @@ SECONDS = {"ring": 2.0, "binary_tree": 3.0, "star": 9.0, "clique": 1.0}
 
 
 def network(rank: int, step: int, strategy: str) -> tuple[float, float]:
-    """One rank is at its own work for longer; that is nobody's fault."""
+    """One rank is at its own work for longer, which is not due to the strategy."""
     own_s = 2.0 if rank == 3 else 0.5
     return own_s, SECONDS[strategy] + 2.0 - own_s
 

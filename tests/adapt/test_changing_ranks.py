@@ -1,4 +1,4 @@
-"""Policies in a program whose ranks die, join and are released: what holds is the same on all that live."""
+"""Policies in a program whose ranks die, join and are released: shared state is equal on all surviving ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Died(Exception):
 
 
 class Wanders(Policy):
-    """Asks for something else again and again, by what it knows and is told."""
+    """Asks for different things again and again, by its state and the metrics."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -188,7 +188,7 @@ class Stage:
 @pytest.mark.parametrize("on_loss", ["finish", "raise", "restart_step"])
 @pytest.mark.parametrize("first", range(0, 12, 4))
 @pytest.mark.asyncio
-async def test_what_holds_is_the_same_on_all_that_live(
+async def test_shared_state_is_equal_on_all_surviving_ranks(
     first: int, on_loss: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -208,7 +208,7 @@ async def one_story(seed: int, on_loss: str) -> int:
 
 
 @pytest.mark.asyncio
-async def test_who_joins_knows_what_holds_and_what_the_policies_know() -> None:
+async def test_joining_rank_receives_the_state_of_the_policies() -> None:
     class Counts(Policy):
         def on_start(self, ctx: Context) -> None:
             self.sizes = getattr(self, "sizes", [])
@@ -336,7 +336,7 @@ async def test_a_size_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.asyncio
-async def test_what_a_policy_cannot_tell_switches_it_off_everywhere() -> None:
+async def test_unsendable_policy_state_switches_it_off_everywhere() -> None:
     class Odd(Policy):
         def state_dict(self) -> Any:
             return {1, 2}

@@ -91,7 +91,7 @@ def test_ranks_are_alike(steps: list[list[float]], order: list[int]) -> None:
         assert first.is_interference == second.is_interference
 
 
-def test_what_was_not_measured_neither_votes_nor_counts() -> None:
+def test_missing_measurements_neither_vote_nor_count() -> None:
     detector = warm(2, patience=2)
     detector.update([1e8, 1e8])
     nothing = detector.update([math.nan, math.nan])

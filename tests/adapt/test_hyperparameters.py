@@ -1,4 +1,4 @@
-"""What may hold of the training, and what may be asked for."""
+"""Valid hyperparameters, and valid requests for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = Hyperparameters(
 )
 
 
-def test_what_holds_at_first() -> None:
+def test_initial_values() -> None:
     assert (ALL.batch_size, ALL.learning_rate, ALL.agreement, ALL.wire_dtype) == (256, 0.1, "sma", None)
     assert Hyperparameters(agreement="ssgd", agreements=("sma", "ssgd")).agreement == "ssgd"
     assert Hyperparameters().agreement is None
@@ -39,7 +39,7 @@ def test_what_holds_at_first() -> None:
         ({"wire_dtype": "float16", "wire_dtypes": ("bfloat16",)}, "did you mean bfloat16"),
     ],
 )
-def test_what_cannot_hold(given: dict[str, Any], says: str) -> None:
+def test_invalid_values_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Hyperparameters(**given)
 
@@ -57,7 +57,7 @@ def test_what_cannot_hold(given: dict[str, Any], says: str) -> None:
         ("wire_dtype", None, None),
     ],
 )
-def test_what_may_be_asked_for(name: str, value: Any, held: Any) -> None:
+def test_valid_requests(name: str, value: Any, held: Any) -> None:
     checked = ALL.checked(name, value, 4)
     assert checked == held
     assert type(checked) is type(held)
@@ -84,7 +84,7 @@ def test_ranks_whose_libraries_differ_in_the_last_bit_ask_for_the_same() -> None
         ("wire_dtype", "int8", "the program knows no wire dtype 'int8'; it knows bfloat16, float16"),
     ],
 )
-def test_what_may_not(name: str, value: Any, says: str) -> None:
+def test_invalid_requests_are_refused(name: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ALL.checked(name, value, 4)
 
@@ -98,7 +98,7 @@ def test_what_may_not(name: str, value: Any, says: str) -> None:
         ("wire_dtype", None, "wire_dtypes"),
     ],
 )
-def test_what_the_program_does_not_follow(name: str, value: Any, given: str) -> None:
+def test_requests_for_unfollowed_hyperparameters_are_refused(name: str, value: Any, given: str) -> None:
     says = rf"the program follows no {name.replace('_', ' ')}: .*hyperparameters=Hyperparameters\({given}=\.\.\.\)"
     with pytest.raises(ConfigError, match=says):
         Hyperparameters().checked(name, value, 4)

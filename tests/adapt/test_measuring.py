@@ -1,4 +1,4 @@
-"""What the engine's totals say of collectives that come alone, together, and to a bad end."""
+"""Totals of the engine for collectives that run alone, overlap, or fail."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_first_may_end_first(clock: Clock) -> None:
     assert total.busy_s(113.0) == 11.0
 
 
-def test_what_fails_takes_time_and_carries_nothing(clock: Clock) -> None:
+def test_failed_collective_counts_time_and_no_bytes(clock: Clock) -> None:
     total = Load(list)
     clock.now_s = 105.0
     total.ended(FakeOperation(101.0, failed=True), is_last=True)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_what_fails_takes_time_and_carries_nothing(clock: Clock) -> None:
     assert (total.count, total.nbytes) == (0, 0)
 
 
-def test_what_began_before_counts_from_the_beginning(clock: Clock) -> None:
+def test_earlier_collective_counts_from_the_start_of_measuring(clock: Clock) -> None:
     live: list[Any] = [FakeOperation(90.0)]
     total = Load(lambda: live)
     assert total.busy_s(103.0) == 3.0

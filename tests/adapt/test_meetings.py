@@ -1,4 +1,4 @@
-"""What ranks agree on: all do what all ask for, nobody does anything else, and no policy can hang the job."""
+"""Meetings: all ranks carry out the requests of all, and nothing else, and no policy can hang the job."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_with_every_the_ranks_meet_now_and_then() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("hook", "effect"), [("on_start", 0), ("before_step", 2), ("after_step", 3)])
-async def test_what_all_ask_for_is_done_when_they_meet(hook: str, effect: int) -> None:
+async def test_request_of_all_ranks_is_carried_out_at_the_meeting(hook: str, effect: int) -> None:
     at = 0 if hook == "on_start" else 2
     ask = Doing(lambda ctx: ctx.set_strategy("ring", evidence_a=1.5) and None, at, hook)
     decisions, in_force = await adapted(lambda comm: [ask], steps=5)
@@ -103,7 +103,7 @@ async def test_what_all_ask_for_is_done_when_they_meet(hook: str, effect: int) -
 
 
 @pytest.mark.asyncio
-async def test_who_awaits_goes_on_when_it_is_done_and_is_not_called_meanwhile() -> None:
+async def test_awaiting_policy_continues_after_its_request_and_is_not_called_before() -> None:
     went_on = []
 
     class Patient(Story):
@@ -440,7 +440,7 @@ async def test_misuse() -> None:
 
 @pytest.mark.asyncio
 async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
-    """The policy waits for something of its own; who waits for the step gives up, and the others hear of it."""
+    """The policy waits for something of its own; the waiting step is cancelled, and the other ranks are notified."""
     async with world(2, tombstones=True) as comms:
         gates = [asyncio.Event(), asyncio.Event()]
         inside = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What a step's numbers say, and how they travel."""
+"""Metrics of a step, and the table in which they travel."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ floats = st.floats(0, 1e9)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.data())
-def test_what_is_told_is_what_is_heard(size: int, num_policies: int, num_columns: int, data: st.DataObject) -> None:
+def test_meeting_table_round_trip(size: int, num_policies: int, num_columns: int, data: st.DataObject) -> None:
     total: Any = np.zeros(size * (num_policies + num_columns + 7))
     readings, signs, observed, news = [], [], [], []
     for rank in range(size):

@@ -19,7 +19,7 @@ LENGTH = 60
 
 
 class Meter:
-    """The own seconds of each rank are told by its birth: no clock has a say."""
+    """The own seconds of each rank follow from its uid, without a clock."""
 
     def __init__(self, comm: Any, own_s: dict[int, float]) -> None:
         self._comm = comm
@@ -37,7 +37,7 @@ class Meter:
 
 
 async def train(comm: Any, policies: list[Policy], own_s: dict[int, float], record: Path | None = None) -> Any:
-    """Who was there in each step, what was decided with what evidence, and whether this rank was released."""
+    """Ranks of each step, decisions with their evidence, and whether this rank was released."""
     state, births = State(used=np.zeros(LENGTH)), []
     async with (
         Elastic(comm, state) as elastic,
@@ -95,7 +95,7 @@ async def test_the_first_rank_is_replaced_too_and_the_next_one_only_after_a_rest
     assert [(one.step, one.what) for one in decisions] == [
         (4, "asks for another in place of rank 0"), (10, "asks for another in place of rank 1"),
     ]  # fmt: skip
-    assert births[-1] == (1, 3), "nobody has come, and the others go on"
+    assert births[-1] == (1, 3), "no rank has come, and the others continue"
     assert [outcome[2] for outcome in outcomes] == [True, False, True, False]
 
 
@@ -109,7 +109,7 @@ async def test_a_bad_moment_is_no_reason() -> None:
 
 
 @pytest.mark.asyncio
-async def test_where_ranks_cannot_change_it_is_switched_off() -> None:
+async def test_policy_is_switched_off_if_ranks_cannot_change() -> None:
     def cost(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return (8.0 if rank == 1 else 1.0), 1.0
 
@@ -119,7 +119,7 @@ async def test_where_ranks_cannot_change_it_is_switched_off() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be() -> None:
+async def test_invalid_arguments_are_refused() -> None:
     for bad in ({"patience": 0}, {"rest": 0}, {"threshold": 1.0}, {"weight": 0.0}, {"warmup": 0}):
         with pytest.raises(ConfigError, match=r"at least 1|between 0 and 1"):
             ReplaceStragglers(**bad)

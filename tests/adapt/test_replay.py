@@ -60,7 +60,7 @@ def of(policy: Policy, decisions: Sequence[Decision]) -> list[Decision]:
 
 
 class Noisy(Policy):
-    """Decides by whatever it is told, in many ways."""
+    """Decides by all metrics, in many ways."""
 
     def __init__(self, name: str, seed: int) -> None:
         self._name = name
@@ -184,7 +184,7 @@ async def test_a_policy_that_was_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_done_together_and_not_recorded(tmp_path: Path) -> None:
+async def test_unrecorded_result_is_a_config_error(tmp_path: Path) -> None:
     class Together(Policy):
         async def after_step(self, ctx: Context) -> None:
             if ctx.step == 1:
@@ -205,14 +205,14 @@ async def test_what_was_done_together_and_not_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "this is no record of an Adaptation"),
-        ("[1]\n", "line 1: this is no record"),
+        ("", "this is not a record of an Adaptation"),
+        ("[1]\n", "line 1: this is not a record"),
         ('{"format":2}\n', "line 1: format 2; 1 is known"),
-        ('{"step":1}\n', "this is no record"),
+        ('{"step":1}\n', "this is not a record"),
         ('{"format":1}\nxyz\n', "line 2: "),
     ],
 )
-def test_what_is_no_record(text: str, says: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"run.jsonl.*{says}"):

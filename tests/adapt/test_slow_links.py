@@ -52,7 +52,7 @@ def policy(looks: list[int], *, slow: Callable[[int], int | None] = lambda look:
     return lambda comm: [AvoidSlowLinks(measure=measure, **options)]
 
 
-def test_what_fits_is_what_is_predicted_to_be_fast() -> None:
+def test_fitting_strategies_are_those_predicted_to_be_fast() -> None:
     fits = [one.name for one in fitting(links(2), NBYTES)]
     assert fits == list(TRIED)
     large = Layout.even(65, 65)
@@ -112,7 +112,7 @@ async def test_a_link_that_recovers() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_does_not_help_is_taken_back() -> None:
+async def test_strategy_without_gain_is_undone() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0, 3.9), steps=60, strategy="ring")
     what = [one.what for one in decisions]
@@ -146,7 +146,7 @@ async def test_a_rank_that_computes_for_long_is_not_the_network() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_fits_already_is_kept_and_not_measured_again_too_soon() -> None:
+async def test_fitting_strategy_is_kept_and_not_measured_again_too_soon() -> None:
     looks: list[int] = []
     fits = links(2).packed_trees()
 
@@ -185,7 +185,7 @@ async def test_a_probe_that_fails_leaves_the_job_as_it_is() -> None:
 
 @pytest.mark.asyncio
 async def test_the_program_changes_the_strategy_itself_meanwhile() -> None:
-    """What was compared is gone: no verdict on the trees, and none on what the program has set."""
+    """Nothing is left to compare: no decision on the trees, nor on the strategy that the program has set."""
 
     class Program(Policy):
         def after_step(self, ctx: Any) -> None:

@@ -16,7 +16,7 @@ costs = st.lists(st.floats(1.0, 50.0), min_size=1, max_size=8)
 
 
 def run(trials: Trials, costs: list[float], *, limit: int = 10_000) -> list[int]:
-    """What runs at each step until the choice is in force: what is wanted now runs from the step after next."""
+    """Candidates of each step until the choice is in force: a wanted one runs from the step after next."""
     in_force = trials.wanted
     ran = []
     for _ in range(limit):
@@ -53,7 +53,7 @@ def test_the_hopeless_run_for_three_steps(costs: list[float]) -> None:
 
 
 @given(st.permutations([1.0, 1.02, 1.05]))
-def test_what_is_about_equal_is_tried_in_every_round(costs: list[float]) -> None:
+def test_equal_candidates_are_tried_in_every_round(costs: list[float]) -> None:
     trials = Trials(3, steps=4, rounds=3)
     ran = run(trials, costs)
     assert len(ran) >= 3 * 3 * 3
@@ -61,7 +61,7 @@ def test_what_is_about_equal_is_tried_in_every_round(costs: list[float]) -> None
     assert costs[trials.best] == 1.0
 
 
-def test_who_is_out_after_a_round_is_not_tried_again() -> None:
+def test_eliminated_candidate_is_not_tried_again() -> None:
     trials = Trials(3, steps=4, rounds=5)
     ran = run(trials, [1.0, 1.5, 1.05])
     assert ran.count(1) == 4

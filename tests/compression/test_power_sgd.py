@@ -76,7 +76,7 @@ def test_it_is_exact_for_a_matrix_of_its_rank() -> None:
             np.testing.assert_allclose(found, given, rtol=0, atol=1e-12 if given.dtype == np.float64 else 1e-4)
 
 
-def test_nothing_is_lost() -> None:
+def test_sum_of_averages_and_errors_is_the_sum_of_gradients() -> None:
     def rank(comm: Any) -> tuple[Any, Any]:
         compressed = PowerSGD(1)
         sums = [np.zeros(SHAPES["matrix"]), np.zeros(SHAPES["matrix"])]
@@ -90,7 +90,7 @@ def test_nothing_is_lost() -> None:
     np.testing.assert_allclose(sum(given) / SIZE, got[0], rtol=0, atol=1e-13)
 
 
-def test_what_is_compressed_and_what_travels() -> None:
+def test_compressed_shapes_and_sent_numbers() -> None:
     assert [is_worth(SHAPES[name], 1, 2.0) for name in SHAPES] == [True, True, False, False]
     assert not is_worth((12, 20), 4, 2.0)
     assert is_worth((8, 8), 1, 3.9)

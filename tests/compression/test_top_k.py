@@ -59,7 +59,7 @@ def test_against_a_plain_computation() -> None:
                 assert of_rank[step][name].tobytes() == found[0][step][name].tobytes()
 
 
-def test_nothing_is_lost_at_any_step() -> None:
+def test_sums_and_errors_add_up_at_every_step() -> None:
     """Σg = Σcompressed + error, to 1e-14."""
     with kfcomm.sync.init() as alone:
         compressed, sums, sent = TopK(0.05), np.zeros((7, 11)), np.zeros((7, 11))

@@ -31,7 +31,7 @@ VERBS = (
 BEGUN = frozenset(VERBS) - {"in_place", "concat"}
 """Their names as methods."""
 OWN = ("reduce", "gather", "gather_object", "scatter", "reduce_scatter", "all_to_all")
-"""Verbs of which each rank has a result of its own."""
+"""Verbs with a result of its own on each rank."""
 
 
 class Plan(NamedTuple):
@@ -76,7 +76,7 @@ def plan_of(seed: int, deaths: int | None = None, *, grows: bool = False, on_los
 
 
 def given(birth: int, step: int, number: int, elements: int) -> Any:
-    """What a rank gives: whole numbers, so that sums are exact."""
+    """Input of a rank: whole numbers, so that sums are exact."""
     return np.full(elements, float(1 + birth + 10 * number + 100 * step))
 
 
@@ -290,7 +290,7 @@ class Stage:
             await self._world[0]._session.network.want_size(size)
 
     async def finish(self) -> None:
-        """Wait for the end of all that live.
+        """Wait for the end of all surviving ranks.
 
         Raises:
             AssertionError: one ended with an error.

@@ -37,7 +37,7 @@ async def train(comm: Any) -> tuple[bool, set[float], tuple[int, ...]]:
     ids=["of one host", "from one host to another", "and fewer", "all but who has the state", "until others have it"],
 )
 @pytest.mark.asyncio
-async def test_who_is_asked_to_go_goes(
+async def test_replaced_rank_leaves(
     size: int, leavers: tuple[int, ...], joiners: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
     async with world(4, elastic=True) as comms:

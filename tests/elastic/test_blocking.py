@@ -24,7 +24,7 @@ class Died(Exception):
     """This rank was killed: it does nothing more."""
 
 
-def test_what_goes_wrong_in_it_is_raised_as_itself_at_the_line_of_the_caller() -> None:
+def test_errors_are_raised_unchanged_at_the_callers_line() -> None:
     def differing(comm: Any) -> None:
         with Elastic(comm, State(x=np.zeros(3 + comm.rank))):
             pytest.fail("the states are not alike")

@@ -1,4 +1,4 @@
-"""Going on from a file when all ranks were lost; what is wrong with a file is told to all."""
+"""Resuming from a checkpoint after the loss of all ranks; a damaged file is an error on all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
-async def test_what_is_wrong_with_it_is_told_to_all(tmp_path: Path) -> None:
+async def test_damaged_checkpoint_raises_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "c.npz"
     await train(path, 1)
     good = path.read_bytes()
@@ -78,7 +78,7 @@ async def test_what_is_wrong_with_it_is_told_to_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoint_of_another_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.npz"
     written = Checkpoint(path, 1, State(a=np.arange(3.0)))
     written.look(1, None)

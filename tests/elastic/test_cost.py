@@ -1,4 +1,4 @@
-"""What an ``Elastic`` costs while nothing happens: no memory for another copy of what is given or comes out.
+"""Cost of an ``Elastic`` without losses: no memory for another copy of inputs or results.
 
 What comes from the other rank before a call is kept until it is made; the least of several steps is that of one in
 which nothing was.

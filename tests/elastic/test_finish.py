@@ -88,7 +88,7 @@ async def test_out_has_the_shape_that_mpi_gives_it() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_wanted_in_place_is_made_beside() -> None:
+async def test_input_stays_intact_for_results_in_place() -> None:
     async with world(3, elastic=True, strategy="ring") as comms:
 
         async def body(comm: Any, step: Any) -> None:
@@ -156,7 +156,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("verb", GIVEN)
 @pytest.mark.asyncio
-async def test_what_one_rank_has_all_get_from_it(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+async def test_result_of_one_rank_is_sent_to_all(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """Rank 0 dies when it has the result and rank 1, too; the last of it has not come to rank 2."""
     real = CallRunner._ended
 
@@ -192,7 +192,9 @@ async def test_what_one_rank_has_all_get_from_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.asyncio
-async def test_who_was_to_give_may_die_too(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+async def test_call_is_repeated_if_the_sender_of_its_result_dies(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
     """Rank 1 alone has the result when rank 0 dies, and dies when it is to give it: the others do it again."""
     real_ended, real_given = CallRunner._ended, CallRunner._given
 
@@ -236,7 +238,7 @@ async def test_who_was_to_give_may_die_too(monkeypatch: pytest.MonkeyPatch, is_l
 
 
 @pytest.mark.asyncio
-async def test_what_needs_the_rank_that_died_fails_on_all() -> None:
+async def test_call_with_a_lost_root_fails_on_all_ranks() -> None:
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:
@@ -261,7 +263,7 @@ async def test_what_needs_the_rank_that_died_fails_on_all() -> None:
 
 @pytest.mark.asyncio
 async def test_a_loss_may_be_raised_on_all() -> None:
-    """Also by calls that begin after it; the samples come again, and with the next step all is well."""
+    """Also by calls that begin after it; the samples are given again, and the next step succeeds."""
     async with world(3, elastic=True) as comms:
         kept: list[Any] = []
 
@@ -379,7 +381,7 @@ async def test_states_that_differ_are_refused_on_all() -> None:
 
 
 @pytest.mark.asyncio
-async def test_ranks_at_unlike_places_are_told() -> None:
+async def test_ranks_at_different_positions_raise_mismatch() -> None:
     async with world(2, elastic=True) as comms:
 
         async def main(comm: Any) -> None:
@@ -392,7 +394,7 @@ async def test_ranks_at_unlike_places_are_told() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_an_elastic_is_not_for_is_refused() -> None:
+async def test_invalid_uses_of_elastic_are_refused() -> None:
     async with world(1, elastic=True) as comms, world(1) as others:
         comm = comms[0]
         with pytest.raises(ConfigError, match=r"kfcomm.init\(elastic=True\)"):
@@ -422,7 +424,7 @@ async def test_what_an_elastic_is_not_for_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_joins_has_the_state_and_who_is_released_ends_its_loop() -> None:
+async def test_joining_rank_has_the_state_and_released_rank_ends_its_loop() -> None:
     async with world(2, elastic=True) as comms:
         comers: list[asyncio.Task[Any]] = []
 
@@ -520,7 +522,7 @@ async def test_it_is_a_communicator_in_all_else() -> None:
 
 
 @pytest.mark.asyncio
-async def test_whoever_leaves_a_void_step_need_not_wait_for_its_other_calls() -> None:
+async def test_other_calls_of_a_void_step_need_not_be_awaited() -> None:
     async with world(3, elastic=True) as comms:
 
         async def main(comm: Any) -> int:

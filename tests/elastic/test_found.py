@@ -1,4 +1,4 @@
-"""What searches in virtual time have found, as programs in which it showed."""
+"""Programs in which searches in virtual time have found defects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def enter(comm: Any) -> int:
 
 
 def test_all_hear_of_a_lost_root_although_another_rank_is_lost_next() -> None:
-    """Who had not heard that the giver of the state is lost heard instead that the call had failed on another rank."""
+    """A rank without news of the lost sender of the state saw a call that had failed on another rank."""
     for seed in range(66, 87):
         random = Random(seed)
         events: list[Any] = [
@@ -74,8 +74,8 @@ async def resized(comm: Any) -> tuple[int, ...]:
     return elastic_comm.births
 
 
-def test_nobody_waits_for_a_rank_that_never_came_to_the_epoch() -> None:
-    """The store's word lets one of two go on with a newcomer; the other has ended by then."""
+def test_missing_rank_of_a_new_epoch_is_not_waited_for() -> None:
+    """The store lets one of two ranks continue with a joining rank; the other has ended by then."""
     for seed in range(15):
         random = Random(seed)
         events: list[Any] = [Join(2, 0.0), Partition(((1,),), random.uniform(0.005, 0.03), 3.0)]
@@ -103,7 +103,7 @@ async def idle(comm: Any) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_who_leaves_after_a_change_that_failed_hears_why_it_failed() -> None:
+def test_leaving_rank_sees_why_the_change_failed() -> None:
     """It heard that the agreement of that change was still under way."""
     for seed in range(5):
         events: list[Any] = [Kill(0, 0.04), Stop(1, 0.04, 3.0)]
@@ -125,8 +125,8 @@ async def agree_and_leave(comm: Any) -> list[bool]:
     return [await comm.agree(True) for _ in range(3)]
 
 
-def test_who_leaves_has_told_what_was_decided() -> None:
-    """Who had not heard it from the first, which was stopped, was alone, and did not know how the others had ended."""
+def test_leaving_rank_has_passed_on_the_decision() -> None:
+    """A rank without news from the first, which was stopped, was alone, and did not know how the others had ended."""
     for seed, at_s in ((584, 0.0076447), (1181, 0.0073677), (1427, 0.0076658), (1495, 0.0078817), (2938, 0.0064288)):
         run = run_in_virtual_time(agree_and_leave, 3, seed=seed, events=[Stop(0, at_s, 3.0)], timeout=30.0)
         assert run.results[1] == run.results[2] == 3 * [True]

@@ -1,4 +1,4 @@
-"""The state to newcomers: from all that have it, whoever is lost on the way, and not unless it is the same bytes."""
+"""Handover of the state to joining ranks: from all owners, with losses on the way, and with checked bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_newcomers_get_it_where_it_belongs(transport: Any) -> None:
 
 
 @pytest.mark.asyncio
-async def test_where_each_has_one_the_lowest_gives_its_own() -> None:
+async def test_lowest_rank_sends_its_state_if_all_have_one() -> None:
     async with world(3, elastic=True) as comms:
         assert await hand_over(comms, None, states(comms)) == [([0], 1.0, 0)] * 3
 
@@ -108,7 +108,7 @@ async def test_the_next_ones_own_is_whole_when_the_lowest_dies(monkeypatch: pyte
 
 
 @pytest.mark.asyncio
-async def test_nobody_is_left_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_lost_if_all_owners_of_the_state_die(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(3, elastic=True) as comms:
         dying(monkeypatch, comms, {0})
         found = await hand_over(comms, (0,), states(comms))
@@ -118,7 +118,7 @@ async def test_nobody_is_left_who_has_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.asyncio
-async def test_bytes_that_differ_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_corrupted_transfer_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(3, elastic=True) as comms:
 
         async def changed(comm: Any, *rest: Any) -> Any:
@@ -133,7 +133,7 @@ async def test_bytes_that_differ_are_told_to_all(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.asyncio
 async def test_a_newcomer_of_another_program_is_told_and_the_others_go_on() -> None:
-    """What those run that were there from the beginning is their own affair, and each of it will do."""
+    """Ranks that were there from the beginning may run different programs; any of these will do."""
     async with world(5, elastic=True) as comms:
         mine = states(comms)
         for state in mine:

@@ -1,4 +1,4 @@
-"""Five hosts that are cut three to two: three train on, two are told so, and come back as new ranks when they can."""
+"""Five hosts, partitioned three to two: three train on, two raise an error, and join again later as new ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(json.dumps(said))
 
 
 def until(folder: Path, processes: list[subprocess.Popen[str]], names: set[str]) -> None:
-    """Wait for these files; none of the processes may end before."""
+    """Wait for these files; no process may end before."""
     while not names <= {one.name for one in folder.iterdir()}:
         for process in processes:
             assert process.poll() is None, process.communicate()

@@ -1,4 +1,4 @@
-"""Processes that join by hand, without a launcher, and cannot: each is told why, and the others go on."""
+"""Processes that join without a launcher and are rejected: each reports the reason, and the others continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except kfcomm.ConfigError as error:
 """
 
 
-def test_those_who_cannot_be_let_in_are_told_why(tmp_path: Path) -> None:
+def test_rejected_joining_rank_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     store, end = f"http://127.0.0.1:{free_port()}", tmp_path / "end"
     started: dict[str, subprocess.Popen[bytes]] = {}

@@ -1,4 +1,4 @@
-"""What becomes of calls when a rank has died, from how they stand."""
+"""Outcomes of calls after the death of a rank, from their standings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def row(name: str, standing: Standing, number: int = 0, step: int = 5, contribut
     return (name, number, standing, contributors if standing == DONE else (), step, "")
 
 
-def test_what_is_done_by_one_is_done_by_all_and_the_lowest_gives_it() -> None:
+def test_call_done_on_one_rank_is_sent_by_the_lowest() -> None:
     said = [(5, []), (5, [row("a", DONE)]), (5, [row("a", DONE)])]
     assert decide(said, (4, 6, 9)) == {("a", 0): CallOutcome(5, 6, ALL)}
 
 
-def test_what_stands_alike_needs_no_verdict() -> None:
+def test_equal_standings_need_no_outcome() -> None:
     assert decide([(5, [row("a", DONE), row("b", FAILED)])] * 3, ALL) == {}
     assert decide([(5, []), (5, [row("a", HELD)])], (0, 1)) == {}
 
 
-def test_what_has_failed_on_one_has_failed_on_all_unless_it_is_done_on_another() -> None:
+def test_call_failed_on_one_rank_fails_on_all_unless_done_on_another() -> None:
     assert decide([(5, [row("a", FAILED)]), (5, [])], (0, 1)) == {("a", 0): CallOutcome(5, -1, (), "")}
     assert decide([(5, [row("a", FAILED)]), (5, [row("a", DONE)])], (0, 1)) == {("a", 0): CallOutcome(5, 1, ALL)}
 

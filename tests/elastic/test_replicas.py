@@ -32,7 +32,7 @@ def own_of(birth: int) -> State:
 
 
 async def train(comms: Any, body: Callable[..., Awaitable[Any]], *, steps: int = 4, **options: Any) -> list[Any]:
-    """What ``body(elastic, comm, own, number)`` returned in the steps of each rank; None for who died."""
+    """Results of ``body(elastic, comm, own, number)`` in the steps of each rank; None for a dead rank."""
 
     async def main(comm: Any) -> Any:
         own, found = own_of(comm.rank), []
@@ -50,7 +50,7 @@ async def train(comms: Any, body: Callable[..., Awaitable[Any]], *, steps: int =
 
 
 def seen(elastic: Any) -> Any:
-    """Heirs, and of what was inherited, by birth, the value of all elements and the number of steps."""
+    """Heirs, and of the inherited states, by uid, the value of all elements and the number of steps."""
     return elastic.heirs, {birth: (one["m"][0, 0], one["steps"]) for birth, one in elastic.inherited.items()}
 
 
@@ -147,9 +147,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.asyncio
-async def test_a_commit_in_whose_midst_a_rank_dies_is_whole_or_nothing(
-    monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+async def test_commit_during_a_death_is_complete_or_dropped(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     async with world(3, elastic=True) as comms:
         dying(monkeypatch, comms, place)
 
@@ -242,7 +240,7 @@ async def test_a_step_that_runs_again_begins_with_the_own_that_it_had() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_refused() -> None:
+async def test_invalid_uses_of_commit_are_refused() -> None:
     async with world(1, elastic=True) as comms:
         comm = comms[0]
         with pytest.raises(ConfigError, match=r"own is a kfcomm\.elastic\.State, not dict"):

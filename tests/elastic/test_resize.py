@@ -45,7 +45,7 @@ async def test_more_and_fewer(transport: Any) -> None:
 
 
 @pytest.mark.asyncio
-async def test_nobody_comes() -> None:
+async def test_resize_times_out_without_joining_ranks() -> None:
     async with world(2, elastic=True) as comms:
 
         async def main(comm: Any) -> float:
@@ -80,7 +80,7 @@ async def test_a_rank_dies_in_its_midst() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_refused() -> None:
+async def test_invalid_sizes_are_refused() -> None:
     async with world(1, elastic=True) as comms:
         comm: Any = comms[0]
         for size in (0, -1, True, "2"):

@@ -1,4 +1,4 @@
-"""One order for each pass, each sample once, whoever has not used what."""
+"""One order for each pass, and each sample once, whichever samples were not used."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_passes_have_orders_of_their_own_and_seeds_too() -> None:
 @pytest.mark.parametrize(
     "given", [(0, 1, 0), (1, 0, 0), (1, 1, -1), (1.5, 1, 0), (True, 1, 0), (3, "2", 0), (3, 2, "x")]
 )
-def test_what_cannot_be_is_refused(given: Any) -> None:
+def test_invalid_arguments_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="of a sampler is a whole number"):
         ElasticSampler(*given)
 

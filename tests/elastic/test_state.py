@@ -30,7 +30,7 @@ def test_values_are_attributes() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, {"a": [1j]}, [lambda: 1]])
-def test_what_cannot_travel_is_refused_where_it_stands(value: Any) -> None:
+def test_unsendable_value_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"value.*cannot be in a state"):
         State(value=value)
     one = State(value=1)
@@ -60,7 +60,7 @@ def test_another_ranks_values_are_taken_over_in_place() -> None:
     assert (mine.step, mine.log, mine.deep["z"]) == (12, ["begun", "goes on"], None)
 
 
-def test_what_cannot_be_written_to_is_replaced() -> None:
+def test_read_only_arrays_are_replaced() -> None:
     frozen = np.zeros(3)
     frozen.flags.writeable = False
     one = State(a=frozen, pair=(np.zeros(1), "text"))

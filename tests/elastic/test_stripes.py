@@ -30,7 +30,7 @@ def test_each_byte_is_in_one_stripe(sizes: list[int], num_givers: int) -> None:
     assert max(lengths) - min(lengths) <= 2 * PAGE_NBYTES
 
 
-def test_what_is_small_has_one_giver() -> None:
+def test_small_arrays_have_one_giver() -> None:
     assert cut([3, 0, MIN_STRIPE_NBYTES], 5) == [[StripePart(0, 0, 3), StripePart(2, 0, MIN_STRIPE_NBYTES)]]
     assert cut([], 5) == [[]]
 

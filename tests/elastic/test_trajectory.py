@@ -1,4 +1,4 @@
-"""The way of training is the same whoever dies or comes: equal to rounding, and bit for bit with the same plan."""
+"""Equal results of training with losses and joins: up to rounding, and bit for bit with the same plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = DATA @ np.arange(1.0, 1 + WIDTH) + 0.1 * np.random.RandomState(8).stan
 
 
 class Trained(NamedTuple):
-    """What training came to on a rank.
+    """Result of training on a rank.
 
     Attributes:
         weights: at the end, as bytes.
@@ -51,7 +51,7 @@ async def train(comm: Any) -> Trained:
 
 
 def trained(run: VirtualRun) -> Trained:
-    """What all ranks came to that were there at the end."""
+    """Results of all ranks that were there at the end."""
     births = next(iter(run.results.values())).births
     found = {run.results[birth][:3] for birth in births}
     assert len(found) == 1
@@ -97,7 +97,7 @@ def test_with_kills_and_without_training_comes_to_the_same_to_rounding() -> None
 
 
 def test_a_loss_is_heard_in_the_midst_of_a_step() -> None:
-    """What the steps above are run again for."""
+    """Losses for which the steps above run again."""
 
     async def one(comm: Any) -> Any:
         elastic_comm = ElasticCommunicator(comm)

@@ -38,8 +38,8 @@ async def test_one_story_of_steps_that_come_to_nothing(
 
 @pytest.mark.parametrize("seed", [9002785])
 @pytest.mark.asyncio
-async def test_what_was_found_stays_mended(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A rank dies while a newcomer takes the state, which it has whole and another has not."""
+async def test_defects_found_by_the_search_stay_fixed(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank dies while a joining rank receives the state, which it has whole and another has not."""
     caplog.set_level(logging.CRITICAL)
     await programs.run(seed, deaths=3, grows=True)
 

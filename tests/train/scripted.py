@@ -11,7 +11,7 @@ from kfcomm.train.procedure import Procedure, ProcedureCall
 
 
 class Alone:
-    """What a way to agree asks of its communicator before its first exchange."""
+    """Communicator calls of an algorithm before its first exchange."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

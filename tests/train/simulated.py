@@ -19,7 +19,7 @@ from kfcomm.types import Layout
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is true of a training.
+    """Model of a training.
 
     Attributes:
         throughput: seconds of a step.
@@ -53,7 +53,7 @@ class Cluster:
         return efficiency(statistics, self.initial_batch, batch)
 
     def static(self, ranks: int, batch: int, seconds: float) -> float:
-        """What a training without any policy comes to: samples, by their worth."""
+        """Progress of a training without policies: samples, by their worth."""
         progress, now_s, step_s = 0.0, 0.0, self.step_s(ranks, batch)
         while now_s < seconds:
             progress += batch * self.worth(batch, progress)

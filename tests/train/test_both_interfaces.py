@@ -114,7 +114,7 @@ def test_numbers_out_of_range_on_one_blocking_rank_are_an_error_on_all() -> None
 
 @pytest.mark.asyncio
 async def test_ranks_that_go_different_ways_see_both_sides() -> None:
-    """Also without a name: what a way is called by itself is no place to meet."""
+    """Also without a name: the default name of an algorithm cannot be the name of the check."""
 
     async def main(comm: Communicator) -> str:
         way = SMA(comm, 0.1) if comm.rank else LocalSGD(comm, 3)
@@ -140,9 +140,7 @@ async def test_ranks_that_go_different_ways_see_both_sides() -> None:
         (lambda comm, bad: AdaSGD(comm, after=0 if bad else 3), r"after is a whole number"),
     ],
 )
-async def test_what_one_rank_was_given_and_cannot_be_is_told_to_all(
-    make: Callable[[Any, bool], Agreement], says: str
-) -> None:
+async def test_invalid_argument_of_one_rank_raises_on_all(make: Callable[[Any, bool], Agreement], says: str) -> None:
     async def main(comm: Communicator) -> str:
         with pytest.raises(ConfigError, match=says) as caught:
             await make(comm, comm.rank == 1).parameters(TREE)
@@ -182,7 +180,7 @@ async def test_trees_that_differ_are_an_error_on_all() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_awaited_and_what_is_waited_for() -> None:
+async def test_pending_is_awaited_or_waited_for_by_interface() -> None:
     async with world(1) as comms:
         pending = SMA(comms[0]).parameters(TREE)
         with pytest.raises(ConfigError, match="write await"):

@@ -24,7 +24,7 @@ def test_owners_by_hand() -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=20), st.data())
-def test_nobody_has_much_more_than_its_share(layers: Any, data: st.DataObject) -> None:
+def test_work_is_balanced_between_ranks(layers: Any, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([1, 2, 4, 8]))
     of = owners(layers, size)
     loads = [sum(cost(layers[name]) for name, ranks in of.items() if ranks[0] == rank) for rank in range(size)]

@@ -45,7 +45,7 @@ async def test_a_rank_goes_on_alone_while_the_others_do_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_too_young_is_left_out_and_counted() -> None:
+async def test_stale_model_is_skipped_and_counted() -> None:
     async with world(2) as comms:
         ways = [PairAveraging(comm, np.zeros(4), max_staleness=0.6) for comm in comms]
         await asyncio.gather(*(way.parameters(np.zeros(4)) for way in ways))

@@ -1,4 +1,4 @@
-"""The parameter server: every push is applied once, by its owner; who waits for whom, and how stale a pull can be."""
+"""The parameter server: every push is applied once, by its owner; waits between ranks, and staleness of pulls."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_all_others_are_equally_likely(rank: int) -> None:
 
 
 def test_the_next_rank_is_not_drawn_twice_as_often() -> None:
-    """What moving one's own draw to the next rank would do; that is found out."""
+    """A draw of all ranks that moves one's own to the next: the test finds it out."""
     moved = [0.0, 2.0, 1.0, 1.0, 1.0]
     assert chi_squared(Peers(0, 5, seed=7), moved) > 1000
 
@@ -46,7 +46,7 @@ def test_weights_are_probabilities() -> None:
 
 
 @given(st.integers(2, 20), st.integers(0, 1000), st.data())
-def test_nobody_draws_itself_and_a_seed_repeats_the_draws(size: int, seed: int, data: st.DataObject) -> None:
+def test_ranks_never_draw_themselves_and_a_seed_repeats_the_draws(size: int, seed: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     one, other = Peers(rank, size, seed=seed), Peers(rank, size, seed=seed)
     drawn = [one.draw() for _ in range(50)]

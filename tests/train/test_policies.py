@@ -42,7 +42,7 @@ def cluster(growth: float = 0.0, **options: Any) -> Cluster:
 
 @pytest.mark.parametrize(("growth", "seed"), [(0.0, 0), (1.0, 1), (20.0, 2)])
 def test_pollux_comes_within_5_percent_of_the_best_static_choice_in_hindsight(growth: float, seed: int) -> None:
-    """From the first step on, with all that it has tried, and 5 s for each change of the ranks."""
+    """From the first step on, with all its attempts, and 5 s for each change of the ranks."""
     given, seconds = cluster(growth), 2000.0
     best = max(given.static(ranks, ranks * local, seconds) for ranks in SIZES for local in LOCAL)
     worst = given.static(1, 256, seconds)
@@ -68,7 +68,7 @@ def test_pollux_takes_fewer_ranks_where_each_has_to_be_worth_it() -> None:
 
 
 def test_pollux_makes_a_batch_smaller_before_ranks_go_that_hold_it() -> None:
-    """Where the network takes a hundred times what computing does, one rank is best."""
+    """If the network takes a hundred times as long as computing, one rank is best."""
     slow = Throughput(0.01, 0.001, 50.0, 0.0, 5.0, 0.0, 1.0)
     given = Cluster(slow, lambda progress: SIGNAL, lambda progress: VARIANCE * INITIAL, INITIAL)
     policy = PolluxGoodput(32, sizes=(1, 4))
@@ -238,7 +238,7 @@ async def test_in_a_world_and_replayed(make: Callable[[], Policy], given: Hyperp
 
 
 @pytest.mark.parametrize("number", range(len(MAKES)))
-def test_what_a_policy_knows_is_handed_over(number: int) -> None:
+def test_policy_state_is_handed_over(number: int) -> None:
     """Two that go different ways after the same steps, one of them with what the other knew, decide the same."""
     make, given = MAKES[number]
     started = Simulation(cluster(5.0), [make()], ranks=2, given=given)

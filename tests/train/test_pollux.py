@@ -78,7 +78,7 @@ def test_a_fit_of_noisy_times_predicts_shapes_that_were_not_measured(seed: int) 
         assert predicted == pytest.approx(truth, rel=0.1)
 
 
-def test_what_was_never_seen_costs_nothing() -> None:
+def test_unobserved_costs_are_zero() -> None:
     alone = fit(measured(MODEL, [Shape(1, 1, 64), Shape(1, 1, 256)]))
     assert alone.accumulation_s(1000) == pytest.approx(MODEL.accumulation_s(1000), rel=1e-6)
     assert (alone.alpha_r, alone.beta_r, alone.alpha_n, alone.beta_n) == (0, 0, 0, 0)

@@ -16,7 +16,7 @@ from kfcomm.train import Factors, HybridGradients, all_reduce_numbers, factor_nu
 
 
 @pytest.mark.parametrize(("rows", "columns", "samples"), [(25088, 4096, 880), (4096, 4096, 512), (4096, 1000, 201)])
-def test_where_both_ways_cross_with_eight_ranks(rows: int, columns: int, samples: int) -> None:
+def test_break_even_of_factors_with_eight_ranks(rows: int, columns: int, samples: int) -> None:
     """The dense layers of VGG-16."""
     assert round(most_samples(rows, columns, 8)) == samples
     assert takes_factors(rows, columns, 32, 8)
@@ -84,7 +84,7 @@ async def test_without_factors_it_is_an_all_reduce() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_sent_is_what_the_formula_says() -> None:
+async def test_sent_bytes_follow_the_formula() -> None:
     """On a ring each rank passes on every other rank's factors once."""
     size, samples, rows, columns = 4, 8, 600, 400
 

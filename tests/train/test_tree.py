@@ -29,7 +29,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_what_is_taken_apart_can_be_put_together(tree: Any) -> None:
+def test_leaves_and_rebuilt_round_trip(tree: Any) -> None:
     found = leaves(tree)
     assert rebuilt(tree, found) == tree
     assert type(rebuilt(tree, found)) is type(tree)

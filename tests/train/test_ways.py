@@ -1,4 +1,4 @@
-"""Every way to agree against values made by hand, ranks run in lockstep without a network."""
+"""Algorithms of agreement against values made by hand; ranks run in lockstep without a network."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_diloco_on_a_constant_pseudo_gradient() -> None:
         assert [float(way.model["w"][0]) for way in ranks] == pytest.approx([expected] * 3, rel=1e-12)
 
 
-def test_what_is_kept_beside_a_model_does_not_follow_it_when_it_is_updated_in_place() -> None:
+def test_kept_copies_do_not_follow_in_place_updates() -> None:
     given_ = [model(0), model(0)]
     elastic = [ElasticAveraging(Alone(rank, 2), given_[rank], alpha=0.1) for rank in range(2)]
     diloco = [DiLoCo(Alone(rank, 2), given_[rank], every=1) for rank in range(2)]
