@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kfcomm.common.sockets import FLOOD_PAUSE_S
-from kfcomm.core.strangers import Strangers
+from kfcomm.core.unauthenticated import Unauthenticated
 
 MAX_AT_ONCE = 8
 """Connections; for one more, one of these is hung up on."""
@@ -59,7 +59,7 @@ class Attendant:
         self._name = name
         self._lock = threading.Lock()
         self._guests: dict[socket.socket, _Guest] = {}
-        self._strangers: Strangers[socket.socket] = Strangers(MAX_AT_ONCE, MAX_AT_ONCE)
+        self._unauthenticated: Unauthenticated[socket.socket] = Unauthenticated(MAX_AT_ONCE, MAX_AT_ONCE)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._attend, name=name, daemon=True)
         self._thread.start()
@@ -124,7 +124,7 @@ class Attendant:
             return
         sock.settimeout(PATIENCE_S)
         with self._lock:
-            too_many = self._strangers.came(sock, address[0] if isinstance(address, tuple) else "")
+            too_many = self._unauthenticated.add(sock, address[0] if isinstance(address, tuple) else "")
             self._guests[sock] = _Guest(time.monotonic() + PATIENCE_S)
         if too_many is not None:
             self._cut(too_many)
@@ -158,6 +158,6 @@ class Attendant:
 
     def _close(self, sock: socket.socket) -> None:
         with self._lock:
-            self._strangers.gone(sock)
+            self._unauthenticated.remove(sock)
             del self._guests[sock]
             sock.close()

@@ -3,7 +3,7 @@
 It binds one address. Whoever cannot prove the token learns only that this is a store: a request is judged by
 its headers, before its body is read. Connections, bodies and what is remembered are bounded; waits are long
 polls, which end when their client goes away. Who has not signed a request within seconds is hung up on, and so is the
-oldest of those who have not when there are many: see `kfcomm.core.strangers`.
+oldest of those who have not when there are many: see `kfcomm.core.unauthenticated`.
 
 Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for what scales a job
 from outside, has a number in text as its body, and a line of text as its answer. See `signing` for the headers.
@@ -25,7 +25,7 @@ from aiohttp import web
 from kfcomm.common.rate_limit import RateLimitFilter
 from kfcomm.common.sockets import accept_all, host_of
 from kfcomm.common.tls import Tls
-from kfcomm.core.strangers import Strangers
+from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import ConfigError, LocalProtocolError
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, StoreClosed, Why
@@ -74,9 +74,9 @@ class StoreServer:
         self._token = token
         self._authenticator = Authenticator(token, nonce_of(self.store.identity))
         self._http = web.Server(self._handle, handler_cancellation=True)
-        self._strangers: Strangers[_Connection] = Strangers()
+        self._unauthenticated: Unauthenticated[_Connection] = Unauthenticated()
         self._tls = None if tls is None else tls.server
-        self._greeted: Strangers[asyncio.Task[Any]] = Strangers()
+        self._greeted: Unauthenticated[asyncio.Task[Any]] = Unauthenticated()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -131,7 +131,7 @@ class StoreServer:
             return True
         sock.setblocking(False)
         self._keep(self._connect(sock))
-        return self._strangers.is_flood or self._greeted.is_flood
+        return self._unauthenticated.is_flood or self._greeted.is_flood
 
     async def _connect(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ class StoreServer:
         greeted = loop.create_task(
             loop.connect_accepted_socket(self._connection, sock, ssl=self._tls, ssl_handshake_timeout=REQUEST_WITHIN_S)
         )
-        too_many = self._greeted.came(greeted, host_of(sock))
+        too_many = self._greeted.add(greeted, host_of(sock))
         if too_many is not None:
             too_many.cancel()
         try:
@@ -149,10 +149,10 @@ class StoreServer:
         except (OSError, asyncio.CancelledError) as error:
             _LOG.debug("no TLS with somebody: %s", error)
         finally:
-            self._greeted.gone(greeted)
+            self._greeted.remove(greeted)
 
     def _connection(self) -> asyncio.Protocol:
-        return _Connection(self._http, self._strangers)
+        return _Connection(self._http, self._unauthenticated)
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -264,19 +264,19 @@ class _Calls:
 class _Connection(web.RequestHandler):
     """A connection, a stranger's until it brings a signed request."""
 
-    __slots__ = ("_deadline", "_strangers")
+    __slots__ = ("_deadline", "_unauthenticated")
 
-    def __init__(self, server: web.Server, strangers: Strangers[_Connection]) -> None:
+    def __init__(self, server: web.Server, unauthenticated: Unauthenticated[_Connection]) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, access_log=None, logger=_LOG)  # type: ignore[arg-type]  # as web.Server does
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._deadline: asyncio.TimerHandle | None = None
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
-        too_many = self._strangers.came(self, peer[0] if peer else "")
+        too_many = self._unauthenticated.add(self, peer[0] if peer else "")
         if too_many is not None:
             too_many.cut()
         self._deadline = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.cut)
@@ -288,7 +288,7 @@ class _Connection(web.RequestHandler):
 
     def is_known(self) -> None:
         """It has brought a signed request, or is gone."""
-        self._strangers.gone(self)
+        self._unauthenticated.remove(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -29,7 +29,7 @@ from kfcomm.core.hello import (
     decode_prefix,
     encode,
 )
-from kfcomm.core.strangers import Strangers
+from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.sockets import (
     Address,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """For a peer that is known to be one, on a host that may be busy."""
-STRANGER_S = 5.0
+UNAUTHENTICATED_S = 5.0
 """For anybody who has connected."""
 
 
@@ -109,7 +109,7 @@ async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server:
 
 async def answer(
     sock: socket.socket, me: Identity, *,
-    accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = STRANGER_S,
+    accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = UNAUTHENTICATED_S,
     tls: Tls | None = None,
 ) -> tuple[Connection, Hello]:  # fmt: skip
     """Shake hands on an accepted connection, and say who dialled.
@@ -140,7 +140,7 @@ async def answer(
 async def serve(
     listener: Listener, greet: Callable[[socket.socket], Awaitable[tuple[Connection, Hello]]], *,
     welcome: Callable[[Connection, Hello], None], refused: Callable[[KfcommError], object],
-    strangers: Strangers[asyncio.Task[None]] | None = None,
+    unauthenticated: Unauthenticated[asyncio.Task[None]] | None = None,
 ) -> None:  # fmt: skip
     """Accept connections and shake hands with each, until cancelled (before the listener is closed).
 
@@ -149,9 +149,9 @@ async def serve(
         greet: `answer` with everything but the socket.
         welcome: gets each connection after a good handshake, and owns it from then on.
         refused: told why each other one came to nothing.
-        strangers: how many handshakes may be under way at once.
+        unauthenticated: how many handshakes may be under way at once.
     """
-    strangers = Strangers() if strangers is None else strangers
+    unauthenticated = Unauthenticated() if unauthenticated is None else unauthenticated
     async with asyncio.TaskGroup() as group:
 
         async def shake(sock: socket.socket) -> None:
@@ -164,15 +164,15 @@ async def serve(
 
         def begin(sock: socket.socket) -> bool:
             task = group.create_task(shake(sock))
-            cut = strangers.came(task, host_of(sock))
+            cut = unauthenticated.add(task, host_of(sock))
             task.add_done_callback(lambda done: forget(done, sock))
             if cut is not None:
                 cut.cancel()
                 refused(TransportError("there were too many handshakes at once: the oldest was dropped"))
-            return strangers.is_flood
+            return unauthenticated.is_flood
 
         def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
-            strangers.gone(task)
+            unauthenticated.remove(task)
             if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
                 sock.close()
 

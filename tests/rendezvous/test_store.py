@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kfcomm.core.strangers import MAX_OF_ONE_ADDRESS
+from kfcomm.core.unauthenticated import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
@@ -187,13 +187,13 @@ async def test_who_has_not_signed_anything_in_time_is_hung_up_on(said: bytes, mo
 
 
 @pytest.mark.asyncio
-async def test_of_many_strangers_the_oldest_are_hung_up_on(server: StoreServer, client: StoreClient) -> None:
-    strangers = [await asyncio.open_connection(*host_and_port(server.url)) for _ in range(3 * MAX_OF_ONE_ADDRESS)]
-    for reader, _ in strangers[: 2 * MAX_OF_ONE_ADDRESS]:
+async def test_oldest_unauthenticated_connections_are_closed(server: StoreServer, client: StoreClient) -> None:
+    connections = [await asyncio.open_connection(*host_and_port(server.url)) for _ in range(3 * MAX_OF_ONE_ADDRESS)]
+    for reader, _ in connections[: 2 * MAX_OF_ONE_ADDRESS]:
         await closed(reader)
     await client.set("a", b"still there")
     assert await client.get("a", 10) == b"still there"
-    for _, writer in strangers:
+    for _, writer in connections:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()

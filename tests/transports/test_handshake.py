@@ -14,7 +14,7 @@ from kfcomm.common.sockets import readable
 from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
-from kfcomm.core.strangers import Strangers
+from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import handshake
 from kfcomm.transports.handshake import answer, dial, serve
@@ -62,12 +62,13 @@ def wanted(hello):
 
 
 @contextlib.asynccontextmanager
-async def serving(*, timeout_s=3600.0, strangers=None):
+async def serving(*, timeout_s=3600.0, unauthenticated=None):
     reception = Reception(f"@kfcomm-test-{uuid.uuid4()}")
     greet = functools.partial(answer, me=PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=timeout_s)
-    task = asyncio.create_task(
-        serve(reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, strangers=strangers)
+    serving_all = serve(
+        reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, unauthenticated=unauthenticated
     )
+    task = asyncio.create_task(serving_all)
     try:
         yield reception
     finally:
@@ -259,7 +260,7 @@ async def test_one_who_dribbles_is_dropped_in_time():
 @on_every_loop
 async def test_the_oldest_of_too_many_is_dropped_and_one_who_belongs_gets_in():
     loop = asyncio.get_running_loop()
-    async with serving(strangers=Strangers(3, 3)) as reception:
+    async with serving(unauthenticated=Unauthenticated(3, 3)) as reception:
         dribblers = [socket.create_connection(reception.addresses[1]) for _ in range(6)]
         for sock in dribblers:
             sock.setblocking(False)
@@ -279,12 +280,12 @@ async def test_ten_thousand_garbage_connections_and_one_who_belongs():
     async with serving() as reception:
         name = "\0" + reception.addresses[0][1:]
         for _ in range(count // at_once):
-            strangers = [socket.socket(socket.AF_UNIX) for _ in range(at_once)]
-            for sock in strangers:
+            unauthenticated = [socket.socket(socket.AF_UNIX) for _ in range(at_once)]
+            for sock in unauthenticated:
                 sock.setblocking(False)
                 await loop.sock_connect(sock, name)
                 sock.send(b"\xff" * 20)
-            for sock in strangers:
+            for sock in unauthenticated:
                 with contextlib.suppress(ConnectionResetError):
                     assert await loop.sock_recv(sock, 1) == b""
                 sock.close()

@@ -23,9 +23,9 @@ from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
+from kfcomm.core.heartbeat import FailureDetector
 from kfcomm.core.hello import Hello, Purpose
 from kfcomm.core.membership import Message, from_wire, to_wire
-from kfcomm.core.silence import Silence
 from kfcomm.engine.control.base import GONE, Answer, StatusSource
 from kfcomm.engine.control.links import Dial, Links
 from kfcomm.engine.control.questions import Question, Questions
@@ -62,7 +62,7 @@ class ControlNode:
         self._launcher_word_s = launcher_word_s
         self.rank = rank
         self.links = Links(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
-        self._silence = Silence(lost_after_s)
+        self._detector = FailureDetector(lost_after_s)
         self._next_beat: asyncio.TimerHandle | None = None
         self._upcalls = upcalls
         self._status = status
@@ -178,8 +178,8 @@ class ControlNode:
         Only the neighbours are watched: each rank is one of somebody, who tells all.
         """
         loop = asyncio.get_running_loop()
-        self._silence.watch(self._gossip.neighbours if self.seeks else (), loop.time())
-        gone, quiet, next_s = self._silence.look(loop.time())
+        self._detector.watch(self._gossip.neighbours if self.seeks else (), loop.time())
+        gone, quiet, next_s = self._detector.look(loop.time())
         for rank, silent_s in gone:
             self.declare_lost(rank, f"silent for {silent_s:.1f} s: stopped, stuck, or its host cannot be reached")
         for rank in quiet:
@@ -190,7 +190,7 @@ class ControlNode:
 
     def heard(self, rank: int) -> None:
         """Something has come from a neighbour."""
-        self._silence.heard(rank, asyncio.get_running_loop().time())
+        self._detector.heard(rank, asyncio.get_running_loop().time())
 
     def is_gone(self, rank: int) -> bool:
         """Whether ``rank`` has left, or is lost."""

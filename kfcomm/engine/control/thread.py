@@ -24,13 +24,13 @@ from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import Hello, Purpose
 from kfcomm.core.membership import Message
-from kfcomm.core.strangers import MAX_STRANGERS, Strangers
+from kfcomm.core.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
 from kfcomm.engine.control.base import GOODBYE_S, Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.engine.control.node import ControlNode
 from kfcomm.engine.control.upcalls import Upcalls
 from kfcomm.errors import KfcommError, LocalProtocolError
-from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, STRANGER_S, dial, serve
+from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, dial, serve
 from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Connection, Listener
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfcomm.common.tls import Tls
     from kfcomm.rendezvous.identity import PeerInfo
 
-STRANGERS_A_RANK = 8
+HANDSHAKES_PER_RANK = 8
 """All ranks may come at once, each for several links."""
 SIGNS_OF_LIFE = 4
 """So many are shown in the time after which a silent peer is lost."""
@@ -287,7 +287,7 @@ class ControlThread:
             accept=lambda hello: world.objection(hello) or node.objection(hello),
             token=world.token,
             epoch=world.epoch,
-            timeout_s=min(world.handshake_timeout_s, STRANGER_S),
+            timeout_s=min(world.handshake_timeout_s, UNAUTHENTICATED_S),
             tls=world.tls,
         )
 
@@ -302,8 +302,9 @@ class ControlThread:
                 self._upcalls.adopt(connection, hello.rank, hello.purpose)
 
         refused = functools.partial(_LOG.debug, "an incoming connection was dropped: %s")
-        limit = max(MAX_STRANGERS, STRANGERS_A_RANK * len(world.peers))
-        await serve(self._listener, shake, welcome=welcome, refused=refused, strangers=Strangers(limit, limit // 2))
+        limit = max(MAX_UNAUTHENTICATED, HANDSHAKES_PER_RANK * len(world.peers))
+        unauthenticated: Unauthenticated[asyncio.Task[None]] = Unauthenticated(limit, limit // 2)
+        await serve(self._listener, shake, welcome=welcome, refused=refused, unauthenticated=unauthenticated)
 
     def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(comparison, name="kfcomm clock")

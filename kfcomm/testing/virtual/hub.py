@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfcomm.core.silence import BEATS
+from kfcomm.core.heartbeat import BEATS
 from kfcomm.engine.control.base import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.testing.virtual.network import NetworkModel

@@ -1,11 +1,10 @@
-"""How long peers have been silent: when one is asked for a sign of life, and when it is given up.
+"""Heartbeat-based failure detector: asks quiet peers for a sign of life, and declares silent ones lost.
 
-A peer that is watched and has been quiet for a while is sent a heartbeat, which it answers. Whoever has said nothing at
-all for ``lost_after_s`` is given up: stopped, stuck, or on a host that cannot be reached, which look alike from here.
+A watched peer that has been quiet for a while is sent a heartbeat, which it answers. A peer from which nothing has come
+for ``lost_after_s`` is lost: stopped, stuck, or on an unreachable host, which look alike from here.
 
-Only time in which this process itself was awake counts. One that was stopped, or whose machine was, finds all others
-silent when it goes on, and first has to read what they have sent meanwhile. So a look that comes late takes the delay
-off everybody's silence.
+Only time in which this process itself was awake counts. After a SIGSTOP, or a suspend of the machine, all peers look
+silent until what they have sent meanwhile is read. So a late look subtracts its delay from the silence of every peer.
 
 Time is an argument, in seconds of any clock that does not go back.
 """
@@ -17,16 +16,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 BEATS = 6
-"""How often a silent peer is asked before it is given up."""
+"""Heartbeats to a silent peer before it is lost."""
 LONGEST_INTERVAL_S = 5.0
 
 
 class Look(NamedTuple):
-    """What one look at all peers has found.
+    """Findings of one look at all peers.
 
     Attributes:
-        gone: peers to be given up, each with the seconds of its silence.
-        quiet: peers to be asked for a sign of life.
+        gone: lost peers, each with the seconds of its silence.
+        quiet: peers to be sent a heartbeat.
         next_s: when to look again.
     """
 
@@ -35,11 +34,11 @@ class Look(NamedTuple):
     next_s: float
 
 
-class Silence:
-    """The silence of the peers that one rank watches.
+class FailureDetector:
+    """Silence of the peers that one rank watches.
 
     Args:
-        lost_after_s: after how much silence a peer is given up; infinite for never.
+        lost_after_s: silence after which a peer is lost; infinite for never.
     """
 
     def __init__(self, lost_after_s: float) -> None:
@@ -49,16 +48,16 @@ class Silence:
         self._due_s = math.inf
 
     def watch(self, peers: Iterable[int], now_s: float) -> None:
-        """Watch these peers and no others; who is new counts as heard of just now."""
+        """Watch these peers and no others; a new one counts as heard now."""
         self._heard_s = {peer: self._heard_s.get(peer, now_s) for peer in peers}
 
     def heard(self, peer: int, now_s: float) -> None:
-        """Something has come from a peer."""
+        """Record that something has come from a peer."""
         if peer in self._heard_s:
             self._heard_s[peer] = now_s
 
     def look(self, now_s: float) -> Look:
-        """Look at all peers that are watched."""
+        """Look at all watched peers."""
         late_s = now_s - self._due_s
         if late_s > self._interval_s:
             self._heard_s = {peer: min(now_s, heard_s + late_s) for peer, heard_s in self._heard_s.items()}
