@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
     from kfcomm.core.signature import Signature
     from kfcomm.engine.operation import Array
-    from kfcomm.transports.shm.slots import Slot
+    from kfcomm.transports.shm.slot import Slot
 
 
 class SlotUse(InSlot):

@@ -1,4 +1,15 @@
-"""The heart, without I/O: graphs, frames, machines and the router that matches by name.
+"""Sans-IO core: graphs, frames, machines, and the router that matches collectives by name.
 
-Pure and deterministic: time and randomness are arguments, payload bytes never enter, nothing waits.
+Pure and deterministic: time and randomness are arguments, payload bytes never enter, and nothing waits. A driver (the
+engine, a test, a simulator) feeds it events and carries out the effects that it returns.
+
+Read in this order:
+
+- ``graph``, ``chunk``, ``program``: which part of a buffer travels along which tree, as one rank sees it.
+- ``machine``: one collective on one rank, with the table of states of a chunk. ``collective``: the same with a name.
+- ``calls``, ``matching``, ``router``: all collectives of a rank, with the table of states of a call.
+- ``links``, ``credit``, ``frame``, ``names``, ``signature``: what travels on a data link, and what bounds it.
+- ``handshake``, ``hello``, ``auth``, ``seal``, ``unauthenticated``: who may connect.
+- ``gossip``, ``membership``, ``heartbeat``: the control plane, and who continues after a failure.
+- ``deadlines``, ``launch_order``, ``cycles``: waiting too long, and one order for libraries that match by order.
 """

@@ -1,8 +1,8 @@
-"""Proof that a peer knows the token of the job, without sending it.
+"""Authentication by the token of the job, which is never sent.
 
-The one who asks draws a fresh challenge; the one who answers returns an HMAC-SHA256 (RFC 2104) over it and
-over a context that says what the proof is for. A proof for one challenge or context is worthless for any
-other, so it can be neither replayed nor turned around. Randomness is the caller's: this module is pure.
+The verifier draws a fresh challenge; the prover returns an HMAC-SHA256 (RFC 2104) over it and over a context that says
+what the proof is for. A proof for one challenge or context is worthless for any other, so it can be neither replayed
+nor reflected. The caller supplies randomness: this module is pure.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SEPARATOR = b"\0"
 
 
 def tokens(token: bytes) -> list[bytes]:
-    """The tokens in one."""
+    """Split a token of the job into the tokens that it holds."""
     return token.split(SEPARATOR)
 
 
 def proof(token: bytes, challenge: bytes, context: bytes) -> bytes:
-    """The answer to ``challenge`` of one who knows ``token``.
+    """Return the answer to ``challenge`` that proves knowledge of ``token``.
 
     Args:
-        token: secret shared by the job; of several the first.
-        challenge: random bytes drawn by the one who asks, at least 16, used once.
-        context: what is proven, for example who answers and to which end.
+        token: secret shared by the job; of several, the first is used.
+        challenge: random bytes of the verifier, at least 16, used once.
+        context: what is proven, for example who answers and for which connection.
 
     Returns:
         32 bytes.
@@ -39,7 +39,7 @@ def proof(token: bytes, challenge: bytes, context: bytes) -> bytes:
 
 
 def proven(token: bytes, challenge: bytes, context: bytes, proof: bytes) -> bytes | None:
-    """Which of the tokens has made this answer to ``challenge``; takes the same time whichever byte is wrong."""
+    """Return the token that made this answer to ``challenge``, or None; takes the same time for any wrong byte."""
     for one in tokens(token):
         if hmac.compare_digest(_expected(one, challenge, context), proof):
             return one

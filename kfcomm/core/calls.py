@@ -36,7 +36,7 @@ class Tell(IntEnum):
     """Tags of the router's own effects, beside the machine's ``Do``; the fields after the tag are in brackets."""
 
     ANSWER = 16
-    """[incoming, header]: send this frame back on the link that ``incoming`` stands for."""
+    """[incoming, header]: send this frame back on the link of ``incoming``."""
     FLOOD = 17
     """[group id, name, seq, cause]: tell every rank that this collective is aborted."""
     FAILED = 18

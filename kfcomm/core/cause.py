@@ -1,4 +1,4 @@
-"""Why a collective failed: a value that travels to every rank, so that all tell the same story."""
+"""Cause of a failed collective: a value that travels to every rank, so that all raise the same error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 class CauseKind(StrEnum):
-    """What kind of error each rank raises."""
+    """Kinds of causes: each decides which error every rank raises."""
 
     MISMATCH = "mismatch"
     TIMEOUT = "timeout"
@@ -29,9 +29,9 @@ class Cause:
 
     Attributes:
         kind: decides the type of the error.
-        rank: world rank where it was found, or, for ``LOST``, which rank is gone; for ``EPOCH`` the next epoch.
-        message: the whole story in words, ranks of the group included.
-        arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: those that go on.
+        rank: world rank that found it; for ``LOST`` the rank that is gone; for ``EPOCH`` the number of the next epoch.
+        message: text of the error, ranks of the group included.
+        arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: the survivors.
     """
 
     kind: CauseKind
@@ -41,13 +41,13 @@ class Cause:
     missing: tuple[int, ...] = ()
 
     def to_wire(self) -> list[Any]:
-        """As msgpack-able fields."""
+        """Return msgpack-able fields."""
         message = self.message[:MAX_MESSAGE_CHARACTERS]
         return [str(self.kind), self.rank, message, list(self.arrived), list(self.missing)]
 
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Cause:
-        """From fields that a peer sent; anything that does not fit becomes part of an ``INTERNAL`` cause."""
+        """Build it from fields of a peer; fields that do not fit become part of an ``INTERNAL`` cause."""
         try:
             kind, rank, message, arrived, missing = fields
             ranks = [rank, *arrived, *missing]

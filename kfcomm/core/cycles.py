@@ -1,7 +1,6 @@
-"""When a sequence of names repeats itself: what a program does at every step, found by watching it.
+"""Cycle detection in a sequence of names: finds what a program repeats at every step.
 
-A *cycle* is the names of one pass, in some order. The order within a pass is not looked at, since names may come in
-another order each time.
+A *cycle* is the names of one pass, in any order, since names may arrive in another order each time.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from typing import Generic, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 MAX_CYCLE = 1 << 13
-"""A pass of more names is not looked for: the sequence is taken for one that does not repeat itself."""
+"""Longest pass that is looked for."""
 
 _MODULUS = (1 << 61) - 1
 
 
 class Cycles(Generic[Name]):
-    """Watches a sequence, and says how long its last pass was once that has come again.
+    """Detector that reports the length of a pass once the sequence repeats it.
 
     Args:
-        is_first: the first name that comes again is believed to begin a second pass. Else two whole passes must have
-            come, each with the same names as often.
-        shortest: a cycle of two whole passes has at least so many names.
+        is_first: the first repeated name is taken for the start of a second pass. Else two whole passes are required,
+            with the same names equally often.
+        shortest: fewest names of a cycle that two whole passes have shown.
 
     Attributes:
-        names: all that were kept.
+        names: the sequence so far.
 
     Cost: O(1) for each name with ``is_first``; else O(names so far), a few additions each, up to ``2 * MAX_CYCLE``.
     """
@@ -40,9 +39,9 @@ class Cycles(Generic[Name]):
         self._sums = [0]
 
     def add(self, name: Name) -> int:
-        """The next name. Returns how many of the latest names, this one included or not, are one pass; else 0.
+        """Add a name; returns how many of the latest names are one pass, else 0.
 
-        With ``is_first`` this name is the first of the next pass, and is not kept; else it is the last of the second.
+        With ``is_first`` this name is the first of the next pass, and is not stored; else it is the last of the second.
         """
         if len(self.names) >= 2 * MAX_CYCLE:
             return 0

@@ -1,14 +1,14 @@
-"""Deadlines of collectives: which wait too long, given the time. The clock is its caller's.
+"""Deadlines of collectives: which ones wait too long at a given time.
 
-Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks which disagree find
-out, see ``links.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
-the error can say who is missing), and ``EXPIRED`` at the deadline.
+Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks that disagree find out,
+see ``links.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that the error
+can name the missing ranks), and ``EXPIRED`` at the deadline.
 
-A deadline is three numbers that are kept with the collective. No queue is updated when a collective begins or ends.
-Instead a coarse tick looks at all collectives that are in flight at that moment, which are mostly none.
+A deadline is three numbers stored with the collective. No queue is updated when a collective begins or ends; instead a
+coarse tick looks at all collectives in flight, mostly none.
 
-Of many that have waited a little, few are ``QUIET`` at a time, those that wait longest first: where there is only much
-to do, messages about all of it would double that.
+Of many that have waited a little, few are ``QUIET`` at a time, the longest waits first: on a rank that is only busy,
+messages about each of them would double its work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NEVER = float("inf")
 
 
 Stages = tuple[tuple[float, "Due"], ...]
-"""Seconds from the beginning, and what is due then: ``QUIET`` first, ``EXPIRED`` last."""
+"""Seconds from the beginning, and the stage then: ``QUIET`` first, ``EXPIRED`` last."""
 
 
 class Due(IntEnum):
-    """Why a collective is due."""
+    """Stages of a wait."""
 
     QUIET = 1
     STALLED = 2
@@ -40,13 +40,13 @@ class Due(IntEnum):
 
 
 class Waiting(Protocol):
-    """What has a deadline.
+    """Item with a deadline.
 
     Attributes:
         posted_s: when it began to wait.
-        timeout_s: after how long it has expired; ``NEVER`` for a part of something that has a deadline.
+        timeout_s: seconds until it expires; ``NEVER`` for a part of something that has a deadline.
         due_s: when it is due next; see ``first_due_s``.
-        told: what it has been due for, a sum of ``Due``; 0 at first.
+        told: stages that were reported, a sum of ``Due``; 0 at first.
     """
 
     posted_s: float
@@ -59,14 +59,14 @@ W = TypeVar("W", bound=Waiting)
 
 
 def first_due_s(timeout_s: float, stall_after_s: float) -> float:
-    """Seconds after its beginning at which something is due for the first time."""
+    """Return the seconds from the beginning to the first stage."""
     return min(time_s for time_s, _ in _stages(timeout_s, stall_after_s))
 
 
 def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list[tuple[W, Due]], float]:
-    """What is due by now, each stage once, in the order of its times; and when to look again at the latest.
+    """Return the stages that are due, each once and in order of time, and when to look again at the latest.
 
-    Cost: 0.1 µs for each of which nothing is due.
+    Cost: 0.1 µs for each item with nothing due.
     """
     due: list[tuple[float, int, W, Due]] = []
     next_s, again_s = NEVER, now_s + QUIET_AGAIN_S
@@ -79,7 +79,7 @@ def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list
                 times_s = stages[one.timeout_s] = _stages(one.timeout_s, stall_after_s)
             others_s = one.posted_s + min(times_s[1][0], times_s[-2][0])
             may_be_quiet = num_quiet < QUIET_AT_ONCE or again_s >= others_s
-            if not (one.told or may_be_quiet):  # what most are, where very many wait
+            if not (one.told or may_be_quiet):  # the common case among very many
                 one.due_s = again_s
                 next_s = min(next_s, again_s)
                 continue
@@ -99,7 +99,6 @@ def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list
 
 
 def _stages(timeout_s: float, stall_after_s: float) -> Stages:
-    """Seconds from the beginning, and what is due then."""
     if timeout_s == NEVER:
         return ((QUIET_AFTER_S, Due.QUIET), (NEVER, Due.ASK), (NEVER, Due.EXPIRED))
     ask_s = timeout_s - min(ASK_BEFORE_S, timeout_s / 4)

@@ -1,4 +1,4 @@
-"""The frames that peers exchange: a fixed prefix, a msgpack header, a raw payload.
+"""Frames between peers: a fixed prefix, a msgpack header, a raw payload.
 
 ::
 
@@ -7,12 +7,11 @@
     | uint32, little | uint32, little  | msgpack array       | raw bytes        |
     +----------------+-----------------+---------------------+------------------+
 
-This module codes prefixes and headers only; payload bytes pass it by. A header is an array whose first
-element is the kind and whose other fields have the types of ``SCHEMA``. That of a CHUNK, which is what travels, is
-packed as ``CHUNK_HEADER`` instead: no msgpack array begins with its kind. Nothing that arrives is trusted:
-lengths are bounded before anything is allocated, and a header that does not fit its row of the schema is
-refused with ``RemoteProtocolError``. Names travel once per link: ``KEY`` and ``SIGNATURE`` give them small
-integers, which the frames after them use.
+This module codes prefixes and headers only; payloads bypass it. A header is an array: first the kind, then fields of
+the types in ``SCHEMA``. The header of a CHUNK, by far the most frequent frame, is packed as ``CHUNK_HEADER``; no
+msgpack array begins with its kind. Nothing that arrives is trusted: lengths are bounded before anything is allocated,
+and a header that does not fit its row of the schema is refused with ``RemoteProtocolError``. Names travel once per
+link: ``KEY`` and ``SIGNATURE`` give them small integers, which later frames use.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_ID = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a frame is. Rows below 16 travel on data links, from 16 on control links. For handshakes see ``hello``."""
+    """Kinds of frames: below 16 on data links, from 16 on control links. For handshakes see ``hello``."""
 
     CHUNK = 1
     ASK = 2
@@ -71,7 +70,7 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.SLOT: (int, int, int, int, int),  # key id, signature id, use after which it holds, number, place
     Kind.NO_SLOT: (int, int, int),  # key id, signature id, use from which on there is none
     Kind.LEFT: (bytes,),  # group id: this rank has left it, and nothing follows for it on this link
-    Kind.VACANT: (int,),  # number of a slot in the memory of the sender of this frame, which nobody uses any more
+    Kind.VACANT: (int,),  # number of a slot in the memory of the sender of this frame: free again
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
     Kind.PING: (),  # are you there?
     Kind.PONG: (),  # yes
@@ -79,16 +78,16 @@ SCHEMA: dict[int, tuple[type, ...]] = {
 """The fields after the kind, by type. Integers are never negative. For the stamp see ``core.collective.Collective``."""
 
 _LENGTHS_OF_INTEGERS = {int(kind): 1 + len(types) for kind, types in SCHEMA.items() if types and set(types) == {int}}
-"""The rows that hot frames have, checked without looking at the row: 0.4 µs instead of 0.75."""
+"""Rows of integers alone, as hot frames have them, are checked by length: 0.4 µs instead of 0.75."""
 
 MAX_FIELD_NBYTES = 1 << 12
-"""No name or reason is longer than this."""
+"""Longest name or reason."""
 
 MAX_ARRAY_LENGTH = 1 << 10
-"""No array in a header is longer than this; so a header that is all arrays in arrays takes 8 MiB at the most."""
+"""Longest array in a header: so a header of nested arrays takes 8 MiB at most."""
 
 NUMBERS_END = 1 << 63
-"""Numbers of keys, links, uses and the like are smaller than this."""
+"""Bound of the numbers of keys, links, uses and the like."""
 
 Header = tuple[Any, ...] | list[Any]
 
@@ -97,10 +96,10 @@ _CHUNK = int(Kind.CHUNK)
 
 
 def make_encoder() -> Callable[..., bytes]:
-    """An encoder of frame heads: ``encode(header, payload_nbytes=0) -> bytes`` (prefix and header).
+    """Return an encoder of frame heads: ``encode(header, payload_nbytes=0) -> bytes`` (prefix and header).
 
-    Each holds a packer of its own, since packers must not be shared between threads; one call is about 0.5 µs, and
-    0.3 µs for a CHUNK.
+    Each has its own packer, since packers must not be shared between threads. A call takes about 0.5 µs, for a CHUNK
+    0.3 µs.
     """
     pack_header = msgpack.Packer(autoreset=True).pack
     pack_prefix = PREFIX.pack
@@ -121,7 +120,7 @@ def make_encoder() -> Callable[..., bytes]:
 
 
 def decode_head(data: memoryview, start: int, end: int) -> tuple[Header, int, int] | None:
-    """Header, payload nbytes and payload offset of the frame at ``start``; None if not all of that is before ``end``.
+    """Return header, payload nbytes and payload offset of the frame at ``start``; None if its head goes beyond ``end``.
 
     About 0.3 µs for a CHUNK.
 
@@ -142,7 +141,7 @@ def decode_head(data: memoryview, start: int, end: int) -> tuple[Header, int, in
 
 
 def decode_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int]:
-    """``(header nbytes, payload nbytes)`` from the 8 bytes at ``offset``.
+    """Return ``(header nbytes, payload nbytes)`` from the 8 bytes at ``offset``.
 
     Raises:
         RemoteProtocolError: one of them is out of bounds.
@@ -156,7 +155,7 @@ def decode_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> tupl
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
-    """The header in exactly these bytes, checked against its row of ``SCHEMA``.
+    """Return the header in exactly these bytes, checked against its row of ``SCHEMA``.
 
     Raises:
         RemoteProtocolError: not msgpack, an unknown kind, or fields that do not fit.

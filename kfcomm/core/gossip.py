@@ -1,23 +1,23 @@
-"""Gossip: how news reaches every rank although each one talks to a few neighbours only.
+"""Gossip: news for every rank, over links to a few neighbours each.
 
 The living ranks form a ring. A rank's neighbours are those at distance ±1, ±2, ±4, ... on it, so that there are
 about 2·log2(size) of them and no more than log2(size) steps between any two ranks. A *flood* reaches everybody: each
-rank hands the first copy on to all its neighbours but the one it came from, and drops the others, known by
-``(origin, number)``. A STATUS answers a QUERY and takes the way back that the first copy of the query came along.
+rank forwards the first copy to all its neighbours but the one it came from, and drops later copies, recognized by
+``(origin, number)``. A STATUS answers a QUERY, and travels back along the path of the first copy of the query.
 
 Invariants:
 
 - Each flood is delivered at most once per rank, and exactly once to every rank that the links in use connect to its
   origin, in whatever order the copies arrive.
-- A link that comes up late, or again, first brings what was told before: who left, who is lost, the latest of each kind
-  that each rank says in an agreement, and the latest news. So a flood sent while links are missing, or lost with one,
-  still arrives.
+- A link that comes up late, or again, first carries what was flooded before: ranks that left or are lost, the latest
+  message of each kind of each rank in an agreement, and the latest news. So a flood that was sent while links were
+  missing, or lost with one, still arrives.
 - Memory is bounded, whatever arrives: a window of numbers per origin, the latest floods, the latest queries.
-- Nothing from the wire raises: what does not fit its row of the table below becomes a FAIL effect.
+- Nothing from the wire raises: a message that does not fit its row of the table below becomes a FAIL effect.
 
-A message is a header ``[Kind.GOSSIP, origin, number, body]``; a body begins with its `Body`. Nothing here knows links
-or time: the caller says which links are up, and carries out the effects. After a flap a query or its answer may be
-lost; the one who asked asks again.
+A message is a header ``[Kind.GOSSIP, origin, number, body]``; a body begins with its `Body`. The caller
+reports which links are up, and carries out the effects. After a flap a query or its answer may be lost; the rank that
+asked repeats it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ MAX_QUERY_OPS = 64
 MAX_QUERY_NBYTES = 1 << 15
 MAX_TEXT_NBYTES = MAX_FIELD_NBYTES
 MAX_NAMED_RANKS = 1024
-"""An abort names at most so many ranks as arrived, and as missing."""
+"""Most ranks that an abort names as arrived, and as missing."""
 WINDOW = 1024
-"""Numbers per origin that may arrive out of order; what is older counts as seen."""
+"""Numbers per origin that may arrive out of order; older ones count as seen."""
 MAX_RECENT = 128
 MAX_WAYS = 4096
 EVERYBODY = -1
 
 
 class Body(IntEnum):
-    """What a message says; the fields after the tag are in brackets."""
+    """Kinds of messages; the fields after the tag are in brackets."""
 
     ABORT = 1
     """[group id, key, seq, cause]: this collective failed; cause = [kind, rank or -1, message, arrived, missing]."""
     LOST = 2
-    """[rank, reason, has ended]: this rank is gone without a goodbye; whether its process is known to be gone, too."""
+    """[rank, reason, has ended]: this rank is gone without a goodbye; whether its process is known to have ended."""
     LEAVING = 3
     """[rank]: the origin has closed its communicator and posts nothing more; it stays to answer questions."""
     QUERY = 4
@@ -58,7 +58,7 @@ class Body(IntEnum):
     STATUS = 5
     """[rank, posted, activity]: the answer of a rank; origin and number are the query's."""
     AGREE = 6
-    """[number, message]: what the origin says in its agreement of that number, see `kfcomm.core.membership`."""
+    """[number, message]: message of the origin in its agreement of that number, see `kfcomm.core.membership`."""
 
 
 class Effect(IntEnum):
@@ -78,14 +78,14 @@ CollectiveId = tuple[bytes, str, int]
 
 
 def ring_neighbours(rank: int, living: Sequence[int]) -> tuple[int, ...]:
-    """The ranks at distance ±1, ±2, ±4, ... from ``rank`` on the ring of the ``living`` (ascending, with ``rank``)."""
+    """Return the ranks at distance ±1, ±2, ±4, ... from ``rank`` on the ring of the ``living``, in ascending order."""
     size, here = len(living), living.index(rank)
     steps = [1 << power for power in range((size - 1).bit_length())]
     return tuple(sorted({living[(here + way * step) % size] for step in steps for way in (1, -1)} - {rank}))
 
 
 def dials(rank: int, other: int, living: Sequence[int]) -> bool:
-    """Whether of these two neighbours ``rank`` is the one that dials: the one who sees the other nearer ahead."""
+    """Return whether ``rank`` dials ``other``: of two neighbours, the one that has the other nearer ahead dials."""
     size = len(living)
     ahead = (living.index(other) - living.index(rank)) % size
     behind = size - ahead
@@ -99,12 +99,12 @@ def _is_power(number: int) -> bool:
 
 
 def clip(text: str, nbytes: int = MAX_TEXT_NBYTES) -> str:
-    """At most so many bytes of ``text`` as UTF-8; what UTF-8 cannot say becomes ``?``."""
+    """Return at most so many bytes of ``text`` as UTF-8; characters without an encoding become ``?``."""
     return text.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
 def batches(ops: Iterable[CollectiveId]) -> list[list[list[Any]]]:
-    """The ops of a question, in parts that each fit one QUERY; one empty part for none."""
+    """Split the ops of a query into parts that each fit one QUERY; one empty part for none."""
     parts: list[list[list[Any]]] = [[]]
     room = MAX_QUERY_NBYTES
     for group, key, seq in ops:
@@ -118,9 +118,9 @@ def batches(ops: Iterable[CollectiveId]) -> list[list[list[Any]]]:
 
 
 class Gossip:
-    """The gossip of one rank in a world of ``size``: floods, answers, and who the neighbours are.
+    """Gossip of one rank in a world of ``size``: floods, answers and neighbours.
 
-    Every method that returns effects wants them carried out in order; a method is O(neighbours).
+    The caller carries out returned effects in order. Methods are O(neighbours).
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -151,13 +151,13 @@ class Gossip:
     def missing(self) -> tuple[int, ...]:
         """The neighbours to which no link is up.
 
-        Those for whom `is_dialler` is false are expected to dial this rank. They may not know, or be dead without
-        anybody having seen it: after a while without a link, dial them as well.
+        Those with `is_dialler` false are expected to dial this rank. They may not know yet, or be dead and not
+        detected: after a while without a link, dial them as well.
         """
         return tuple(rank for rank in self.neighbours if rank not in self._linked)
 
     def is_dialler(self, neighbour: int) -> bool:
-        """Whether it is up to this rank to dial that living one; exactly one of two neighbours is the dialler."""
+        """Return whether this rank dials that living neighbour; exactly one of the two does."""
         return dials(self.rank, neighbour, self.living)
 
     @property
@@ -166,7 +166,7 @@ class Gossip:
         return tuple(self._linked)
 
     def neighbour_joined(self, rank: int) -> Effects:
-        """A link to ``rank`` is up: it is told what it may have missed."""
+        """Use a new link to ``rank``, which first gets the news that it may have missed."""
         if not 0 <= rank < self.size or rank == self.rank:
             raise LocalProtocolError(f"rank {rank} cannot be a neighbour of rank {self.rank} in a world of {self.size}")
         self._linked[rank] = None
@@ -175,11 +175,11 @@ class Gossip:
         ]
 
     def neighbour_lost(self, rank: int) -> None:
-        """The link to ``rank`` is down, for whatever reason. Calling it again does nothing."""
+        """Stop using the link to ``rank``, which is down. Calling it again does nothing."""
         self._linked.pop(rank, None)
 
     def flood(self, body: Sequence[Any]) -> tuple[int, Effects]:
-        """Tell everybody. Returns the number of the flood (its answers name it) and the effects.
+        """Flood a body. Returns the number of the flood (its answers carry it) and the effects.
 
         Raises:
             LocalProtocolError: the body does not fit its row, or is not for flooding.
@@ -193,12 +193,12 @@ class Gossip:
         return number, self._spread(header, self.rank)
 
     def answer(self, origin: int, number: int, posted: Sequence[bool], activity: str) -> Effects:
-        """The answer to the QUERY ``number`` of ``origin``, sent back along its way (or nowhere, if that is broken)."""
+        """Answer the QUERY ``number`` of ``origin`` along the path that it took; dropped if that is broken."""
         body = [Body.STATUS, self.rank, list(posted), clip(activity)]
         return self._pass_back((Kind.GOSSIP, origin, number, body))
 
     def receive(self, neighbour: int, header: Header) -> Effects:
-        """A GOSSIP header (checked by `kfcomm.core.frame.decode_header`) has come from ``neighbour``."""
+        """Receive a GOSSIP header (checked by `kfcomm.core.frame.decode_header`) from ``neighbour``."""
         _, origin, number, body = header
         fault = _fault(origin, body, self.size)
         if fault:
@@ -240,7 +240,7 @@ class Gossip:
 
 
 class _Seen:
-    """Which numbers of one origin have been seen: all below the mark, and those of ``above``."""
+    """Numbers of one origin that were seen: all below the mark, and those of ``above``."""
 
     __slots__ = ("above", "mark")
 
@@ -249,7 +249,7 @@ class _Seen:
         self.above: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Whether this number is new."""
+        """Record a number; False if it was seen before."""
         if number < self.mark or number in self.above:
             return False
         self.above.add(number)
@@ -275,7 +275,7 @@ def _is_ranks(value: object, size: int) -> bool:
 
 
 def _is_text(value: object, _: int) -> bool:
-    # Characters, not bytes: the decoder bounds the bytes of what arrives, `clip` those of what is sent.
+    # Characters, not bytes: the decoder bounds the bytes of arriving texts, `clip` those of sent ones.
     return type(value) is str and len(value) <= MAX_TEXT_NBYTES
 
 
@@ -327,7 +327,7 @@ def _fits(values: Sequence[Any], checks: tuple[_Check, ...], size: int) -> bool:
 
 
 def _fault(origin: int, body: Sequence[Any], size: int) -> str:
-    """Why this message is not valid in a world of ``size``; empty if it is."""
+    """Return why this message is not valid in a world of ``size``; empty if it is."""
     if not _is_rank(origin, size):
         return f"gossip from rank {origin}, in a world of {size}"
     if not body or type(body[0]) not in (int, Body) or body[0] not in _ROWS:

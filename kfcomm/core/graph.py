@@ -1,11 +1,11 @@
-"""Graphs along which one chunk travels: rooted spanning trees with ordered children.
+"""Graphs along which chunks travel: rooted spanning trees with ordered children.
 
 A *graph* is a tree over the ranks ``0 .. size-1``. In a reduce graph data flows from the leaves to the
 root, in a broadcast graph from the root to the leaves; the value is the same, only the direction of use
 differs. A *graph pair* is one of each with a common root: the way of one part of an ``all_reduce``.
 
-The order of ``children[r]`` is part of the value: contributions are folded in that order, which is what
-makes results the same on every run. Graphs know neither hosts nor links nor time.
+The order of ``children[r]`` is part of the value: contributions are folded in that order, which makes results the same
+on every run. Graphs know neither hosts nor links nor time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Graph:
 
         Raises:
             ValueError: no root, two roots, a rank out of range, or a cycle (the message says which).
-            TypeError: a parent that is no integer.
+            TypeError: a parent that is not an integer.
         """
         parents = tuple(map(index, parents))
         size = len(parents)
@@ -75,7 +75,7 @@ class Graph:
 
         Raises:
             ValueError: a rank out of range, missing or with two parents, two roots, or a cycle.
-            TypeError: a rank that is no integer.
+            TypeError: a rank that is not an integer.
         """
         if size < 1:
             raise ValueError("a graph needs at least one rank")

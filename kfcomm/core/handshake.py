@@ -1,27 +1,27 @@
-"""The handshake that opens every connection, as two machines without I/O: `Dialler` and `Answerer`.
+"""Handshake that opens every connection, as two sans-IO machines: `Dialler` and `Answerer`.
 
 ::
 
     dialler                                        answerer
-    HELLO(protocol, epoch, rank, uid,      ──▶     refuses another protocol or epoch, and whom ``accept``
-          purpose, nonce)                          does not want
+    HELLO(protocol, epoch, rank, uid,      ──▶     refuses another protocol or epoch, and peers that
+          purpose, nonce)                          ``accept`` rejects
                                            ◀──     CHALLENGE(nonce, proof over the dialler's nonce)
     PROOF(proof over the answerer's nonce) ──▶
                                            ◀──     WELCOME()
 
-Either side may say REFUSED(why) instead of its next message. How the messages are coded is in ``hello``. A proof is
-an HMAC with the job's token (see ``auth``). Its context is all that was said: who proves, the epoch, the purpose, both
-ranks and uids, both nonces. So the two ends agree on each of them, and no proof serves another connection, direction or
-end. Of the same, two keys are made for what follows the handshake, one for each direction (see ``seal``).
+Either side may send REFUSED(why) instead of its next message. ``hello`` codes the messages. A proof is an HMAC with the
+job's token (see ``auth``) over the whole exchange: the side that proves, the epoch, the purpose, both ranks and uids,
+both nonces. So the two ends agree on each of them, and no proof serves another connection, direction or end. Two keys
+are derived from the same context for the frames after the handshake, one for each direction (see ``seal``).
 
 Invariants:
 
 - Each side speaks only when it is its turn, so no byte follows the handshake before both sides are done.
-- What the other side says is never raised: it becomes a `Step` whose outcome is REFUSED or BROKEN.
+- Nothing that the other side sends raises: it becomes a `Step` whose outcome is REFUSED or BROKEN.
 - Messages out of turn, and any after the end, make the handshake BROKEN.
-- Nobody but who knows the token can make the keys, and no two connections have the same.
+- Only a holder of the token can derive the keys, and no two connections have the same.
 
-Time, randomness (the nonces) and sockets are the caller's.
+The caller supplies time, randomness (the nonces) and sockets.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ MAX_REASON_CHARS = 500
 
 
 class Outcome(Enum):
-    """How a handshake stands after a message."""
+    """State of a handshake after a message."""
 
     GOES_ON = auto()
     DONE = auto()
     REFUSED = auto()
-    """One side does not want the other: wrong epoch, rank, uid or token."""
+    """One side rejects the other: wrong epoch, rank, uid or token."""
     BROKEN = auto()
-    """The other side does not follow the protocol."""
+    """The other side broke the protocol."""
 
 
 class Side(Enum):
-    """Who gives a proof."""
+    """The side that gives a proof."""
 
     DIALLER = "dialler"
     ANSWERER = "answerer"
@@ -62,7 +62,7 @@ class Side(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Of one end of a connection: for the frames that leave, and for those that arrive. Each has 32 bytes."""
+    """Keys of one end of a connection: 32 bytes for the frames that leave, and 32 for those that arrive."""
 
     outgoing: bytes = field(repr=False)
     incoming: bytes = field(repr=False)
@@ -78,7 +78,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What follows from a message: one to send first, if any, and how the handshake stands."""
+    """Reaction to a message: a reply to send first, if any, and the state of the handshake."""
 
     outcome: Outcome
     reply: Message | None = None
@@ -87,7 +87,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transcript:
-    """Everything the two sides must agree on."""
+    """Everything that the two sides must agree on."""
 
     epoch: int
     purpose: int
@@ -110,7 +110,7 @@ _Expects = dict[type[Message], Callable[[Any], Step]]
 
 
 class _Machine:
-    """What both sides share: the messages expected next, each with its handler; none once it is over.
+    """Common part of both sides: the messages expected next, each with its handler; none once it is over.
 
     Attributes:
         keys: for the frames that follow; known when done.
@@ -121,7 +121,7 @@ class _Machine:
         self.keys: Keys | None = None
 
     def receive(self, message: Message) -> Step:
-        """What follows from a message of the other side."""
+        """Return the reaction to a message of the other side."""
         handler = self._expects.get(type(message))
         self._expects = {}
         if handler is None:
@@ -133,12 +133,12 @@ class _Machine:
 
 
 class Dialler(_Machine):
-    """The side that opened the connection. Send ``hello``, then feed it what arrives.
+    """Side that opened the connection. Send ``hello``, then feed it what arrives.
 
     Args:
-        me: who dials.
-        peer: who is meant to answer; a process that cannot prove to be it is turned down.
-        purpose: what the connection is for.
+        me: identity of this process.
+        peer: identity that must answer; any other process is refused.
+        purpose: purpose of the connection.
         epoch: the epoch both must be in.
         token: secret of the job.
         nonce: 32 random bytes, used once.
@@ -169,18 +169,18 @@ class Dialler(_Machine):
 
 
 class Answerer(_Machine):
-    """The side that accepted the connection: it speaks second, and lets in only whom it wants.
+    """Side that accepted the connection: it speaks second, and decides who gets in.
 
     Args:
-        me: who answers.
-        accept: why the peer of this ``Hello`` is not wanted, or None. It is asked before any proof, so it must
+        me: identity of this process.
+        accept: returns why the peer of this ``Hello`` is rejected, or None. It is asked before any proof, so it must
             change nothing.
         epoch: the epoch both must be in.
         token: secret of the job.
         nonce: 32 random bytes, used once.
 
     Attributes:
-        hello: who dialled; None until it is proven.
+        hello: hello of the peer; None until it is proven.
     """
 
     def __init__(
@@ -225,5 +225,5 @@ def _refuse(reason: str) -> Step:
 
 
 def _legible(text: str) -> str:
-    """A stranger's text, fit for a log or a terminal."""
+    """Return an unauthenticated peer's text, fit for a log or a terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text[:MAX_REASON_CHARS])

@@ -1,4 +1,4 @@
-"""The messages of the handshake, as bytes: fixed fields, nothing nested, before any msgpack is read.
+"""Wire format of the handshake: fixed fields, nothing nested, no msgpack before authentication.
 
 ::
 
@@ -7,8 +7,8 @@
     | 4      | 1    | uint16, little | fixed fields, then a text |
     +--------+------+----------------+---------------------------+
 
-Whoever sends them may be anybody. So the length of each is bounded before its body is read, decoding takes
-microseconds whatever the bytes are, and a text is legible or the message is none.
+The sender is unauthenticated. So the length of each message is bounded before its body is read, decoding takes
+microseconds whatever the bytes are, and a message with an illegible text is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Purpose(IntEnum):
 
 
 class Hello(NamedTuple):
-    """Who wants in, and what for. Its claims are proven once the handshake is done, not before."""
+    """Identity and purpose of the dialler. Its claims are proven once the handshake is done, not before."""
 
     protocol: int
     epoch: int
@@ -67,11 +67,11 @@ class Proof(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The answerer is content: frames follow."""
+    """The answerer accepts: frames follow."""
 
 
 class Refused(NamedTuple):
-    """One side does not want the other."""
+    """One side rejects the other."""
 
     why: str
 
@@ -79,7 +79,7 @@ class Refused(NamedTuple):
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused
 
 _KINDS: tuple[type[Message], ...] = (Hello, Challenge, Proof, Welcome, Refused)
-"""In the order of their numbers, which begin with 1."""
+"""Messages in the order of their numbers, which begin with 1."""
 
 _LENGTHS = {
     1: range(_HELLO.size + 1, _HELLO.size + MAX_UID_NBYTES + 1),
@@ -88,11 +88,11 @@ _LENGTHS = {
     4: range(1),
     5: range(MAX_REASON_NBYTES + 1),
 }
-"""Of the bodies, in bytes."""
+"""Lengths of the bodies in bytes, by kind."""
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. A reason that is too long is cut.
+    """Return the bytes of a message. A reason that is too long is cut.
 
     Raises:
         LocalProtocolError: a field does not fit.
@@ -121,24 +121,24 @@ def _body(message: Message) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
-    """Kind and nbytes of the body that follows, from exactly `PREFIX_NBYTES` bytes.
+    """Return the kind and nbytes of the body that follows, from exactly `PREFIX_NBYTES` bytes.
 
     Raises:
-        RemoteProtocolError: no message of a handshake begins so.
+        RemoteProtocolError: not the beginning of a handshake message.
     """
     magic, kind, nbytes = _PREFIX.unpack(data)
     if magic != MAGIC:
-        raise RemoteProtocolError("what came is no greeting of kfcomm")
+        raise RemoteProtocolError("expected a kfcomm handshake, got other bytes")
     if nbytes not in _LENGTHS.get(kind, ()):
-        raise RemoteProtocolError(f"a message of kind {kind} and {nbytes} bytes is no part of a handshake")
+        raise RemoteProtocolError(f"a handshake has no message of kind {kind} with {nbytes} bytes")
     return kind, nbytes
 
 
 def decode(kind: int, body: bytes | bytearray) -> Message:
-    """The message of a kind and length that `decode_prefix` has let pass.
+    """Return the message of a kind and length that `decode_prefix` has accepted.
 
     Raises:
-        RemoteProtocolError: a field has a value that it cannot have.
+        RemoteProtocolError: a field is out of range.
     """
     body = bytes(body)
     match kind:
@@ -162,10 +162,10 @@ def _text(data: bytes) -> str:
     except UnicodeDecodeError:
         text = ""
     if not text.isprintable() or not text:
-        raise RemoteProtocolError("HELLO with a uid that is no text")
+        raise RemoteProtocolError("HELLO with a uid that is not printable text")
     return text
 
 
 def name_of(message: Message) -> str:
-    """As it is called in the protocol."""
+    """Return its name in the protocol."""
     return type(message).__name__.upper()

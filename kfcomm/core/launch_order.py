@@ -1,11 +1,11 @@
-"""One order for operations that arrive in any: what libraries need whose collectives match by order, not by name.
+"""One launch order for operations posted in any order, for libraries whose collectives match by order, not by name.
 
 NCCL runs the n-th collective that a rank of a communicator launches with the n-th of every other. Named collectives are
 posted in any order, so the ranks of a group agree on one, as KungFu's scheduler does (Mai et al., OSDI 2020): *learned*
 from one rank, the leader, in the first pass, then *followed* without a message.
 
-Every use of a key takes one *place* in the order, and a rank launches its own use there and no later one before it. The
-life of the order, on every rank::
+Every use of a key takes one *place* in the order; a rank launches its own use there, and no later use before it.
+States of the order, on every rank::
 
     mode       a use arrives                        a message comes                        next
     ---------  -----------------------------------  -------------------------------------  ---------
@@ -22,18 +22,17 @@ life of the order, on every rank::
     frozen                                          RESUME: all launch what any rank has   learning
                                                     launched; the rest is learned anew
 
-So a key that is new, that comes no more, or that comes twice in a pass costs an agreement of 3 messages for each rank,
-and never a hang. What a rank never posts holds up what follows on that rank alone. A use that fails before any rank has
-launched it is withdrawn on all; one that some have launched ends the order.
+So a key that is new, that stops, or that appears twice in a pass costs an agreement of 3 messages for each rank, and
+never a hang. A use that one rank never posts delays only the later uses of that rank. A use that fails before any rank
+has launched it is withdrawn on all; one that some ranks have launched ends the order.
 
-What this cannot mend: what is launched is on a device, and what follows waits behind it. So uses in flight at a
-time may be posted in any order, but uses of which one is waited for before the next is posted must have that order on
-all ranks. And steps may run into each other only as long as they repeat themselves: where they change, a rank that
-launches a use of the next step, because a pass that no longer holds says that it is due, may have it wait for one that
-another rank posts only when this step is over.
+Limits: a launched use occupies the device, and later ones wait behind it. So uses in flight at the same time may be
+posted in any order, but if a program waits for one use before it posts the next, all ranks must do so in that order.
+Steps may overlap only as long as they repeat: where they change, an outdated pass may have a rank launch a use of the
+next step too early, behind which it waits for a use that another rank posts only after this step.
 
-Between the leader and each rank messages come in the order in which they were sent. Time is an argument; nothing here
-knows what is launched. For what comes from a peer no method raises.
+Between the leader and each rank messages arrive in the order in which they were sent. Time is an argument. No method
+raises for what comes from a peer.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ class Order(IntEnum):
     """Tags of effects; the fields after the tag are in brackets."""
 
     LAUNCH = 0
-    """[token]: launch this now, after all that was launched before."""
+    """[token]: launch this now, after every earlier launch."""
     TELL = 1
     """[message]: send it to every other rank. Only the leader does."""
     ASK = 2
     """[message]: send it to the leader. Only the others do."""
     VIOLATION = 3
-    """[rank, reason]: a message that cannot be."""
+    """[rank, reason]: this rank sent an invalid message."""
 
 
 class Mode(StrEnum):
-    """What decides which use is next."""
+    """Source of the next place: the leader, a learned pass, or neither."""
 
     LEARNING = "learning"
     FOLLOWING = "following"
@@ -80,7 +79,7 @@ TOLD, FIXED, FREEZE, FROZEN, RESUME, STUCK = range(6)
 
 
 class LaunchOrder(ABC):
-    """The order of one group as one of its ranks sees it. Made by ``launch_order``.
+    """Launch order of one group as one of its ranks sees it. Made by ``launch_order``.
 
     Attributes:
         mode: see the table above.
@@ -107,7 +106,7 @@ class LaunchOrder(ABC):
     # ---------------------------------------------------------------- what this rank does
 
     def arrived(self, key: str, token: Any, now_s: float, effects: Effects) -> None:
-        """This rank uses a key: ``token`` is to be launched at its place."""
+        """Post a use of a key: ``token`` is launched at its place."""
         self._waiting.setdefault(key, deque()).append(token)
         if self.mode is Mode.LEARNING:
             self._claim(key, effects)
@@ -116,9 +115,9 @@ class LaunchOrder(ABC):
         self._advance(now_s, effects)
 
     def withdraw(self, key: str, token: Any) -> None:
-        """A use that has arrived, and was not launched, failed here and on all other ranks: it is no use any more.
+        """Withdraw a use that has arrived and failed, here and on all other ranks.
 
-        On no rank may it have been launched: the place that it would have had belongs to the next use of the key.
+        No rank may have launched it: its place belongs to the next use of the key.
         """
         waiting = self._waiting[key]
         waiting.remove(token)
@@ -126,14 +125,14 @@ class LaunchOrder(ABC):
             del self._waiting[key]
 
     def deadline_s(self) -> float | None:
-        """When ``handle_timer`` wants to be called; None for not at all."""
+        """Return when to call ``handle_timer``; None for never."""
         return self._due_s
 
     def handle_timer(self, now_s: float, effects: Effects) -> None:
-        """The deadline has passed: what is due has not come for a while, and others wait."""
+        """Doubt the pass: its next use is overdue, and others wait."""
         if self._due_s is not None and now_s >= self._due_s:
             self._due_s = None
-            # The next time it waits longer: the program may just be slow here.
+            # Wait longer the next time: the program may just be slow here.
             self._patience_s = min(2 * self._patience_s, MOST_PATIENT_S)
             self._doubt(effects)
             self._advance(now_s, effects)
@@ -141,12 +140,12 @@ class LaunchOrder(ABC):
     # ---------------------------------------------------------------- what others say
 
     def received(self, sender: int, message: Sequence[Any], now_s: float, effects: Effects) -> None:
-        """A message of another rank."""
+        """Receive a message of another rank."""
         try:
             kind, era, *fields = message
             self._hear(sender, kind, era, fields, effects)
         except (TypeError, ValueError, IndexError) as error:
-            effects.append((VIOLATION, sender, f"a message about the order that cannot be: {error}"))
+            effects.append((VIOLATION, sender, f"an invalid message about the launch order: {error}"))
         else:
             self._advance(now_s, effects)
 
@@ -155,16 +154,16 @@ class LaunchOrder(ABC):
         """Carry out a message.
 
         Raises:
-            ValueError, TypeError, IndexError: it cannot be.
+            ValueError, TypeError, IndexError: it is invalid.
         """
 
     @abstractmethod
     def _claim(self, key: str, effects: Effects) -> None:
-        """While learning: see to places for uses of this key that have none."""
+        """While learning: get places for uses of this key that have none."""
 
     @abstractmethod
     def _doubt(self, effects: Effects) -> None:
-        """The pass is not what comes."""
+        """Drop the pass: it does not match the arrivals."""
 
     # ---------------------------------------------------------------- places
 
@@ -172,15 +171,15 @@ class LaunchOrder(ABC):
         return key not in self._in_pass and len(self._waiting[key]) > self._num_ahead[key]
 
     def _give(self, key: str) -> None:
-        """The next place belongs to this key."""
+        """Give the next place to this key."""
         self._history.append(key)
         self._ahead.append(key)
         self._num_ahead[key] += 1
 
     def _fix(self, length: int, effects: Effects) -> None:
-        """The keys of so many of the latest places come again and again."""
+        """Follow a pass: the keys of so many of the latest places, repeated."""
         if not 0 < length <= len(self._history):
-            raise ValueError(f"a pass of {length} places, of {len(self._history)}")
+            raise ValueError(f"a pass of {length} places, with {len(self._history)} known")
         self._pass = tuple(self._history)[-length:]
         self._pass_begins = self._done + len(self._ahead)
         self._in_pass = frozenset(self._pass)
@@ -195,9 +194,9 @@ class LaunchOrder(ABC):
         self._due_s = None
 
     def _resume(self, done: Sequence[int], effects: Effects) -> None:
-        """Every rank has said how far it is: what any has launched, all will; the rest is learned anew."""
+        """Learn anew behind the farthest launch of any rank, up to which all ranks launch the known places."""
         if len(done) != self._size or max(done) < self._done:
-            raise ValueError(f"so far are the ranks: {done}")
+            raise ValueError(f"launches by rank are {done}, on {self._size} ranks with {self._done} launched here")
         owed = [self._at(place) for place in range(self._done, max(done))]
         self._ahead, self._num_ahead = deque(owed), Counter(owed)
         self._history.clear()
@@ -207,7 +206,7 @@ class LaunchOrder(ABC):
             self._claim(key, effects)
 
     def _at(self, place: int) -> str:
-        """Whose a place is that this rank has yet to come to."""
+        """Return the key of a place that this rank has not reached."""
         ahead = place - self._done
         if ahead < len(self._ahead):
             return self._ahead[ahead]
@@ -217,7 +216,7 @@ class LaunchOrder(ABC):
         return self._at(self._done) if self._ahead or self._pass else None
 
     def _advance(self, now_s: float, effects: Effects) -> None:
-        """Launch whatever has its turn."""
+        """Launch every use whose place is next."""
         while self.mode is not Mode.FROZEN:
             due = self._next()
             waiting = None if due is None else self._waiting.get(due)
@@ -238,7 +237,7 @@ class LaunchOrder(ABC):
 
 
 class _Follower(LaunchOrder):
-    """Any rank but the leader."""
+    """Rank that is not the leader."""
 
     def _hear(self, sender: int, kind: int, era: int, fields: list[Any], effects: Effects) -> None:
         if sender != LEADER:
@@ -256,10 +255,10 @@ class _Follower(LaunchOrder):
             raise ValueError(f"kind {kind!r}")
 
     def _claim(self, key: str, effects: Effects) -> None:
-        """The leader's own use decides."""
+        """The leader gives places."""
 
     def _doubt(self, effects: Effects) -> None:
-        self._freeze(self._era)  # at once: what a wrong pass makes due must not be launched
+        self._freeze(self._era)  # at once: uses that a wrong pass makes due must not be launched
         self._ask((STUCK, self._era), effects)
 
     def _ask(self, message: tuple[Any, ...], effects: Effects) -> None:
@@ -268,7 +267,7 @@ class _Follower(LaunchOrder):
 
 
 class _Leader(LaunchOrder):
-    """The rank whose arrivals are the order."""
+    """Rank whose arrivals define the order."""
 
     def __init__(self, rank: int, size: int, patience_s: float, *, follows: bool) -> None:
         super().__init__(rank, size, patience_s)
@@ -320,15 +319,15 @@ class _Leader(LaunchOrder):
 
 
 def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S, *, follows: bool = True) -> LaunchOrder:
-    """The order of a group as one of its ranks sees it.
+    """Return the launch order of a group as one of its ranks sees it.
 
     Args:
         rank: in the group.
         size: of the group.
-        patience_s: how long a use is waited for where its place has come and others wait, before the pass is doubted.
+        patience_s: how long the use of the next place may be overdue, while others wait, before the pass is doubted.
             It doubles each time, up to a minute.
-        follows: whether a pass that repeats itself is followed. Else the leader tells every place: for uses that
-            arrive because others have been carried out, in another order each time. The same on every rank.
+        follows: whether a repeated pass is followed. Else the leader announces every place: for uses that arrive as
+            a consequence of others, in another order each time. The same on every rank.
     """
     if rank == LEADER:
         return _Leader(rank, size, patience_s, follows=follows)

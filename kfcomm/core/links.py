@@ -1,21 +1,22 @@
-"""What the two ends of a data link tell each other beside chunks: what numbers stand for, and what was lost.
+"""Data links as the core sees them: numbers for names, credit, and recovery from a break.
 
-And what may be sent to a rank before it has posted: as much as it has given credit for; the rest asks, and waits.
+Names and signatures travel once per link; later frames use the numbers that they were given. A rank may be sent as much
+before it has posted as it has given credit for; the rest waits until it answers an ASK with POSTED.
 
-A link that breaks loses frames, and neither end can say which. Its *sender* decides what that means, when it learns of
-the break. A collective is affected if it was posted by then, under a name that was defined on the link. Nothing that is
-posted later is affected. The sender fails those of the affected that it has in flight. Those that it has completed may
-still be in flight at the receiver, and wait there for a chunk that was lost: a collective that completes anywhere has
-been posted everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence
-number below which a broken link may have lost something. The receiver fails those below it that wait for the sender.
+A link that breaks loses frames, and neither end knows which. Its *sender* decides what that means, when it learns of
+the break. A collective is affected if it was posted by then, under a name that was defined on the link; later posts are
+not. The sender fails the affected collectives that it has in flight. Those that it has completed may still be in
+flight at the receiver, and wait there for a lost chunk: a collective that completes anywhere has been posted everywhere
+(see ``program``). So the next link begins by defining these names again, each with the sequence number below which a
+broken link may have lost something. The receiver fails those below it that wait for the sender.
 
-A rank that leaves a group says so (``LEFT``) on every link on which it has defined names of it, after all that it has
-sent for it: so both ends can forget them, and what waits for it there waits in vain. The next link after one that broke
-says it again.
+A rank that leaves a group sends LEFT on every link on which it has defined names of the group, after its last frame for
+it. Both ends then forget the names, and collectives that still wait for that rank fail. The first link after a break
+repeats LEFT.
 
-Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver
-fails nothing by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number
-of the link, so that late or repeated news never concerns a newer one.
+Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver fails nothing
+by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number of the link, so
+that late or repeated news never concerns a newer link.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ CHUNK, ASK, LEFT = int(Kind.CHUNK), int(Kind.ASK), int(Kind.LEFT)
 
 
 class Arrival:
-    """What one link brings of one series on one lane: found by the numbers in a chunk's header.
+    """Checked facts about the chunks of one series that one link brings on one lane, by the numbers in their headers.
 
     Attributes:
         series: the series.
-        live: the uses of its name in flight.
-        route: of the program.
-        posted: the bit of the sender; see ``Collective``.
-        last, last_nbytes, nbytes: the number of the last chunk, its size, and that of the others.
+        live: uses of its name in flight.
+        route: route in the program.
+        posted: bit of the sender; see ``Collective``.
+        last, last_nbytes, nbytes: number of the last chunk, its size, and that of the others.
     """
 
     __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "series")
@@ -64,12 +65,12 @@ class Arrival:
 
 
 class Incoming:
-    """The receiving end of a link from ``peer`` (world rank): its names, and its credit.
+    """Receiving end of a link from ``peer`` (world rank): its names, and its credit.
 
     Attributes:
-        number: what the peer calls this link; 0 until it has said so.
-        arrivals: by the numbers of key, signature and lane, and the phase: what is known of such chunks.
-        given_up: numbers of keys below this one may have stood for others, of groups that the peer has left.
+        number: the peer's number of this link; 0 until it has sent it.
+        arrivals: checked facts about chunks, by the numbers of key, signature and lane, and the phase.
+        given_up: numbers of keys below this one may have meant other keys, of groups that the peer has left.
     """
 
     __slots__ = ("arrivals", "asks", "given_up", "keys", "number", "peer", "signatures", "window")
@@ -85,7 +86,7 @@ class Incoming:
         self.given_up = 0
 
     def forget(self, group_id: bytes) -> None:
-        """The peer has left a group. O(names on this link)."""
+        """Forget the names of a group that the peer has left. O(names on this link)."""
         numbers = {number for number, key in self.keys.items() if key.group_id == group_id}
         for number in numbers:
             del self.keys[number]
@@ -95,13 +96,13 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a link to ``peer`` (world rank): what was defined on it, and our credit.
+    """Sending end of a link to ``peer`` (world rank): definitions made on it, and credit of this rank.
 
     Attributes:
-        number: of all links to this peer.
-        former: keys that were defined on it, and whose numbers stand for others now.
-        known: what may be sent without defining anything first.
-        left: the latest groups of which the peer was told that this rank has left them.
+        number: number of this link among all to this peer.
+        former: keys that were defined on it, and whose numbers mean other keys now.
+        known: series that may be sent without a definition first.
+        left: latest groups that this rank has left, as the peer was informed.
     """
 
     __slots__ = ("former", "keys", "known", "left", "number", "peer", "signatures", "window")
@@ -118,7 +119,7 @@ class Outgoing:
         self.signatures: dict[int, AnySignature] = {}
 
     def forget(self, group_id: bytes) -> bool:
-        """This rank has left a group; whether anything was defined for it. O(names on this link)."""
+        """Forget a group that this rank has left; whether anything was defined for it. O(names on this link)."""
         numbers = [number for number, key in self.keys.items() if key.group_id == group_id]
         if not numbers:
             return False
@@ -131,7 +132,7 @@ class Outgoing:
 
 
 class Early:
-    """What came for a collective before it was posted."""
+    """Chunks and questions that arrived for a collective before it was posted."""
 
     __slots__ = ("asks", "collective", "dropped", "items", "signature")
 
@@ -144,11 +145,11 @@ class Early:
 
 
 EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
-"""A chunk that came early: from where, its signature, its header, its size and its payload."""
+"""A chunk that arrived early: its link, signature, header, size and payload."""
 
 
 class Links:
-    """The links that one rank opens: it numbers them, and knows what the next one to each peer has to tell."""
+    """Links that one rank opens: their numbers, and the frames that the next one to each peer must begin with."""
 
     __slots__ = ("_left", "_numbers", "_untold")
 
@@ -158,7 +159,7 @@ class Links:
         self._left: dict[int, deque[bytes]] = {}
 
     def open(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> tuple[Outgoing, list[Header]]:
-        """The sending end of a new link, and the frames that come first on it. O(names that broken ones knew)."""
+        """Return the sending end of a new link, and its first frames. O(names that were defined on broken ones)."""
         number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
         outgoing = Outgoing(peer, credit, number)
         untold = self._untold.pop(peer, {})
@@ -167,7 +168,7 @@ class Links:
         return outgoing, [(OPEN, number), *(_define(outgoing, key, below) for key, below in untold.items()), *left]
 
     def broke(self, outgoing: Outgoing) -> None:
-        """A link is broken, or came to nothing: what this rank has posted under its names may have been on it."""
+        """Record that a link is broken or never opened: posts under its names may have been lost with it."""
         known = [*outgoing.former, *outgoing.keys.values()]
         if known:
             self._untold.setdefault(outgoing.peer, {}).update((key, key.next_seq) for key in known)
@@ -175,17 +176,17 @@ class Links:
             self._left[outgoing.peer] = outgoing.left
 
     def owes(self, peer: int) -> bool:
-        """Whether the next link to a peer has something to tell, whether or not anything is sent on it."""
+        """Return whether the next link to a peer must be opened for its first frames alone."""
         return peer in self._untold or peer in self._left
 
     def forget(self, peer: int) -> None:
-        """A peer is gone: there is nobody to tell."""
+        """Forget a peer that is gone."""
         self._untold.pop(peer, None)
         self._left.pop(peer, None)
 
 
 def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
-    """What a link has to be told before it is sent anything of this collective."""
+    """Return the definitions that must precede the frames of this collective on a link."""
     defined: list[Header] = []
     series = collective.series
     key, number, signature = series.key, series.signature_id, series.signature
@@ -212,10 +213,10 @@ def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
 def admit(
     outgoing: Outgoing, effect: Effect, collective: Collective, to: int, nbytes: int
 ) -> tuple[list[Header], Header | None]:
-    """Frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
+    """Return frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
 
-    None for the header holds the chunk back: a SEND of it alone comes again when its receiver has posted, through the
-    effects of ``Router.on_posted``.
+    Without credit the header is None: the chunk is held back, and ``Router.on_posted`` emits a SEND of it alone once
+    its receiver has posted.
     """
     _, _, _, lane, index, phase, source, payload = effect
     series = collective.series
@@ -238,18 +239,18 @@ def admit(
 
 
 def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -> bool:
-    """Whether ``admit`` lets a chunk of so many bytes go at once."""
+    """Return whether ``admit`` lets a chunk of so many bytes go at once."""
     if collective.posted >> to & 1:
         return True
     return not (collective.deferred and to in collective.deferred) and outgoing.window.allows(nbytes)
 
 
 def announce(outgoing: Outgoing, collective: Collective) -> list[Header]:
-    """Frames that tell one of ``collective.unheard()`` what this rank has posted.
+    """Return frames that announce this rank's post to one of ``collective.unheard()``.
 
-    For a collective that has waited a while: ranks that disagree about the graph can all wait for each other
-    without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
-    piece, so if each rank announces itself to its own, at least two that differ will meet.
+    For a collective that has waited a while: ranks that disagree about the graph can all wait for each other without a
+    chunk between them (two ranks that both believe to be the root). The neighbours of all ranks connect the group, so
+    if each rank announces its post to its own neighbours, at least two that differ meet.
     """
     series = collective.series
     ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)

@@ -1,4 +1,4 @@
-"""One collective: a machine that folds what arrives, forwards it, and knows when it is complete.
+"""State machine of one collective on one rank: folds chunks, forwards them, and knows when it is complete.
 
 The life of one chunk, on one rank (``P`` partial results folded so far out of ``C`` children)::
 
@@ -11,15 +11,15 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
     folding 0=C   (at once) not the root   waiting       SEND up
     folding 0=C   (at once) the root       complete      FINISH, SEND down to every target
     waiting       the result arrives       complete      STORE if kept, SEND down to every target
-    any           anything else            the machine refuses it: the other side broke the protocol
+    any           anything else            refused: the other side broke the protocol
 
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
 complete when all its chunks are and when nothing that it sent is still being read from its memory.
 
-It owns no memory and knows no clock, socket or array: it takes events and decides what follows. What follows goes
-through a few methods (``_send``, ``_fold``, ...). Here they append *effects* to the caller's list, for the caller to
-carry out in order: tuples that begin with their tag. The runtime's operations override these methods and do at once
-what they say, which costs a third; the decisions are the same code.
+It owns no memory and knows no clock, socket or array: it takes events and decides what follows. Consequences go through
+a few methods (``_send``, ``_fold``, ...). Here they append *effects* to the caller's list, for the caller to carry out
+in order: tuples that begin with their tag. The operations of the engine override these methods and act at once, at a
+third of the cost; the decisions are the same code.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from collections.abc import MutableSequence
 from enum import IntEnum
 from typing import Any
 
-from kfcomm.core.program import NOBODY, Lane, Program, Route
+from kfcomm.core.program import ABSENT, Lane, Program, Route
 
 
 class Phase(IntEnum):
-    """Which way a chunk travels."""
+    """Direction of a chunk in the graph."""
 
     UP = 0
     DOWN = 1
 
 
 class Source(IntEnum):
-    """Which memory of the collective an effect reads."""
+    """Memory of the collective that an effect reads."""
 
     INPUT = 0
     PARTIAL = 1
@@ -51,19 +51,19 @@ class Do(IntEnum):
     """Tags of a machine's effects; the fields after the tag are in brackets."""
 
     SEND = 0
-    """[machine, destinations, lane, index, phase, source, payload]: payload is None unless source is PAYLOAD."""
+    """[machine, destinations, lane, index, phase, source, payload]: a payload only if source is PAYLOAD."""
     FOLD = 1
     """[machine, lane, index, payload, first]: partial = (input if first else partial) ∘ payload; then release it."""
     HOLD = 2
     """[machine, payload]: keep this payload until a FOLD or RELEASE names it."""
     FINISH = 3
-    """[machine, lane, index]: result = the finished input: there is nothing to fold it with."""
+    """[machine, lane, index]: result = the finished input: there are no other contributions."""
     STORE = 4
     """[machine, lane, index, payload]: result = payload; then release it."""
     COPY = 5
     """[machine, lane, index]: result = input."""
     RELEASE = 6
-    """[machine, payload]: nothing reads this payload any more; only of those that are neither folded nor stored."""
+    """[machine, payload]: release a payload that is neither folded nor stored."""
     DONE = 7
     """[machine]: the result is complete, and no memory of the caller is in use."""
     FOLD_LAST = 8
@@ -86,27 +86,27 @@ class Machine:
     Attributes:
         program: what this rank does.
         remaining: chunks that are not complete.
-        sends: payloads handed out by SEND of which ``was_read`` has not told.
+        sends: payloads handed out by SEND and not yet reported by ``was_read``.
         finished: DONE was emitted.
     """
 
-    # Most stay what they are here: then they cost a machine neither time nor memory.
+    # Class attributes: most machines never change them, and pay neither time nor memory for them.
     sends = _gate = 0
     finished = False
     _held: dict[tuple[int, int], Any] | None = None
 
     def __init__(self, program: Program) -> None:
-        """Nothing has happened yet."""
+        """Begin with no chunk complete."""
         self.program = program
         self.remaining = num_slots = program.num_slots
         if program.gate:
             self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
-        # Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
+        # A bytearray where it suffices: the garbage collector need not visit it, as it must a list.
         self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
 
     def start(self, effects: Effects) -> None:
-        """Do all that needs nobody else."""
+        """Do everything that needs no other rank."""
         for lane in self.program.first:
             if lane.up:
                 for index in range(lane.num_chunks):
@@ -117,7 +117,7 @@ class Machine:
             self._end(effects)
 
     def accepts(self, route: Route, index: int) -> bool:
-        """Whether this chunk may come now: there is one of that number, and it was not here before."""
+        """Return whether this chunk is valid now: its number exists, and it has not arrived before."""
         lane = route.lane
         if not 0 <= index < lane.num_chunks:
             return False
@@ -127,7 +127,7 @@ class Machine:
         return self._folded[slot] <= route.position and not (self._held and (slot, route.position) in self._held)
 
     def awaits(self, sender: int) -> bool:
-        """Whether a chunk of this rank is still to come. O(chunks)."""
+        """Return whether a chunk of this sender is still to come. O(chunks)."""
         for (_, _, other), route in self.program.routes.items():
             if other == sender:
                 lane = route.lane
@@ -139,7 +139,7 @@ class Machine:
         return False
 
     def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """A chunk that is on this lane is here; False if it was here before, and then nothing has happened."""
+        """Take a chunk of this lane; False, with no effect, if it has arrived before."""
         lane, position = route.lane, route.position
         slot = lane.base + index
         folded = self._folded
@@ -164,7 +164,7 @@ class Machine:
             elif not route.is_last:
                 self._fold(FOLD, lane, index, payload, not position, effects)
             else:
-                self._fold(FOLD_LAST if lane.parent == NOBODY else FOLD_UP, lane, index, payload, not position, effects)
+                self._fold(FOLD_LAST if lane.parent == ABSENT else FOLD_UP, lane, index, payload, not position, effects)
             if route.is_last:
                 self._reduced(lane, index, PARTIAL, effects)
         if not (self.remaining or self.sends):
@@ -172,7 +172,7 @@ class Machine:
         return True
 
     def _take_in_turn(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """As ``take``, where a chunk is out of turn, or others are held: children are folded in their order."""
+        """Take a chunk that is out of turn, or that others wait for: children are folded in their order."""
         lane, position = route.lane, route.position
         slot = lane.base + index
         folded = self._folded[slot]
@@ -196,34 +196,33 @@ class Machine:
         return True
 
     def arrived(self, route: Route, index: int, payload: Any, effects: Effects) -> None:
-        """A chunk is here that ``accepts`` has let in.
+        """Take a chunk that ``accepts`` has admitted.
 
-        Of a chunk that was accepted twice, because it came on two links at a time, only the first to be complete
-        counts.
+        A chunk may be admitted twice, on two links at a time: the first to be complete counts.
         """
         if not self.take(route, index, payload, effects):
             self._release(payload, effects)
 
     def done_elsewhere(self, effects: Effects) -> None:
-        """What a program without lanes stands for has been carried out."""
+        """Complete a program without lanes, which is carried out outside the core."""
         self.remaining -= 1
         self._end(effects)
 
     def take_held(self) -> list[Any]:
-        """Give up the payloads that are held: the machine will not run any more."""
+        """Return the payloads that are held, to be dropped: the machine will not run any more."""
         held = list(self._held.values()) if self._held else []
         self._held = None
         return held
 
     def was_read(self, effects: Effects, times: int = 1) -> None:
-        """Payloads that SEND handed out, one for each destination, are no longer read."""
+        """Record that payloads that SEND handed out, one for each destination, are no longer read."""
         self.sends -= times
         if not (self.remaining or self.sends):
             self._end(effects)
 
     def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
-        """Every contribution of this rank's subtree is in ``source``."""
-        if lane.parent != NOBODY:
+        """Pass on ``source``, which holds every contribution of this rank's subtree."""
+        if lane.parent != ABSENT:
             self._send((lane.parent,), lane, index, UP, source, None, effects)
             if not lane.down:
                 self._completed(effects)
@@ -250,7 +249,7 @@ class Machine:
             self._passed(effects)
 
     def _passed(self, effects: Effects) -> None:
-        """A chunk is complete; the last of those that are not gated, as all are until then, lets the others begin."""
+        """Count a complete chunk; the last one that is not gated lets the gated lanes begin."""
         self._gate -= 1
         if not self._gate:
             for lane in self.program.lanes.values():
@@ -261,7 +260,7 @@ class Machine:
         self.finished = True
         self._done(effects)
 
-    # What follows from an event.
+    # Consequences of an event.
 
     def _send(
         self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects

@@ -36,11 +36,10 @@ class Matching(Calls):
     def receive(
         self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects
     ) -> Collective | None:
-        """A chunk that is here as a whole and like one that came before it: give it to its collective at once.
+        """Give a whole chunk like earlier ones to its collective at once: the fast path.
 
-        None if it has to go by ``match`` and ``arrived``, which alone know what to make of it: it is the first of its
-        kind, early, late, or wrong. Nothing has happened then, but that its sender may be known to have posted: it has,
-        whatever is to become of the chunk.
+        None if it must go through ``match`` and ``arrived``: the first of its kind, early, late, or wrong. Then nothing
+        has changed, except that its sender may be recorded as having posted, which is true in any case.
         """
         _, key_id, seq, number, lane, phase, index, stamp = header
         arrival = incoming.arrivals.get((key_id, number, lane, phase))
@@ -65,7 +64,7 @@ class Matching(Calls):
         return collective
 
     def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
-        """Whose chunk this is. None: nobody's, drop the payload (the effects say why, if there is more to say)."""
+        """Return a ticket for a chunk; None if its payload is to be dropped (a violation is among the effects)."""
         _, number, seq, signature_number, _, _, _, stamp = header
         charged = stamp & 1
         key = incoming.keys.get(number)
@@ -84,7 +83,7 @@ class Matching(Calls):
         return self._match_posted(incoming, collective, signature, header, nbytes, effects)
 
     def arrived(self, ticket: Ticket, payload: Any, effects: Effects) -> None:
-        """The payload of a matched chunk is complete."""
+        """Take the complete payload of a matched chunk."""
         target = ticket[0]
         if type(target) is not Early:
             if target.key.live.get(target.seq) is target:
@@ -127,7 +126,7 @@ class Matching(Calls):
             return None
         if not collective.posted >> sender & 1:
             self._saw(collective, sender, effects)
-        if phase == UP or route.lane.keeps or not route.lane.targets:  # what is passed on has to be kept for long
+        if phase == UP or route.lane.keeps or not route.lane.targets:  # a forwarded payload must be stored for long
             known = incoming.arrivals.get((key_id, number, lane, phase))
             if known is None or known.series is not collective.series:
                 if len(incoming.arrivals) >= MAX_ARRIVALS:
@@ -149,7 +148,7 @@ class Matching(Calls):
         return False
 
     def _saw(self, collective: Collective, rank: int, effects: Effects) -> None:
-        """A sign that this group rank has posted the collective."""
+        """Record that this group rank has posted the collective, and send what waited for that."""
         collective.posted |= 1 << rank
         if collective.deferred:
             effects.extend(collective.deferred.pop(rank, ()))
@@ -185,7 +184,7 @@ class Matching(Calls):
             effects.append((ANSWER, incoming, (POSTED, header[1], header[2])))
 
     def _replay(self, collective: Collective, effects: Effects) -> None:
-        """Let a collective that has begun have what came early for it."""
+        """Give a collective that has begun its early chunks and questions."""
         early = collective.key.early.pop(collective.seq, None)
         if early is None:
             return

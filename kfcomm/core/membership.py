@@ -1,27 +1,27 @@
-"""One decision among the ranks of an epoch: who goes on, and what each of them has to say for it.
+"""Consensus among the ranks of an epoch on its survivors, with some bytes of each.
 
-Every rank *enters* with a part, some bytes. The decision is the parts of those that go on: the same on all ranks that
-come to know it, whatever is lost on the way, and whoever dies meanwhile, the leader included. It is a consensus by
-ballots (the synod of Lamport, 1998): a ballot is led by one rank, which first hears from the others what they may have
-accepted in earlier ones, then proposes, and has decided when a quorum has accepted. The first ballot is rank 0's and
-needs no promises; the next ones are led by the lowest rank that lives, when it must.
+Every rank *enters* with a part, some bytes. The decision is the parts of the survivors: the same on all ranks that
+learn it, whatever messages are lost and whichever ranks die meanwhile, the leader included. It is consensus by ballots
+(the synod of Lamport, 1998). The leader of a ballot first collects what the others may have accepted in earlier
+ballots, then proposes; a quorum of acceptances decides. Rank 0 leads the first ballot, which needs no promises; the
+lowest living rank leads further ballots when they are needed.
 
 A *quorum* of the n ranks is
 
 - more than half of them, or
-- all that have not *ended*: of which nobody knows for certain that their processes are gone, or that they left.
+- all ranks except those that have *ended*: known for certain to have exited or left.
 
-So a partition leaves at most one side able to decide, and whoever survives the deaths of all others decides alone.
-For the second rule to be safe a ballot says which ranks have ended, and who promises or accepts it hears nothing of
-them any more: what they decided among themselves before they died, and told nobody, was never decided.
+So a partition leaves at most one side able to decide, and the last survivor of all others' deaths decides alone. For
+the second rule to be safe, a ballot lists the ranks that have ended, and a rank that promises or accepts it ignores
+them from then on: a decision that they made among themselves and told no survivor does not count.
 
 Invariants:
 
-- All ranks that decide, decide the same. It holds the part of this rank, unless the others have given it up.
-- Nobody decides before every rank that is not gone has entered.
-- Nothing here knows time or links. Messages go to all others, and of each kind a rank's latest must arrive in the end.
+- All ranks that decide, decide the same. The decision holds the part of this rank, unless the others gave it up.
+- No rank decides before every rank that is not gone has entered.
+- Messages go to all others; of each kind, a rank's latest must arrive in the end. Time and links are not known here.
 
-What a rank says is ``(tag, fields...)``, to be checked by `fault` where it comes from the wire.
+Messages are ``(tag, fields...)``; those from the wire are checked by `fault`.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ MAX_PART_NBYTES = 256
 MAX_BALLOT = 1 << 62
 
 Value = tuple[tuple[int, bytes], ...]
-"""Rank and part of each that goes on, ascending."""
+"""Rank and part of each survivor, ascending."""
 Message = tuple[Any, ...]
 
 
 class Tag(IntEnum):
-    """What a message says; the fields after the tag are in brackets."""
+    """Kinds of messages; the fields after the tag are in brackets."""
 
     ENTER = 0
-    """[part]: the origin takes part, and this is what it gives."""
+    """[part]: the origin takes part, with these bytes."""
     PREPARE = 1
     """[ballot, ended]: the origin leads this ballot, in which these ranks have ended."""
     PROMISE = 2
-    """[ballot, accepted, value]: the origin accepts nothing below this ballot; what it accepted last, in which (-1)."""
+    """[ballot, accepted, value]: the origin accepts nothing below this ballot; the last that it accepted, or -1."""
     ACCEPT = 3
-    """[ballot, ended, value]: the origin, who leads it, proposes this."""
+    """[ballot, ended, value]: the origin leads this ballot, and proposes this value."""
     ACCEPTED = 4
-    """[ballot]: the origin has accepted what was proposed there."""
+    """[ballot]: the origin has accepted the proposal of this ballot."""
     DECIDED = 5
     """[value]"""
 
 
 class Decision:
-    """One decision, as one of ``size`` ranks takes part in it. Methods return what is to be told to all others.
+    """One decision, as one of ``size`` ranks takes part in it. Methods return messages for all others.
 
     Attributes:
-        value: what was decided; None until then.
+        value: the decision; None until then.
     """
 
     def __init__(self, rank: int, size: int, gone: Iterable[int] = (), ended: Iterable[int] = ()) -> None:
@@ -86,7 +86,7 @@ class Decision:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether all that live have entered and are too few: they go on if more is known to have ended."""
+        """Whether all living ranks have entered and are too few; known ends of further ranks would resolve that."""
         return self.value is None and not self.missing and not self._is_quorum(self.living(), self._ended)
 
     def enter(self, part: bytes) -> list[Message]:
@@ -94,13 +94,13 @@ class Decision:
         return self._say([], (Tag.ENTER, part))
 
     def receive(self, origin: int, message: Message) -> list[Message]:
-        """A message of another rank, which has no `fault`."""
+        """Receive a message of another rank that has no `fault`."""
         said: list[Message] = []
         self._hear(said, origin, message)
         return said
 
     def lost(self, ranks: Collection[int], *, have_ended: bool) -> list[Message]:
-        """These ranks are given up; have they ended for certain?"""
+        """Count these ranks as gone, and if ``have_ended``, as ended for certain."""
         self._gone.update(ranks)
         if have_ended:
             self._ended.update(ranks)
@@ -109,7 +109,7 @@ class Decision:
         return self._lead(said)
 
     def leave(self) -> list[Message]:
-        """This rank is about to leave. Who knows that it has, counts it no more: it must have heard what it decided."""
+        """Return the last words before leaving: peers stop counting this rank, so they must know its decision."""
         return [] if self.value is None else [(Tag.DECIDED, self.value)]
 
     # ---------------------------------------------------------------- what is said and heard
@@ -169,14 +169,14 @@ class Decision:
                 self._pass_on(said)
 
     def _pass_on(self, said: list[Message]) -> None:
-        """What a rank that is gone said last may have come here alone."""
+        """Forward the decision: the last message of a rank that is gone may have reached this rank alone."""
         if self.value is not None and self._gone:
             self._say(said, (Tag.DECIDED, self.value))
 
     # ---------------------------------------------------------------- who leads
 
     def living(self) -> list[int]:
-        """The ranks that are not gone, as far as this one knows."""
+        """Return the ranks that are not gone, as far as this one knows."""
         return [rank for rank in range(self._size) if rank not in self._gone]
 
     def _is_quorum(self, ranks: Collection[int], ended: Collection[int]) -> bool:
@@ -185,7 +185,7 @@ class Decision:
         return bool(ranks) and all(rank in ranks or rank in ended for rank in range(self._size))
 
     def _lead(self, said: list[Message]) -> list[Message]:
-        """Do what the lowest rank that lives has to do, once all have entered."""
+        """Act as the leader if this is the lowest living rank and all have entered."""
         living = self.living()
         if self.value is not None or self.missing or living[:1] != [self._rank]:
             return said
@@ -206,7 +206,7 @@ class Decision:
 
 
 def fault(message: Sequence[Any], size: int) -> bool:
-    """Whether this cannot be a message of an epoch of ``size`` ranks."""
+    """Return whether this is not a valid message of an epoch of ``size`` ranks."""
     if not message or type(message[0]) is not int or not 0 <= message[0] < len(_FIELDS):
         return True
     checks = _FIELDS[message[0]]
@@ -244,14 +244,14 @@ _FIELDS: tuple[tuple[Any, ...], ...] = (
 
 
 def to_wire(message: Message) -> list[Any]:
-    """As msgpack-able fields."""
+    """Return msgpack-able fields."""
     return [
         [list(row) for row in field] if type(field) is tuple else field for field in (int(message[0]), *message[1:])
     ]
 
 
 def from_wire(fields: Sequence[Any]) -> Message:
-    """The inverse of `to_wire`, for what has no `fault`."""
+    """Return the message of these fields, which have no `fault`: the inverse of `to_wire`."""
     *first, last = fields
     if fields[0] in (Tag.PROMISE, Tag.ACCEPT, Tag.DECIDED):
         last = tuple((rank, part) for rank, part in last)

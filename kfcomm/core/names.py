@@ -1,9 +1,9 @@
-"""What this rank calls things: the keys it has met, and the small numbers that stand for keys and signatures on links.
+"""Names of one rank: the keys it has met, and the small numbers of keys and signatures on links.
 
-Invariants: no two keys in flight have the same number, so that an answer about a number is about one key.
-Numbers are used again; both ends of a link keep what a number stands for, so it may be given a new meaning at any
-time. Keys are not forgotten while their group is used, since their sequence numbers count how often they were used
-(about 1 KiB each). Of groups that this rank has left they stay for a while, to tell who lags behind what was posted.
+Invariants: no two keys in flight have the same number, so an answer about a number is about one key. Numbers are
+reused; both ends of a link remember the meaning of a number, so it can change at any time. Keys (about 1 KiB each) are
+not forgotten while their group is used, since their sequence numbers count their uses. Those of groups that this rank
+has left stay for a while, so that late peers can ask what was posted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kfcomm.core.signature import Signature
 from kfcomm.errors import LocalProtocolError
 
 MAX_SIGNATURES = 1 << 12
-"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded."""
+"""Signatures are numbered below this. A new one takes the number of the oldest, so memory stays bounded."""
 
 UNNUMBERED = -1
 
 
 class Names:
-    """The names of one rank in one epoch.
+    """Names of one rank in one epoch.
 
     Attributes:
-        version: another one whenever a number was given another meaning.
+        version: changes whenever a number gets another meaning.
     """
 
     __slots__ = (
@@ -53,11 +53,11 @@ class Names:
         return len(self._by_name)
 
     def find(self, group_id: bytes, name: str) -> Key | None:
-        """The key of this name, if it was met before. Safe to call from any thread."""
+        """Return the key of this name, if it was met before. Safe on any thread."""
         return self._by_name.get((group_id, name))
 
     def key(self, group_id: bytes, name: str) -> Key:
-        """The key of this name, made when it is first met."""
+        """Return the key of this name, made when it is first met."""
         key = self._by_name.get((group_id, name))
         if key is None:
             key = self._by_name[group_id, name] = Key(UNNUMBERED, group_id, name)
@@ -66,11 +66,11 @@ class Names:
         return key
 
     def of_group(self, group_id: bytes) -> Sequence[Key]:
-        """The keys of one group."""
+        """Return the keys of one group."""
         return self._of_group.get(group_id, ())
 
     def leave(self, group_id: bytes) -> None:
-        """This rank has left a group, of which nothing is in flight: the numbers of its names are free again."""
+        """Free the numbers of the names of a group that this rank has left with nothing in flight."""
         for key in self.of_group(group_id):
             key.end()
             if self._owners.get(key.id) is key:
@@ -83,7 +83,7 @@ class Names:
                 del self._by_name[key.group_id, key.name]
 
     def used(self, group_id: bytes, name: str) -> Key:
-        """The key of this name, which is about to be used and owns its number.
+        """Return the key of a name that is about to be used; it owns its number.
 
         Raises:
             LocalProtocolError: every number belongs to a key in flight.
@@ -96,7 +96,7 @@ class Names:
         return key
 
     def _number(self, key: Key) -> None:
-        """Give a key a number that no other in flight has. O(1), however often numbers were used again."""
+        """Give a key a number that no other in flight has. Amortized O(1)."""
         for number in range(self._next_id, self._next_id + MAX_ID):
             owner = self._owners.get(number % MAX_ID)
             if owner is None or not (owner.live or owner.begun):
@@ -109,8 +109,8 @@ class Names:
         raise LocalProtocolError(f"more than {MAX_ID} names in flight")
 
     def signature(self, signature: Signature) -> tuple[int, Signature]:
-        """The number of a signature, and the one value that stands for all that are equal to it."""
-        # The very object that stands for it is known by its address: 0.1 µs, where hashing a signature takes 0.5.
+        """Return the number of a signature, and the one value that represents all equal ones."""
+        # The representative is found by its address: 0.1 µs, where hashing a signature takes 0.5.
         known = self._by_identity.get(id(signature))
         if known is not None:
             return known
@@ -128,7 +128,7 @@ class Names:
         return known
 
     def series(self, group: GroupView, key: Key, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
-        """What the uses of a key with this signature have in common, worked out at the first of them."""
+        """Return the common record of the uses of a key with this signature, made at the first use."""
         numbered = self.signature(signature)
         latest = known = key.series
         if known is not None and known.signature_id != numbered[0]:
@@ -151,7 +151,7 @@ class Names:
         return known
 
     def same(self, signature: AnySignature) -> AnySignature:
-        """The value that stands for this signature, or itself if this rank has not used it (lately).
+        """Return the representative of this signature, or itself if this rank has not used it (lately).
 
         Raises:
             TypeError: it is not made of plain values.

@@ -1,8 +1,8 @@
-"""What one rank does for one verb: lanes, the local view of graphs over parts of the buffer.
+"""Programs: the lanes of one rank for one verb, its local view of graphs over parts of the buffer.
 
-Every verb is made of *lanes*. A lane is one part of the data on its way along a graph pair, as one rank sees
-it: an *up* phase folds the children's partial results and sends them to the parent, a *down* phase takes the
-result from its source, keeps it if it is this rank's, and passes it on to its targets.
+Every verb is made of *lanes*. A lane is one part of the data on its way along a graph pair, as one rank sees it: an
+*up* phase folds the children's partial results and sends them to the parent, a *down* phase takes the result from its
+source, stores it if this rank needs it, and forwards it to its targets.
 
 =================  ==========================================================  ==========================
 verb               lanes                                                       then, from the root
@@ -23,8 +23,8 @@ The empty lanes carry signatures, not data. They make one thing hold for every v
 completes anywhere has been posted, with the same signature, everywhere*. Lanes in the last column are
 *gated*: the rank where they begin starts them when its other lanes are complete.
 
-A program depends on the verb, the group's size, the rank, the graphs and the counts; never on a key's
-history, so it can be used again for every collective of the same kind.
+A program depends on the verb, the group's size, the rank, the graphs and the counts, never on the history of a key: so
+every collective of the same kind shares it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functools import lru_cache
 from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.graph import GraphPair
 
-NOBODY = -1
+ABSENT = -1
 MAX_BYTE = 255
 
 
@@ -46,10 +46,10 @@ class Lane:
 
     Attributes:
         number: the lane's number, the same on every rank.
-        up: the lane has an up phase. ``children`` are folded in order; ``leaf_children[i]`` tells that child ``i``
-            sends its own input, not a partial result; ``parent`` is ``NOBODY`` at the root.
-        down: the lane has a down phase from ``source`` (``NOBODY`` where it begins) to ``targets``.
-        keeps: the result of this lane belongs to this rank.
+        up: the lane has an up phase. ``children`` are folded in order; ``leaf_children[i]`` means that child ``i``
+            sends its own input, not a partial result; ``parent`` is -1 (``ABSENT``) at the root.
+        down: the lane has a down phase from ``source`` (-1 where it begins) to ``targets``.
+        keeps: this rank needs the result of this lane.
         gated: it begins here, once every lane that is not gated is complete.
         input_offset, result_offset, count: elements in the caller's buffers.
         base: number of the first chunk among all chunks of the program.
@@ -60,9 +60,9 @@ class Lane:
     up: bool = False
     children: tuple[int, ...] = ()
     leaf_children: tuple[bool, ...] = ()
-    parent: int = NOBODY
+    parent: int = ABSENT
     down: bool = False
-    source: int = NOBODY
+    source: int = ABSENT
     targets: tuple[int, ...] = ()
     keeps: bool = False
     gated: bool = False
@@ -73,18 +73,18 @@ class Lane:
 
     @property
     def awaited(self) -> bool:
-        """Whether the result of the lane comes to this rank from another one."""
-        return self.source != NOBODY
+        """Whether the result of the lane comes from another rank."""
+        return self.source != ABSENT
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What comes to this rank on one lane, one way, from one sender.
+    """Arrivals on one lane in one direction from one sender.
 
     Attributes:
         lane: the lane.
         phase: 0 up, 1 down.
-        position: how many of the lane's children are folded before it: all of them before what comes down.
+        position: how many of the lane's children are folded before it; all of them for direction down.
         is_partial: the sender sends a partial result, not its input.
         is_last: it comes from the last of the children.
     """
@@ -103,14 +103,14 @@ class Program:
     Attributes:
         lanes: only those in which this rank takes part.
         chunk_elements: elements per chunk; the last of a lane may be shorter.
-        num_slots: chunks of all lanes together: how many times something must complete.
-        gate: chunks that must complete before gated lanes begin (0: none begin here).
+        num_slots: chunks of all lanes together, each of which must complete.
+        gate: number of chunks that must complete before gated lanes begin; 0 if none begin here.
         neighbours: ranks with which this rank exchanges chunks.
         small_counts: no lane has more children than a byte can count.
-        first: the lanes that begin here at once.
-        first_sends: if all that is done at once is to send parts of the input up, and more is to follow: the chunks,
-            each as destinations, lane and number; else None.
-        routes: what arrives here, by lane number, way (0 up, 1 down) and sender.
+        first: lanes that begin here at once.
+        first_sends: if the program begins by sending parts of the input up, and does nothing else at once: these
+            chunks, each as destinations, lane and number; else None.
+        routes: arrivals, by lane number, direction (0 up, 1 down) and sender.
     """
 
     lanes: dict[int, Lane]
@@ -129,7 +129,7 @@ class Program:
         lanes = self.lanes.values()
         first = tuple(lane for lane in lanes if not (lane.children if lane.up else lane.gated or lane.awaited))
         object.__setattr__(self, "first", first)
-        only_sends = all(lane.up and lane.down and lane.parent != NOBODY for lane in first)
+        only_sends = all(lane.up and lane.down and lane.parent != ABSENT for lane in first)
         sends = tuple(((lane.parent,), lane, index) for lane in first for index in range(lane.num_chunks))
         object.__setattr__(self, "first_sends", sends if only_sends and self.num_slots else None)
         routes = {}
@@ -143,7 +143,7 @@ class Program:
 
 
 class Builder:
-    """Collects the lanes of one rank. Lanes are numbered in the order of the calls, on every rank alike."""
+    """Builder of the lanes of one rank. Lanes are numbered in the order of the calls, the same on every rank."""
 
     def __init__(self, rank: int, chunk_elements: int) -> None:
         self._rank = rank
@@ -174,7 +174,7 @@ class Builder:
         input_offset: int = 0,
         result_offset: int = 0,
     ) -> None:
-        """A lane that spans all ranks: up along ``pair.reduce``, down along ``pair.broadcast``."""
+        """Add a lane that spans all ranks: up along ``pair.reduce``, down along ``pair.broadcast``."""
         rank, number = self._rank, self._number()
         reduce, broadcast = pair.reduce, pair.broadcast
         is_root = rank == pair.root
@@ -185,9 +185,9 @@ class Builder:
                 up=up,
                 children=children,
                 leaf_children=tuple(not reduce.children[child] for child in children),
-                parent=reduce.parents[rank] if up and not is_root else NOBODY,
+                parent=reduce.parents[rank] if up and not is_root else ABSENT,
                 down=down,
-                source=broadcast.parents[rank] if down and not is_root else NOBODY,
+                source=broadcast.parents[rank] if down and not is_root else ABSENT,
                 targets=broadcast.children[rank] if down else (),
                 keeps=count > 0 and (down or is_root),
                 gated=gated and is_root,
@@ -201,7 +201,7 @@ class Builder:
     def path(
         self, path: Sequence[int], count: int, *, gated: bool = False, input_offset: int = 0, result_offset: int = 0
     ) -> None:
-        """A lane down one path: data enters at its first rank, only the last one keeps it."""
+        """Add a lane down one path: data enters at its first rank, and only the last one stores it."""
         number = self._number()
         if self._rank not in path:
             return
@@ -211,7 +211,7 @@ class Builder:
             lambda **where: Lane(
                 number,
                 down=True,
-                source=path[place - 1] if place else NOBODY,
+                source=path[place - 1] if place else ABSENT,
                 targets=() if last else (path[place + 1],),
                 keeps=last and count > 0,
                 gated=gated and place == 0,
@@ -223,22 +223,22 @@ class Builder:
         )
 
     def build(self) -> Program:
-        """The program of the lanes added so far."""
+        """Return the program of the lanes added so far."""
         lanes = self._lanes
         gated = any(lane.gated for lane in lanes.values())
         gate = sum(lane.num_chunks for lane in lanes.values() if not lane.gated) if gated else 0
         neighbours = {
             other for lane in lanes.values() for other in (*lane.children, lane.parent, lane.source, *lane.targets)
         }
-        return Program(lanes, self._chunk_elements, self._base, gate, frozenset(neighbours - {NOBODY}))
+        return Program(lanes, self._chunk_elements, self._base, gate, frozenset(neighbours - {ABSENT}))
 
 
 def all_reduce(
     rank: int, pairs: Sequence[GraphPair], count: int, chunk_elements: int, shares: Sequence[int] = ()
 ) -> Program:
-    """Each pair reduces and broadcasts its share of ``count`` elements, an equal part if there are no ``shares``.
+    """Reduce and broadcast a share of ``count`` elements along each pair, equal parts without ``shares``.
 
-    One pair is given for a buffer left whole.
+    A buffer that travels whole has one pair.
     """
     builder = Builder(rank, chunk_elements)
     parts = share_out(count, shares) if shares else split(count, len(pairs))
@@ -248,7 +248,7 @@ def all_reduce(
 
 
 def reduce(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Program:
-    """``count`` elements to the root of ``pair``."""
+    """Reduce ``count`` elements to the root of ``pair``."""
     builder = Builder(rank, chunk_elements)
     builder.tree(pair, count, up=True)
     builder.tree(pair, 0, down=True, gated=True)
@@ -256,7 +256,7 @@ def reduce(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Progr
 
 
 def broadcast(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Program:
-    """``count`` elements from the root of ``pair``."""
+    """Broadcast ``count`` elements from the root of ``pair``."""
     builder = Builder(rank, chunk_elements)
     builder.tree(pair, 0, up=True)
     builder.tree(pair, count, down=True, gated=True)
@@ -264,9 +264,9 @@ def broadcast(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Pr
 
 
 def gather(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
-    """``counts[r]`` elements of every rank ``r`` to the root, which keeps them one after the other.
+    """Gather ``counts[r]`` elements of every rank ``r`` at the root, one after the other.
 
-    They go up the broadcast graph: nothing is folded on the way, for the sake of which a reduce graph may be long.
+    They go up the broadcast graph: nothing is folded on the way, and a reduce graph, made for folding, may be long.
     """
     builder = Builder(rank, chunk_elements)
     for sender, (offset, count) in enumerate(_offsets(counts)):
@@ -276,7 +276,7 @@ def gather(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: in
 
 
 def scatter(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
-    """The root's elements, ``counts[r]`` of them to every rank ``r``."""
+    """Send ``counts[r]`` of the root's elements to every rank ``r``."""
     builder = Builder(rank, chunk_elements)
     builder.tree(pair, 0, up=True)
     for receiver, (offset, count) in enumerate(_offsets(counts)):
@@ -285,7 +285,7 @@ def scatter(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: i
 
 
 def all_gather(rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int) -> Program:
-    """``counts[r]`` elements of every rank ``r`` to all; ``rooted(r)`` is the pair whose root is ``r``."""
+    """Send ``counts[r]`` elements of every rank ``r`` to all; ``rooted(r)`` is the pair whose root is ``r``."""
     builder = Builder(rank, chunk_elements)
     for sender, (offset, count) in enumerate(_offsets(counts)):
         builder.tree(rooted(sender), count, down=True, result_offset=offset)
@@ -295,7 +295,7 @@ def all_gather(rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[i
 def reduce_scatter(
     rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int
 ) -> Program:
-    """The sum of all inputs, ``counts[r]`` elements of it to every rank ``r``."""
+    """Reduce all inputs, and leave ``counts[r]`` elements of the result on every rank ``r``."""
     builder = Builder(rank, chunk_elements)
     for receiver, (offset, count) in enumerate(_offsets(counts)):
         builder.tree(rooted(receiver), count, up=True, input_offset=offset)
@@ -303,7 +303,7 @@ def reduce_scatter(
 
 
 def all_to_all(rank: int, counts: Sequence[Sequence[int]], chunk_elements: int) -> Program:
-    """``counts[i][j]`` elements from every rank ``i`` to every rank ``j``, each straight to its end."""
+    """Send ``counts[i][j]`` elements from every rank ``i`` directly to every rank ``j``."""
     builder = Builder(rank, chunk_elements)
     size = len(counts)
     input_offsets = [offset for offset, _ in _offsets(counts[rank])]
@@ -322,7 +322,7 @@ def all_to_all(rank: int, counts: Sequence[Sequence[int]], chunk_elements: int) 
 
 @lru_cache(256)
 def send(rank: int, count: int, chunk_elements: int) -> Program:
-    """``count`` elements from rank 0 to rank 1 of a group of two."""
+    """Send ``count`` elements from rank 0 to rank 1 of a group of two."""
     builder = Builder(rank, chunk_elements)
     builder.path((0, 1), count)
     builder.path((1, 0), 0, gated=True)
@@ -330,7 +330,7 @@ def send(rank: int, count: int, chunk_elements: int) -> Program:
 
 
 def barrier(rank: int, pair: GraphPair) -> Program:
-    """Nothing, up and down: every rank has arrived before any leaves."""
+    """Send empty chunks up and down: every rank has arrived before any leaves."""
     builder = Builder(rank, 1)
     builder.tree(pair, 0, up=True, down=True)
     return builder.build()
@@ -338,9 +338,9 @@ def barrier(rank: int, pair: GraphPair) -> Program:
 
 @lru_cache(64)
 def elsewhere(rank: int, size: int) -> Program:
-    """Nothing that needs a chunk: it is carried out by others, who say when it is done (``Machine.done_elsewhere``).
+    """Exchange no chunks: the call is carried out outside the core, and ends with ``Machine.done_elsewhere``.
 
-    Ranks that disagree find out through their neighbours, of which every rank has one on each side.
+    Neighbours on a ring compare signatures, so that ranks that disagree find out.
     """
     neighbours = frozenset({(rank - 1) % size, (rank + 1) % size}) - {rank}
     return Program({}, 1, 1, 0, neighbours)

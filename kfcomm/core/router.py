@@ -54,13 +54,20 @@ class Router(Matching):
         generation: int = 0,
         collective: Collective | None = None,
     ) -> Collective | Cause:
-        """Begin a collective under the key's next sequence number, or say why it cannot begin.
+        """Begin a collective under the key's next sequence number, or return why it cannot begin.
 
-        ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
-        second use while the first is in flight fails on every rank, and the first goes on.
-        ``seq``: take this number, which is not below the next, and leave out those before it.
-        ``generation``: of the strategy under which the program was made; the same on every rank.
-        ``collective``: what is to begin; a new one if left out.
+        Args:
+            group: in which it is posted.
+            name: under which.
+            signature: what all ranks must agree on.
+            program: what this rank does.
+            sizes: bytes per element of its chunks.
+            effects: the consequences are appended here.
+            overlapping: further uses of the key may begin before earlier ones are complete; otherwise a second use
+                while the first is in flight fails on every rank, and the first continues.
+            seq: take this number, which is not below the next, and leave out those before it.
+            generation: of the strategy under which the program was made; the same on every rank.
+            collective: the instance to begin; a new one by default.
 
         Raises:
             LocalProtocolError: ``2**20`` names are in flight.
@@ -84,9 +91,9 @@ class Router(Matching):
         return collective
 
     def post_again(self, series: Series, collective: Collective, effects: Effects) -> bool:
-        """Begin the next use of a series, as ``post`` does, if nothing is unusual; False if anything is.
+        """Begin the next use of a series as ``post`` does; False, with no effect, if anything is unusual.
 
-        A second use in flight is unusual. ``collective`` has begun but for its number.
+        A second use in flight is unusual. ``collective`` has begun except for its number.
         """
         key = series.key
         if key.live or key.begun or self.dead or self.lost or series.version != self.names.version:
@@ -101,17 +108,17 @@ class Router(Matching):
         return True
 
     def open(self, peer: int) -> tuple[Outgoing, list[Header]]:
-        """The sending end of a new link to a peer, and the frames that come first on it."""
+        """Return the sending end of a new link to a peer, and its first frames."""
         return self._links.open(peer, self.credit)
 
     def opened(self, peer: int) -> Incoming:
-        """The receiving end of a link that a peer opened."""
+        """Return the receiving end of a link that a peer opened."""
         return Incoming(peer, self.credit)
 
     def broke(self, outgoing: Outgoing) -> list[Collective]:
-        """A link that this rank opened is broken: what it has in flight that the link may have carried.
+        """Record that a link of this rank broke; returns the collectives in flight that it may have carried.
 
-        To be aborted; the peer is told of the rest by the next link, see ``owes``.
+        The caller aborts them. The first frames of the next link cover those that have completed, see ``owes``.
         """
         peer = outgoing.peer
         if peer in self.lost:
@@ -120,7 +127,7 @@ class Router(Matching):
         return [one for one in self._exchanging(peer) if outgoing.keys.get(one.key.id) is one.key]
 
     def owes(self, peer: int) -> bool:
-        """Whether a link to this peer should be opened even if there is nothing to send."""
+        """Return whether a link to this peer should be opened even if there is nothing to send."""
         return self._links.owes(peer)
 
     # ---------------------------------------------------------------- what peers do
@@ -128,7 +135,7 @@ class Router(Matching):
     def define_key(
         self, incoming: Incoming, number: int, group_id: bytes, name: str, below: int, effects: Effects
     ) -> None:
-        """The peer will call this name by a number; of its uses below another one, broken links may have lost some."""
+        """Define the peer's number for a name; of its uses below ``below``, broken links may have lost some."""
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
             return
@@ -141,7 +148,7 @@ class Router(Matching):
                 self.abort(collective, Cause(CauseKind.LINK, self.rank, message), effects)
 
     def on_left(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
-        """The peer has left a group: all that it had to send for it has come on this link, or will not come."""
+        """Handle LEFT: what the peer had to send for the group has arrived on this link, or never will."""
         incoming.forget(group_id)
         message = f"rank {incoming.peer} has left the group"
         for collective in [one for one in self._exchanging(incoming.peer) if one.group.id == group_id]:
@@ -149,7 +156,7 @@ class Router(Matching):
                 self.abort(collective, Cause(CauseKind.CANCELLED, incoming.peer, message), effects)
 
     def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
-        """The peer will call this signature by a number."""
+        """Define the peer's number for a signature."""
         try:
             signature = self.names.same(from_wire(fields))
         except (TypeError, ValueError):
@@ -163,7 +170,7 @@ class Router(Matching):
             incoming.signatures[number] = signature
 
     def on_ask(self, incoming: Incoming, header: Header, effects: Effects) -> None:
-        """The peer wants to know when a collective is posted here."""
+        """Answer an ASK: the peer waits until a collective is posted here."""
         _, number, seq, signature_number, _ = header
         key = incoming.keys.get(number)
         signature = incoming.signatures.get(signature_number)
@@ -184,14 +191,14 @@ class Router(Matching):
                 early.asks.append((incoming, signature, header))
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
-        """The peer has posted a collective that we asked about."""
+        """Handle POSTED: the peer has posted a collective that this rank asked about."""
         key = outgoing.keys.get(number)
         collective = key.live.get(seq) if key is not None else None
         if collective is not None and outgoing.peer in collective.group.index:
             self._saw(collective, collective.group.index[outgoing.peer], effects)
 
     def on_abort(self, group_id: bytes, name: str, seq: int, cause: Cause, effects: Effects) -> None:
-        """Another rank aborted a collective: it fails where it is pending, or as soon as it is posted."""
+        """Handle an abort by another rank: the collective fails now, or as soon as it is posted."""
         if group_id == LINKS:
             if name == str(self.rank):
                 effects.append((BROKEN, cause.rank, seq, cause.message))
@@ -207,12 +214,12 @@ class Router(Matching):
             effects.append((EARLY, group_id, name, seq, None))
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
-        """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        """Record that a peer posts nothing more: later posts that need it fail, its earlier posts may complete."""
         self.lost.setdefault(peer, cause)
         self._links.forget(peer)
 
     def on_peer_lost(self, peer: int, cause: Cause, effects: Effects) -> None:
-        """A peer is gone: what it takes part in fails, now and from now on."""
+        """Fail every collective of a lost peer, now and from now on."""
         self.on_peer_left(peer, cause)
         for collective in [one for one in self.live if peer in one.group.index]:
             self._forget(collective, effects)
@@ -223,7 +230,7 @@ class Router(Matching):
                     self._bury(key, seq, effects)
 
     def awaiting(self, peer: int) -> list[Collective]:
-        """The collectives in flight to which a peer has yet to send something."""
+        """Return the collectives in flight that wait for chunks of a peer."""
         return [one for one in self._exchanging(peer) if self._awaits(one, peer)]
 
     # ---------------------------------------------------------------- inside

@@ -1,4 +1,4 @@
-"""Seals on the frames of a connection: what is changed, forged, repeated, left out or moved on its way is found.
+"""Seals on the frames of a connection: they reveal frames changed, forged, repeated, omitted or reordered on the way.
 
 A sealed frame has the bytes of a plain one, and beside them::
 
@@ -7,9 +7,9 @@ A sealed frame has the bytes of a plain one, and beside them::
     |        | 4     |        | 8, if payload  | 16     |         |
     +--------+-------+--------+----------------+--------+---------+
 
-Check and tag are BLAKE2b (RFC 7693) with a key that only the two ends know (see ``handshake``), and over the number of
-the frame as well: the check over the prefix, so that nobody waits for more bytes than were meant; the tag over prefix,
-header and payload digest. How payloads are digested is not known here.
+Check and tag are BLAKE2b (RFC 7693) over the number of the frame and its parts, with a key that only the two ends know
+(see ``handshake``). The check covers the prefix, so that a changed length cannot make a receiver wait for bytes that
+were never sent; the tag covers prefix, header and payload digest. The caller digests payloads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SEAL_NBYTES = SEAL_NBYTES + DIGEST_NBYTES
 
 
 class Seal:
-    """The seal of one end in one direction.
+    """Seal of one end in one direction.
 
     Args:
         key: 32 secret bytes, for this direction of this connection alone.
@@ -34,19 +34,19 @@ class Seal:
     __slots__ = ("_checks", "_tags")
 
     def __init__(self, key: bytes) -> None:
-        # a copy of a keyed state costs 0.4 µs with all that follows, a new one 0.6
+        # Copying a keyed state: 0.4 µs per seal; making a new one: 0.6.
         self._checks = hashlib.blake2b(key=key, digest_size=CHECK_NBYTES, person=b"prefix")
         self._tags = hashlib.blake2b(key=key, digest_size=TAG_NBYTES, person=b"frame")
 
     def check(self, number: int, prefix: bytes | memoryview) -> bytes:
-        """The check of the prefix of a frame."""
+        """Return the check of the prefix of a frame."""
         state = self._checks.copy()
         state.update(number.to_bytes(8, "little"))
         state.update(prefix)
         return state.digest()
 
     def tag(self, number: int, prefix: bytes | memoryview, rest: bytes | memoryview) -> bytes:
-        """The tag of a frame: ``rest`` is its header and the digest of its payload."""
+        """Return the tag of a frame: ``rest`` is its header and the digest of its payload."""
         state = self._tags.copy()
         state.update(number.to_bytes(8, "little"))
         state.update(prefix)
@@ -55,7 +55,7 @@ class Seal:
 
 
 def payload_seed(key: bytes) -> int:
-    """A secret 64-bit seed for digests of payloads, made of the key."""
+    """Derive a secret 64-bit seed for digests of payloads from the key."""
     return int.from_bytes(hashlib.blake2b(key=key, digest_size=8, person=b"payloads").digest(), "little")
 
 

@@ -1,4 +1,4 @@
-"""What a collective is, as a value that ranks compare: if two differ, so would their results."""
+"""Signatures of collectives: values that ranks compare, since a difference means a wrong result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 MAX_NESTING = 3
-"""Tuples in a signature are nested no deeper; a peer might send any depth that its header has room for."""
+"""Deepest nesting of tuples in a signature; a peer may send any depth that fits its header."""
 
 
 class Signature(NamedTuple):
@@ -39,14 +39,14 @@ MAX_UNLIKE = 3
 """Arrays that a disagreement names."""
 
 _ASKED = frozenset({"verb", "op", "root", "wire_dtype", "memory"})
-"""What a call asks for, whatever its arrays are."""
+"""Fields that a call asks for, independent of its arrays."""
 
 _DERIVED = ("generation", "chunk_elements", "graphs", "strategy")
-"""What follows from the other fields, each from those before it in a signature: said if nothing else differs."""
+"""Fields that follow from others: named only if nothing else differs."""
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
-    """Fields that a peer sent, as a value to compare with a ``Signature``. It may be anything.
+    """Return fields that a peer sent as a value to compare with a ``Signature``. They may be anything.
 
     Raises:
         ValueError: nested too deep.
@@ -55,7 +55,7 @@ def from_wire(fields: list[Any]) -> tuple[Any, ...]:
 
 
 def describe(signature: Sequence[Any], differing: Collection[str] = (), generation: int = 0) -> str:
-    """A signature in words, with what is only of interest where it differs; bounded: it may come from a peer."""
+    """Return a signature in words, some fields only if they differ; bounded, since it may come from a peer."""
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
     verb, dtype, shape, op, root, strategy, graphs, chunk_elements, counts, wire_dtype, memory, arrays = signature
@@ -84,7 +84,7 @@ def describe(signature: Sequence[Any], differing: Collection[str] = (), generati
 
 
 def disagreement(one: Side, other: Side) -> str:
-    """What differs between two ranks, in words that follow "... differs between ranks"."""
+    """Describe the differences between two ranks, to follow "... differs between ranks"."""
     differing = _differing(one, other)
     unlike = _unlike(one, other) if _ASKED.isdisjoint(differing) else []
     if unlike:
@@ -95,7 +95,7 @@ def disagreement(one: Side, other: Side) -> str:
 
 
 def _differing(one: Side, other: Side) -> list[str]:
-    """The names of what differs, but for what differs only since something else does."""
+    """Return the names of fields that differ, except for consequences of other differences."""
     if len(one[1]) != len(other[1]):
         return ["everything"]
     names = [name for name, a, b in zip(Signature._fields, one[1], other[1], strict=False) if a != b]
@@ -108,7 +108,7 @@ def _differing(one: Side, other: Side) -> list[str]:
 
 
 def _unlike(one: Side, other: Side) -> list[str]:
-    """The arrays that differ, if both list what they have."""
+    """Describe the arrays that differ, if both sides list theirs."""
     (rank, ours, _), (other_rank, theirs, _) = one, other
     first, second = _listed(ours), _listed(theirs)
     if not first or not second:
@@ -124,7 +124,7 @@ def _unlike(one: Side, other: Side) -> list[str]:
 
 
 def _listed(signature: Sequence[Any]) -> dict[str, str]:
-    """Dtype and shape of each array, by name; empty if that is not told, or makes no sense."""
+    """Return dtype and shape of each array by name; empty if not listed, or malformed."""
     arrays = signature[-1] if len(signature) == len(Signature._fields) else ()
     if type(arrays) is not tuple or not all(type(one) is tuple and len(one) == len(_LISTED) for one in arrays):
         return {}
@@ -135,7 +135,7 @@ _LISTED = ("name", "dtype", "shape")
 
 
 def _number_of_arrays(arrays: Any, counts: Any) -> int:
-    """How many arrays travel together; 0 if it is one."""
+    """Return how many arrays travel together; 0 for a single one."""
     if type(arrays) is tuple and arrays:
         return len(arrays)
     is_digest = type(counts) is tuple and len(counts) == 2 and type(counts[1]) is bytes and type(counts[0]) is int

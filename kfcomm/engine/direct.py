@@ -31,7 +31,7 @@ from kfcomm.transports.shm.slots import word_of
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
     from kfcomm.engine.engine import Engine
-    from kfcomm.transports.shm.slots import Slot
+    from kfcomm.transports.shm.slot import Slot
 
 
 LOOKS = 8

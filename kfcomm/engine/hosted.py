@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kfcomm.core.machine import DOWN, UP, Effects
 from kfcomm.engine.direct import SlottedOperation
 from kfcomm.engine.operation import Operation
-from kfcomm.transports.shm.slots import HubSlot
+from kfcomm.transports.shm.slot import HubSlot
 
 if TYPE_CHECKING:
     from kfcomm.core.graph import GraphPair

@@ -17,7 +17,7 @@ import numpy as np
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import definitions
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, SlotMemory, SlotSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kfcomm.engine.direct import InSlot, SlottedOperation
     from kfcomm.engine.link_table import LinkTable
     from kfcomm.engine.meter import Meter
+    from kfcomm.transports.shm.slot import Slot
 
 FEW = 8
 """Uses under way that are looked at one by one; of more, the words are compared all at once."""
@@ -278,7 +279,7 @@ class SlotTable:
         group, key = series.group, series.key
         members = [group.members[rank] for rank in work.ranks]
         rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
-        slot = memory.slot(number, at, members, rank, hub, work.shown, work.cut, work.combine)
+        slot = memory.slot(SlotSpec(number, at, members, rank, hub, work.shown, work.cut, work.combine))
         if slot is not None:
             if key.slots is None:
                 key.slots = {}

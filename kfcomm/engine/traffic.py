@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kfcomm.transports.base import Counts, Link
 
 if TYPE_CHECKING:
-    from kfcomm.transports.shm.slots import Slot
+    from kfcomm.transports.shm.slot import Slot
 
 Totals = dict[tuple[int, str], Counts]
 """By peer (world rank) and kind of link."""

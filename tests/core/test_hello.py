@@ -93,7 +93,7 @@ def test_a_uid_has_a_length(uid):
 def test_a_uid_is_legible(uid):
     kind, _ = decode_prefix(encode(HELLO)[:PREFIX_NBYTES])
     body = encode(HELLO)[PREFIX_NBYTES:].removesuffix(b"uid-0")
-    with pytest.raises(RemoteProtocolError, match="no text"):
+    with pytest.raises(RemoteProtocolError, match="not printable text"):
         decode(kind, body + uid)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core import program as programs
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import ABSENT, Lane, Program
 from kfcomm.types import Verb
 from tests.core import specs
 from tests.core.specs import VERBS, Spec
@@ -33,7 +33,7 @@ def test_all_reduce_shares_its_elements_out_among_the_pairs():
 
 def test_partial_results_are_told_from_inputs():
     (lane,) = lanes(programs.all_reduce(0, [CHAIN], 1, 1))
-    assert (lane.children, lane.leaf_children, lane.parent, lane.source) == ((1,), (False,), NOBODY, NOBODY)
+    assert (lane.children, lane.leaf_children, lane.parent, lane.source) == ((1,), (False,), ABSENT, ABSENT)
 
 
 def test_reduce_keeps_its_result_at_the_root_and_acknowledges_it():
@@ -58,7 +58,7 @@ def test_broadcast_waits_for_every_rank_to_agree():
 def test_gather_and_scatter_take_paths_through_the_graph():
     middle = programs.gather(1, CHAIN, [1, 2, 3], 10)
     assert sorted(middle.lanes) == [1, 2, 3]
-    assert (middle.lanes[1].source, middle.lanes[1].targets) == (NOBODY, (0,))
+    assert (middle.lanes[1].source, middle.lanes[1].targets) == (ABSENT, (0,))
     assert (middle.lanes[2].source, middle.lanes[2].targets, middle.lanes[2].keeps) == (2, (0,), False)
     root = programs.gather(0, CHAIN, [1, 2, 3], 10)
     assert [lane.result_offset for lane in lanes(root)][:3] == [0, 1, 3]
@@ -73,9 +73,9 @@ def test_all_to_all_goes_straight():
     program = programs.all_to_all(1, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 100)
     assert {number: (lane.source, lane.targets) for number, lane in program.lanes.items()} == {
         1: (0, ()),
-        3: (NOBODY, (0,)),
-        4: (NOBODY, ()),
-        5: (NOBODY, (2,)),
+        3: (ABSENT, (0,)),
+        4: (ABSENT, ()),
+        5: (ABSENT, (2,)),
         7: (2, ()),
     }
     assert [program.lanes[number].input_offset for number in (3, 4, 5)] == [0, 4, 9]
@@ -130,8 +130,8 @@ def test_the_programs_of_all_ranks_fit_together(size, seed):
             assert all(other.count == lane.count for other in others.values())
             assert all(others[child].parent == rank for child in lane.children)
             assert all(others[target].source == rank for target in lane.targets)
-            assert lane.parent == NOBODY or rank in others[lane.parent].children
-            assert lane.source == NOBODY or rank in others[lane.source].targets
+            assert lane.parent == ABSENT or rank in others[lane.parent].children
+            assert lane.source == ABSENT or rank in others[lane.source].targets
         assert all(rank in all_of_them[other].neighbours for other in program.neighbours)
     reached = {0}
     while (more := reached.union(*(all_of_them[rank].neighbours for rank in reached))) != reached:
@@ -151,7 +151,7 @@ def test_the_result_is_covered_once(verb):
 
 
 def _ends(lane: Lane) -> set[int]:
-    return {*lane.children, lane.parent, lane.source, *lane.targets} - {NOBODY}
+    return {*lane.children, lane.parent, lane.source, *lane.targets} - {ABSENT}
 
 
 def _running(lengths: list[int]) -> list[int]:

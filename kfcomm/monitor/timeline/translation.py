@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kfcomm.core.program import NOBODY
+from kfcomm.core.program import ABSENT
 from kfcomm.monitor.timeline.layout import (
     CLOCK,
     metadata,
@@ -189,7 +189,7 @@ class Translator:
             return known[1]
         owed: dict[int, int] = {}
         for lane in program.lanes.values():
-            senders = lane.children if lane.source == NOBODY else (*lane.children, lane.source)
+            senders = lane.children if lane.source == ABSENT else (*lane.children, lane.source)
             for sender in senders:
                 peer = group.members[sender]
                 owed[peer] = owed.get(peer, 0) + lane.num_chunks

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
-
-import numpy as np
 
 from kfcomm.transports.shm.heap import MAX_LOANS, NOWHERE
+from kfcomm.transports.shm.slot import Slot
 from kfcomm.transports.shm.slots import (
     GENERATION,
     GIVEN,
@@ -28,10 +26,8 @@ from kfcomm.transports.shm.slots import (
     WITHDRAWN,
     WRITABLE,
     Array,
-    Combine,
-    Cut,
-    Slot,
     SlotMemory,
+    SlotSpec,
     lines,
 )
 
@@ -39,74 +35,6 @@ WINDOWS_AT_A_TIME = 16
 """Before others have their turn."""
 MAX_KNOWN = 64
 """Arrays in place of which a slot keeps views."""
-
-
-class OneWindowSlot(Slot):
-    """One for messages of middling length, which go at once: each rank folds its part, and the others copy that.
-
-    What ``PartedSlot`` does, but in less time: nothing is in place, and there are no windows.
-    """
-
-    __slots__ = ("_folded", "_given", "_made", "_places", "_rows", "_shared", "_shared_at", "_shares")
-
-    is_whole = False
-
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
-        self._shared, self._shared_at = memory.words(SHARED, number, places), SHARED + number
-        self._folded = NEVER
-        self._places = [slice(begin, begin + length) for begin, length in cut.parts]
-        mine = self._places[rank]
-        self._given = tuple([row[mine] for row in view] for view in self.views)
-        at = self._buffers_end
-        ats = at, at + lines(cut.piece * dtype.itemsize)
-        longest, length = cut.piece, mine.stop - mine.start
-        self._made = tuple(memory.own_array(one, dtype, length) for one in ats)
-        shares = [memory.arrays(one, dtype, longest, places) for one in ats]
-        is_even = cut.count == len(places) * longest
-        self._rows = longest if is_even and isinstance(shares[0], np.ndarray) else 0
-        self._shares = shares if self._rows else [
-            [share[: part.stop - part.start] for share, part in zip(one, self._places, strict=True)] for one in shares
-        ]  # fmt: skip
-
-    def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``."""
-        if self._folded != word:
-            words = self.posted()
-            if not self.has_come(words, word):
-                self.late = words
-                return False
-            self.combine(self._given[self.use], self._made[self.use])
-            self._folded = self._words[self._shared_at] = word
-            with self._fence:
-                pass
-            self.has_moved = True
-            if 1 in self.parked():
-                self.has_news = True
-        words = self._shared()
-        if not self.has_come(words, word):
-            self.late = words
-            return False
-        if self._rows:
-            out.reshape(-1, self._rows)[:] = self._shares[self.use]
-        else:
-            for part, share in zip(self._places, self._shares[self.use], strict=True):
-                out[part] = share
-        if 1 in self.parked():  # who has no link to the last to come is woken by who has one
-            self.has_news = True
-        return True
-
-    def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
-        return (NEVER, word) if self._folded == word else (word, NEVER)
-
-    def behind(self, word: int) -> list[int]:
-        """See ``Slot.behind``."""
-        words = self._shared() if self._folded == word else self.posted()
-        return [rank for rank, other in enumerate(words) if not self.has_come([other], word)]
 
 
 class PartedSlot(Slot):
@@ -125,11 +53,9 @@ class PartedSlot(Slot):
     is_whole = False
     kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
 
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+    def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
+        super().__init__(memory, spec)
+        places, rank, dtype, cut = self.places, spec.rank, spec.dtype, spec.cut
         self._size = len(places)
         self._dtype, self._count = dtype, cut.count
         self._parts, self._piece = cut.parts, cut.piece
@@ -142,7 +68,7 @@ class PartedSlot(Slot):
         self._whole: list[Array | None] = []
         self._shown: list[Array | None] = []
         self._known: dict[tuple[int, int], Array] = {}
-        self._their = {kind: memory.words(kind, number, places) for kind in self.kinds}
+        self._their = {kind: memory.words(kind, self.number, places) for kind in self.kinds}
         at = self._buffers_end
         ats = at, at + lines(self._piece * dtype.itemsize)
         self._made = tuple(memory.own_array(one, dtype, self._piece) for one in ats)
@@ -361,11 +287,8 @@ class SharedResultSlot(PartedSlot):
 
     kinds = (*PartedSlot.kinds, RESULT, LOAN)
 
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+    def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
+        super().__init__(memory, spec)
         self._result: Array | None = None
         self._lent: Array | None = None
         self._loan = 0

@@ -35,8 +35,8 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,7 +44,9 @@ from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.segment import attach, check, create
-from kfcomm.transports.shm.shared import fence
+
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.slot import Slot
 
 logger = logging.getLogger("kfcomm")
 
@@ -133,6 +135,29 @@ class Cut:
     def _gives_part(self, giver: int, reader: int) -> int:
         """The part that the reader folds, and the giver's part of the result unless that is one array for all."""
         return self.parts[reader][1] + (0 if self.is_shared else self.parts[giver][1])
+
+
+class SlotSpec(NamedTuple):
+    """One slot of a group, as this rank is to use it.
+
+    Attributes:
+        number, at: see ``SlotMemory.hand_out``.
+        members: world ranks of the group.
+        rank: group rank of this process.
+        hub: group rank of the process that has handed the slot out.
+        dtype: of the contributions.
+        cut: how messages are cut.
+        combine: see ``Combine``.
+    """
+
+    number: int
+    at: int
+    members: Sequence[int]
+    rank: int
+    hub: int
+    dtype: np.dtype[Any]
+    cut: Cut
+    combine: Combine
 
 
 NEVER, WITHDRAWN = (1 << 63) - 1, -1
@@ -270,46 +295,24 @@ class SlotMemory:
     def _is_clear(self, number: int) -> bool:
         return not any(any(self.words(kind, number, self._everywhere)()) for kind in _KINDS)
 
-    def slot(
-        self, number: int, at: int, members: Sequence[int], rank: int, hub: int, dtype: np.dtype[Any], cut: Cut,
-        combine: Combine,
-    ) -> Slot | None:  # fmt: skip
-        """A slot that was handed out; None if there can be none.
-
-        Args:
-            number: see ``hand_out``.
-            at: see ``hand_out``.
-            members: world ranks of the group.
-            rank: of the group.
-            hub: rank of who has handed it out.
-            dtype: of what is given.
-            cut: see ``hand_out``.
-            combine: see ``Combine``.
-        """
-        last_at = self._stride - cut.room
-        if number >= MAX_SLOTS or not _BUFFERS_AT <= at <= last_at or at % _LINE:
+    def slot(self, spec: SlotSpec) -> Slot | None:
+        """Return a slot that was handed out; None if this process cannot use it."""
+        last_at = self._stride - spec.cut.room
+        if spec.number >= MAX_SLOTS or not _BUFFERS_AT <= spec.at <= last_at or spec.at % _LINE:
             return None
-        if not all(world in self._places for world in members):
+        if not all(world in self._places for world in spec.members):
             return None
-        if self.descriptor < 0 and self._mapping is None:  # the link over which it came has ended
+        if self.descriptor < 0 and self._mapping is None:  # the link that brought the memory has ended
             return None
         try:
             self._mapped()
         except (KfcommError, OSError) as error:
             logger.warning("no slots for small collectives: %s", error)
             return None
-        places = tuple(self._places[world] for world in members)
-        if cut.has_hub:
-            return HubSlot(self, number, at, places, members[hub], rank, dtype, cut, combine)
-        if cut.is_whole:
-            kind: type[Slot] = SilentSlot if cut.count and not cut.shows else Slot
-            return kind(self, number, at, places, members[hub], rank, dtype, cut, combine)
-        from kfcomm.transports.shm.parted import OneWindowSlot, PartedSlot, SharedResultSlot
+        # Imported here: a rank without slots needs none of it.
+        from kfcomm.transports.shm.slot import kind_of
 
-        parted: type[Slot] = OneWindowSlot
-        if cut.is_turned:
-            parted = SharedResultSlot if cut.is_shared else PartedSlot
-        return parted(self, number, at, places, members[hub], rank, dtype, cut, combine)
+        return kind_of(spec.cut)(self, spec)
 
     def everywhere(self, kind: int) -> Array:
         """The latest words of all slots, by rank and slot."""
@@ -326,10 +329,9 @@ class SlotMemory:
         """What this process stores its words in, by ``POSTED`` or another kind and slot."""
         return self._words
 
-    def ranks_at(self, places: tuple[int, ...]) -> list[int]:
-        """The world ranks that have these regions."""
-        ranks = list(self._places)
-        return [ranks[place] for place in places]
+    def places_of(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return the places of the regions of these world ranks."""
+        return tuple(self._places[world] for world in members)
 
     def words(self, kind: int, number: int, places: tuple[int, ...]) -> Words:
         """Of one slot."""
@@ -366,226 +368,3 @@ def _step(places: tuple[int, ...]) -> int:
 def lines(nbytes: int) -> int:
     """So many bytes in whole cache lines."""
     return -(-nbytes // _LINE) * _LINE
-
-
-class Slot:
-    """One slot, as one of its ranks uses it: for messages that everybody reads as a whole.
-
-    Attributes:
-        memory: that it is in.
-        number: in that.
-        places: of the regions of its ranks.
-        members, others: world ranks of those, all and without this one.
-        posted: the latest words of all ranks.
-        num_words: of each use.
-        combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
-            is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
-        is_dead: this rank uses it no more.
-        num_uses: that were completed in it by this rank.
-        at, room: where in each region its buffers are, and their bytes.
-        users: world ranks that may use it; kept by who has handed it out.
-        told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
-        root: world rank of who has handed it out; ``is_root``: this one.
-        parked: who has to be woken, of all ranks of the memory, read now.
-        late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
-        outcome: the result of the latest use, if it is not in the array that it was to be made in.
-        board: for who looks at many slots at a time.
-        awaited: the word that they should have been; 0 for the use's first.
-        has_moved: something has come of a use that is not complete; to be cleared by who reads it.
-        has_news: this rank has stored something, and somebody sleeps, who may have to be woken.
-    """
-
-    __slots__ = (
-        "_buffers", "_buffers_end", "_fence", "_gives", "_itemsize", "_posted_at", "_rank", "_words", "at", "awaited",
-        "board", "combine", "has_moved", "has_news", "is_dead", "is_root", "late", "members", "memory", "num_uses",
-        "num_words", "number", "others", "outcome", "parked", "places", "posted", "room", "root", "told_from", "use",
-        "users", "views",
-    )  # fmt: skip
-
-    is_whole = True
-
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        self.memory = memory
-        self.number = number
-        self.at, self.room = at, cut.room
-        self.places = places
-        self.members = memory.ranks_at(places)
-        self.posted = memory.words(POSTED, number, places)
-        self.num_words = cut.num_windows
-        self.root, self.is_root = root, root == memory.heaps.rank
-        self.others = tuple(world for world in self.members if world != memory.heaps.rank)
-        self.users = set(self.others)
-        self.told_from = NEVER
-        self.is_dead = self.has_news = self.has_moved = False
-        self.use = self.awaited = self.num_uses = 0
-        self._gives, self._itemsize, self._rank = cut.gives, dtype.itemsize, rank
-        self.late: list[int] = []
-        self.outcome: Array | None = None
-        self.board: Any = None
-        self.combine = combine
-        self._fence = fence()
-        self.parked = memory.parked
-        self._posted_at = POSTED + number
-        self._words = memory.own_words()
-        length = len(places) * cut.piece if cut.is_turned else cut.count
-        shows, (begin, end) = (cut.shows, cut.reads) if cut.is_whole else (length, (0, length))
-        self._buffers_end = at + 2 * lines(length * dtype.itemsize)
-        ats = at, at + lines(length * dtype.itemsize)
-        self._buffers = tuple(memory.own_array(one, dtype, shows) for one in ats)
-        self.views = tuple(memory.arrays(one + begin * dtype.itemsize, dtype, end - begin, places) for one in ats)
-
-    def post(self, x: Array, word: int) -> bool:
-        """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken.
-
-        ``x`` is not to be changed until the use is over.
-        """
-        self.use = use = 1 - self.use
-        self._buffers[use][:] = x
-        self._words[self._posted_at] = word
-        with self._fence:
-            pass
-        return 1 in self.parked()
-
-    def look(self, word: int, out: Array) -> bool:
-        """Whether the use of this word, this rank's latest, is complete; if so, its result has been made in ``out``.
-
-        ``out`` may be what this rank gave.
-        """
-        words = self.posted()
-        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):  # mostly no call
-            self.late = words
-            return False
-        self.combine(self.views[self.use], out)
-        return True
-
-    def has_come(self, words: list[int], word: int) -> bool:
-        """Whether ranks have posted the use of this word, given their latest words: this one, or a later use's.
-
-        One with the same number and of another generation is none: those ranks do not agree.
-        """
-        if min(words) == word and max(words) - word < GENERATION:
-            return True
-        number = word % GENERATION
-        return all(other == word or other % GENERATION > number for other in words)
-
-    def awaits(self, word: int) -> tuple[int, int]:
-        """With which words of all, posted or shared, something may come of the use of this word; see ``look``."""
-        return word, NEVER
-
-    def behind(self, word: int) -> list[int]:
-        """Ranks that keep the use of this word waiting."""
-        return [rank for rank, other in enumerate(self.posted()) if not self.has_come([other], word)]
-
-    def take_outcome(self, value: Array) -> Array:
-        """What is there in place of a value that was to be made."""
-        made, self.outcome = self.outcome, None
-        return value if made is None else made.reshape(value.shape)
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether what is given is sent on from here, so that a use is not over when all have given."""
-        return False
-
-    @property
-    def nbytes_of_all(self) -> int | None:
-        """The bytes that each reads of each other in a use; None if that is not the same of all."""
-        return self._gives * self._itemsize if isinstance(self._gives, int) else None
-
-    def moved(self, uses: int) -> Iterator[tuple[int, int, int]]:
-        """By world rank of the others, the bytes that they read of this rank, and this rank of them, in so many uses.
-
-        On any thread. What is read where it lies, in symmetric memory, counts as what is copied does.
-        """
-        gives, each, own = self._gives, uses * self._itemsize, self._rank
-        given = (lambda *_: gives) if isinstance(gives, int) else gives
-        for place, world in enumerate(self.members):
-            if place != own:
-                yield world, each * given(own, place), each * given(place, own)
-
-    def forget(self) -> None:
-        """The latest use is over, or goes on elsewhere."""
-
-
-class SilentSlot(Slot):
-    """One in which this rank gives nothing, whatever array it has."""
-
-    __slots__ = ()
-
-    def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``."""
-        return super().post(x[:0], word)
-
-
-class HubSlot(Slot):
-    """One for the ranks of a host among several: what they give is read by the hub, who has handed it out.
-
-    What comes of it with the other hosts the hub shows to all. A rank but the hub says that it shares with the word by
-    which it posts: so all have shared a use when the hub has, and the hub begins it when all have posted. No buffer is
-    written too early: who posts has got the result of the use before, for which the hub had read what all gave; and the
-    hub makes the next result when all have posted, who had thus read the last one.
-    """
-
-    __slots__ = ("_hub", "_shared", "_shared_at")
-
-    is_whole = False
-
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
-        self._hub = self.members.index(root)
-        self._shared, self._shared_at = memory.words(SHARED, number, places), SHARED + number
-
-    @property
-    def is_relayed(self) -> bool:
-        """See ``Slot.is_relayed``."""
-        return self.is_root
-
-    def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``; the hub shows nothing yet."""
-        if not self.is_root:
-            self._words[self._shared_at] = word
-            return super().post(x, word)
-        self.use = 1 - self.use
-        self._words[self._posted_at] = word
-        with self._fence:
-            pass
-        return 1 in self.parked()
-
-    def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``. For the hub: whether what all others give can be read."""
-        words = self.posted() if self.is_root else self._shared()
-        if not self.has_come(words, word):
-            self.late = words
-            return False
-        if not self.is_root:
-            out[:] = self.views[self.use][self._hub]
-        return True
-
-    def given(self, place: int) -> memoryview:
-        """The bytes that one of the others gives for the latest use."""
-        return self.views[self.use][place].view(np.uint8).data
-
-    def show(self, begin: int, end: int, result: Array) -> None:
-        """Some elements of the result, by the hub."""
-        self._buffers[self.use][begin:end] = result[begin:end]
-
-    def share(self, word: int) -> bool:
-        """All of the result is there; whether anybody sleeps, and may have to be woken."""
-        self._words[self._shared_at] = word
-        with self._fence:
-            pass
-        return 1 in self.parked()
-
-    def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
-        return (word, NEVER) if self.is_root else (NEVER, word)
-
-    def behind(self, word: int) -> list[int]:
-        """See ``Slot.behind``."""
-        words = self.posted() if self.is_root else self._shared()
-        return [place for place, other in enumerate(words) if not self.has_come([other], word)]

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.transports.shm.heap import Heaps
-from kfcomm.transports.shm.slots import MAX_WINDOW_NBYTES, Cut, SlotMemory
+from kfcomm.transports.shm.slots import MAX_WINDOW_NBYTES, Cut, SlotMemory, SlotSpec
+
+
+def summed(parts, out):
+    np.add.reduce(parts, out=out)
 
 
 @given(st.integers(1, 1 << 26), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 130), st.booleans())
@@ -57,7 +61,7 @@ def test_a_slot_is_handed_out_again_when_all_have_cleared_their_words() -> None:
     cut = Cut(10, 8, 2)
     number, at = memory.hand_out(cut) or (-1, -1)
     mine, theirs = (
-        one.slot(number, at, [0, 1], rank, 0, np.dtype(np.int64), cut, lambda parts, out: np.add.reduce(parts, out=out))
+        one.slot(SlotSpec(number, at, (0, 1), rank, 0, np.dtype(np.int64), cut, summed))
         for rank, one in enumerate((memory, other))
     )
     assert mine is not None
