@@ -15,6 +15,7 @@ from kfcomm.errors import TransportError
 from kfcomm.transports.base import Counts, Inbound, Link, Owner
 from kfcomm.transports.order import Order
 from kfcomm.transports.reactor import Readiness
+from kfcomm.types import override
 
 TURN_NBYTES = 1 << 20
 """Payload after which a link delivers no further frame in the same turn of the loop."""
@@ -93,29 +94,31 @@ class MemoryLink(Link):
         self._closing = False
         self._nbytes = self._frames = 0
 
+    @override
     def counts(self) -> Counts:
-        """See ``Link.counts``: what one end has sent is what the other has received."""
+        # One end has sent what the other has received.
         return Counts(self._nbytes, self.far._nbytes, self._frames, self.far._frames)
 
+    @override
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
-        """See ``Link.send``."""
         self._queue.add((b"", payload, 0, owner, header, self._queue.make_way(header, priority)))
         return False
 
+    @override
     def flush(self) -> None:
-        """See ``Link.flush``."""
         if (self._queue or self._closing) and not self._scheduled:
             self._scheduled = True
             self._reactor.call_soon(self._deliver)
 
+    @override
     def withdraw(self, owner: Owner) -> Sequence[Header]:
-        """See ``Link.withdraw``; nothing is ever half sent here."""
+        # Nothing is ever half sent here.
         return [frame[4] for frame in self._queue.drop(owner)]
 
+    @override
     def close(self) -> None:
-        """See ``Link.close``."""
         self._closing = True
         self.flush()
 
@@ -123,8 +126,8 @@ class MemoryLink(Link):
         """None."""
         return ()
 
+    @override
     def abort(self) -> None:
-        """See ``Link.abort``."""
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:

@@ -32,7 +32,7 @@ from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
 from kfcomm.transports.backend import Part
-from kfcomm.types import Op, Verb
+from kfcomm.types import Op, Verb, override
 
 ABORT_PATIENCE_S: Final = 2.0
 """How long a launch that is under way may take before it is aborted in the middle: it may wait for what never comes."""
@@ -105,8 +105,8 @@ class NcclBackend:
         self._is_over = False
         self._using = Lock()  # held for as long as NCCL takes
 
+    @override
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
-        """See `CollectiveBackend`."""
         pointer: int = stream if isinstance(stream, int) else stream.ptr
         # NCCL knows nothing of parts without elements, whose memory may be nowhere.
         full = [part for part in parts if part.source.nbytes or (part.target is not None and part.target.nbytes)]
@@ -119,8 +119,9 @@ class NcclBackend:
                 self._failure = str(error)
                 raise
 
+    @override
     def failure(self) -> str | None:
-        """See `CollectiveBackend`. Does not wait for a launch that is under way: that will say itself what is wrong."""
+        # A launch under way is not waited for: it reports its own failure.
         if self._failure is None and self._using.acquire(blocking=False):
             try:
                 if not self._is_over:
@@ -129,8 +130,9 @@ class NcclBackend:
                 self._using.release()
         return self._failure
 
+    @override
     def abort(self) -> None:
-        """See `CollectiveBackend`. Waits for a launch that is under way, but not for long."""
+        # A launch under way may take a little longer, since aborting in its midst is unsafe.
         if not self._end():
             return
         is_free = self._using.acquire(timeout=ABORT_PATIENCE_S)
@@ -141,8 +143,8 @@ class NcclBackend:
             if is_free:
                 self._using.release()
 
+    @override
     def close(self) -> None:
-        """See `CollectiveBackend`."""
         if self._end():
             with self._using, suppress(Exception):
                 self._communicator.destroy()

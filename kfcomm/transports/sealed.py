@@ -18,6 +18,7 @@ from kfcomm.errors import ConfigError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.order import Frame
 from kfcomm.transports.outbox import Outbox, StreamOptions
+from kfcomm.types import override
 
 Digest = Callable[[Any], bytes]
 """Of a payload: `DIGEST_NBYTES` bytes."""
@@ -55,10 +56,10 @@ class SealedOutbox(Outbox):
         self._next = 0
         self._heads: list[bytes] = []
 
+    @override
     def put(
         self, header: Header, head: bytes, payload: memoryview | None, owner: Owner | None, priority: int = 0
     ) -> None:
-        """See ``Outbox.put``."""
         if payload and self._digest is not None:
             head += self._digest(payload)
         super().put(header, head + bytes(SEAL_NBYTES), payload, owner, priority)  # room, so that all lengths are right
@@ -67,8 +68,8 @@ class SealedOutbox(Outbox):
         """None: a frame is sealed in ``gather``."""
         return None
 
+    @override
     def gather(self) -> tuple[list[Frame], list[Any], int]:
-        """See ``Outbox.gather``."""
         batch, _, total = super().gather()
         number = self._next
         self._heads = heads = []
@@ -84,8 +85,8 @@ class SealedOutbox(Outbox):
             buffers = [b"".join(heads)] if heads else []
         return batch, buffers, total
 
+    @override
     def advance(self, batch: Sequence[Frame], moved: int, done: deque[Owner]) -> int:
-        """See ``Outbox.advance``."""
         finished = super().advance(batch, moved, done)
         if batch:
             self._next -= batch[0][4] is None  # it had its number already

@@ -220,34 +220,34 @@ class Stream(Protocol):
 
     @property
     def family(self) -> int:
-        """See ``socket.family``."""
+        """Same as ``socket.family``."""
 
     def send(self, data: Any, /) -> int:
-        """See ``socket.send``."""
+        """Same as ``socket.send``."""
 
     def sendmsg(self, buffers: Any, /) -> int:
-        """See ``socket.sendmsg``."""
+        """Same as ``socket.sendmsg``."""
 
     def recv_into(self, buffer: Any, /) -> int:
-        """See ``socket.recv_into``."""
+        """Same as ``socket.recv_into``."""
 
     def recvmsg_into(self, buffers: Any, /) -> Any:
-        """See ``socket.recvmsg_into``."""
+        """Same as ``socket.recvmsg_into``."""
 
     def shutdown(self, how: int, /) -> None:
-        """See ``socket.shutdown``."""
+        """Same as ``socket.shutdown``."""
 
     def fileno(self) -> int:
-        """See ``socket.fileno``."""
+        """Same as ``socket.fileno``."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """See ``socket.setblocking``."""
+        """Same as ``socket.setblocking``."""
 
     def setsockopt(self, level: int, name: int, value: int, /) -> None:
-        """See ``socket.setsockopt``."""
+        """Same as ``socket.setsockopt``."""
 
     def close(self) -> None:
-        """See ``socket.close``."""
+        """Same as ``socket.close``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -142,8 +142,8 @@ class StreamLink(Link):
         """Bytes that the kernel has yet to take."""
         return self._outbox.nbytes
 
+    @override
     def counts(self) -> Counts:
-        """See ``Link.counts``."""
         return Counts(self.bytes_out, self.bytes_in, self.frames_out, self.frames_in)
 
     # Sending.
@@ -164,8 +164,8 @@ class StreamLink(Link):
             self._reactor.call_soon(self._tell_owners)
         return False
 
+    @override
     def set_low_latency(self) -> None:
-        """See ``Link.set_low_latency``."""
         self._burst_nbytes = min(self._options.burst_nbytes, self._options.low_latency_nbytes)
         self._outbox.gather_nbytes = min(self._options.gather_nbytes, self._options.low_latency_nbytes)
         if self._fd >= 0:
@@ -182,8 +182,9 @@ class StreamLink(Link):
         else:
             self._send_only(frame)
 
+    @override
     def withdraw(self, owner: Owner) -> list[Header]:
-        """See ``Link.withdraw``; a frame that was half sent is not among those that were dropped."""
+        # A frame that was half sent is not among those that were dropped.
         if self._done:
             self._done = deque(other for other in self._done if other is not owner)
         return self._outbox.withdraw(owner)

@@ -26,6 +26,7 @@ from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.shm.ring import RingReader, RingWriter
 from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.transports.shm.hub import Hub
@@ -108,8 +109,8 @@ class ShmLink(Link, ABC):
         now = "closed" if self._fd < 0 else "closing" if self.is_closing else "open"
         return f"<{type(self).__name__} to rank {self.peer}, {now}>"
 
+    @override
     def counts(self) -> Counts:
-        """See ``Link.counts``."""
         out, into = self._out, self._into
         received_nbytes = into.payload_nbytes + self._shown_nbytes
         return Counts(out.payload_nbytes, received_nbytes, out.num_records, into.num_records)
@@ -135,8 +136,9 @@ class ShmLink(Link, ABC):
 
     # What they have in common.
 
+    @override
     def flush(self) -> None:
-        """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
+        # Records are in the ring already: only a parked peer has to be woken.
         if self._fd >= 0:
             try:
                 self._advance()
@@ -194,19 +196,19 @@ class ShmLink(Link, ABC):
         """This side looks by itself."""
         self._words[self._near] = Parked.AWAKE
 
+    @override
     def close(self) -> None:
-        """See ``Link.close``."""
         if not self.is_closing:
             self.is_closing = True
             self._restless.add(self)
             self._reactor.call_soon(self._say_bye_soon)
 
+    @override
     def descriptors(self) -> tuple[int, ...]:
-        """See ``Link.descriptors``."""
         return (self._fd,) if self._fd >= 0 else ()
 
+    @override
     def abort(self) -> None:
-        """See ``Link.abort``."""
         self._end_with(None)
 
     def sever(self) -> None:
@@ -235,12 +237,10 @@ class ShmLink(Link, ABC):
         with contextlib.suppress(OSError):  # the peer is gone: reading will say so
             self._sock.shutdown(socket.SHUT_WR)
 
+    @override
     def wake_peer(self) -> None:
-        """See ``Link.wake_peer``.
-
-        If the socket is full of bells, one more would say nothing new; if its peer is gone, reading will say so. What
-        the peer has left in the ring is read then, so nothing ends here.
-        """
+        # A socket full of bells needs no further one. If the peer is gone, reading finds out, after what it has left in
+        # the ring: so nothing ends here.
         with contextlib.suppress(OSError):
             self._sock.send(_BELL)
 

@@ -30,6 +30,7 @@ from kfcomm.transports.shm.slots import (
     SlotSpec,
     lines,
 )
+from kfcomm.types import override
 
 WINDOWS_AT_A_TIME = 16
 """Before others have their turn."""
@@ -76,8 +77,9 @@ class PartedSlot(Slot):
         mine = slice(rank * self._piece, (rank + 1) * self._piece)
         self._rows = tuple([row[mine] for row in view] for view in self.views)
 
+    @override
     def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``: the first two windows, or all."""
+        # The first two windows, or everything if it lies in symmetric memory.
         self._first, self._folded, self._copied = word, 0, 0
         self._given = x
         place = self._place_of(x)
@@ -93,8 +95,9 @@ class PartedSlot(Slot):
             pass
         return 1 in self.parked()
 
+    @override
     def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``; go on as far as can be, but not for long."""
+        # As far as possible, but not for long: others need their turn.
         for _ in range(WINDOWS_AT_A_TIME):
             has_moved = self._fold_next(out)
             if self._copy_next(out):
@@ -107,12 +110,13 @@ class PartedSlot(Slot):
             self.has_moved = True
         return False
 
+    @override
     def has_come(self, words: list[int], word: int) -> bool:
-        """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
+        # No rank begins the next use before all have shared all their parts of this one.
         return min(words) >= word and max(words) - word < GENERATION
 
+    @override
     def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
         folded, copied = self._folded, self._copied
         to_fold, to_copy = folded < self.num_words, copied < folded
         if to_fold and not (self._is_result_in_place or folded < copied + 2):
@@ -121,8 +125,8 @@ class PartedSlot(Slot):
             return WITHDRAWN, NEVER
         return word + folded if to_fold else NEVER, word + copied if to_copy else NEVER
 
+    @override
     def behind(self, word: int) -> list[int]:
-        """See ``Slot.behind``."""
         if self._copied == self.num_words:
             words, awaited = self._their[READ](), word + self.num_words - 1
         elif self._copied < self._folded:
@@ -131,8 +135,9 @@ class PartedSlot(Slot):
             words, awaited = self.posted(), word + self._folded
         return [rank for rank, other in enumerate(words) if not self.has_come([other], awaited)]
 
+    @override
     def forget(self) -> None:
-        """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
+        # Arrays in place may change from now on, so ranks that read them must notice.
         self._let_go()
         if self._is_in_place or self._is_result_in_place:
             self._tell(POSTED, WITHDRAWN)
@@ -294,8 +299,9 @@ class SharedResultSlot(PartedSlot):
         self._loan = 0
         self._place = NOWHERE
 
+    @override
     def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``; with memory for the result, if all can write there."""
+        # With memory for the result, if all can write to it.
         heaps = self.memory.heaps
         self._result = self.outcome = self._lent = None
         if not self._is_mapped and heaps.map(self.members) and heaps.map_writable(self.root):

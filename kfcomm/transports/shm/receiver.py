@@ -17,6 +17,7 @@ from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
+from kfcomm.types import override
 
 _CHUNK = int(Kind.CHUNK)
 _FORTH_TAIL, _SENDER_PARKED = int(Word.FORTH_TAIL), int(Word.SENDER_PARKED)
@@ -38,10 +39,11 @@ class ShmReceiver(ShmLink):
         super().__init__(wire, wire.shared.receiver_rings())
         self._into.take_chunk = partial(wire.inbound.receive, self)
 
+    @override
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
-        """See ``Link.send``; answers have no payload."""
+        # Answers have no payload.
         if self.is_closing:
             return True
         data = self._packed(header)
@@ -55,18 +57,23 @@ class ShmReceiver(ShmLink):
             self._end_with(error)
         return True
 
+    @override
     def withdraw(self, owner: Owner) -> Sequence[Header]:
-        """See ``Link.withdraw``: nothing here has an owner."""
+        # Answers have no owner.
         return ()
 
+    @override
     def reserve(self, nbytes: int, priority: int) -> None:
-        """See ``Link.reserve``: answers have no payload."""
+        # Answers have no payload.
+        return
 
+    @override
     def set_low_latency(self) -> None:
-        """See ``Link.set_low_latency``: answers are small."""
+        # Answers are small.
+        return
 
+    @override
     def lend(self) -> int | None:
-        """See ``Link.lend``."""
         if self._shown is None:
             return None
         piece, nbytes = self._shown
@@ -78,8 +85,8 @@ class ShmReceiver(ShmLink):
         self._words[Word.LENT] = self._lent_nbytes
         return piece
 
+    @override
     def give_back(self, piece: int) -> None:
-        """See ``Link.give_back``."""
         self._lent_nbytes -= self._lent.pop(piece)
         self._words[Word.LENT] = self._lent_nbytes
         if self._fd >= 0:
@@ -88,8 +95,8 @@ class ShmReceiver(ShmLink):
         else:
             self._say_closed()
 
+    @override
     def poll(self) -> bool:
-        """See `ShmLink.poll`."""
         if self._fd < 0:
             return False
         try:
@@ -171,8 +178,8 @@ class ShmReceiver(ShmLink):
             self.owes_bell = True
 
     @property
+    @override
     def has_queue(self) -> bool:
-        """See `ShmLink.has_queue`."""
         return bool(self._answers)
 
     def _let_go(self) -> None:

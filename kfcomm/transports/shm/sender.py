@@ -25,6 +25,7 @@ from kfcomm.transports.order import FRONT
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
 from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
+from kfcomm.types import override
 
 INLINE_NBYTES = 1 << 12
 """A payload up to this size travels in the ring: one copy, no piece to be returned."""
@@ -104,8 +105,8 @@ class ShmSender(ShmLink):
         self._keeper.wake()
         return False
 
+    @override
     def reserve(self, nbytes: int, priority: int) -> memoryview | None:
-        """See ``Link.reserve``."""
         if nbytes <= INLINE_NBYTES or nbytes > SLAB_NBYTES or self.is_closing:
             return None
         if self._waiting and self._waiting[0][0] < -2 * priority:
@@ -116,18 +117,20 @@ class ShmSender(ShmLink):
             self._end_with(error)
             return None
 
+    @override
     def set_low_latency(self) -> None:
-        """See ``Link.set_low_latency``."""
         self._window = self._large_window = LOW_LATENCY_WINDOW_NBYTES
 
+    @override
     def lend(self) -> None:
-        """See ``Link.lend``: answers have no payload to lend."""
+        # Answers have no payload to lend.
+        return
 
     def give_back(self, loan: None) -> None:
         """Nothing is lent."""
 
+    @override
     def withdraw(self, owner: Owner) -> Sequence[Header]:
-        """See ``Link.withdraw``."""
         dropped = [entry for entry in self._waiting if entry[4] is owner]
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4] is not owner]
@@ -137,8 +140,8 @@ class ShmSender(ShmLink):
             self._done = deque(other for other in self._done if other is not owner)
         return [entry[2] for entry in sorted(dropped)]
 
+    @override
     def poll(self) -> bool:
-        """See `ShmLink.poll`."""
         if self._fd < 0:
             return False
         moved = False
@@ -256,8 +259,8 @@ class ShmSender(ShmLink):
             self._done.popleft().sent()
 
     @property
+    @override
     def has_queue(self) -> bool:
-        """See `ShmLink.has_queue`."""
         return bool(self._waiting)
 
     def _take_back(self) -> None:

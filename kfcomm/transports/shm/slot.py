@@ -12,6 +12,7 @@ import numpy as np
 
 from kfcomm.transports.shm.shared import fence
 from kfcomm.transports.shm.slots import GENERATION, NEVER, POSTED, SHARED, Array, Cut, SlotMemory, SlotSpec, lines
+from kfcomm.types import override
 
 
 def kind_of(cut: Cut) -> type[Slot]:
@@ -172,8 +173,8 @@ class SilentSlot(Slot):
 
     __slots__ = ()
 
+    @override
     def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``."""
         return super().post(x[:0], word)
 
 
@@ -196,12 +197,13 @@ class HubSlot(Slot):
         self._shared, self._shared_at = memory.words(SHARED, self.number, self.places), SHARED + self.number
 
     @property
+    @override
     def is_relayed(self) -> bool:
-        """See ``Slot.is_relayed``."""
         return self.is_root
 
+    @override
     def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``; the hub shows nothing yet."""
+        # The hub shows its result later.
         if not self.is_root:
             self._words[self._shared_at] = word
             return super().post(x, word)
@@ -211,8 +213,9 @@ class HubSlot(Slot):
             pass
         return 1 in self.parked()
 
+    @override
     def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``. For the hub: whether what all others give can be read."""
+        # For the hub, complete means that the contributions of all others can be read.
         words = self.posted() if self.is_root else self._shared()
         if not self.has_come(words, word):
             self.late = words
@@ -236,12 +239,12 @@ class HubSlot(Slot):
             pass
         return 1 in self.parked()
 
+    @override
     def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
         return (word, NEVER) if self.is_root else (NEVER, word)
 
+    @override
     def behind(self, word: int) -> list[int]:
-        """See ``Slot.behind``."""
         words = self.posted() if self.is_root else self._shared()
         return [place for place, other in enumerate(words) if not self.has_come([other], word)]
 
@@ -275,8 +278,8 @@ class OneWindowSlot(Slot):
             [share[: part.stop - part.start] for share, part in zip(one, self._places, strict=True)] for one in shares
         ]  # fmt: skip
 
+    @override
     def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``."""
         if self._folded != word:
             words = self.posted()
             if not self.has_come(words, word):
@@ -302,11 +305,11 @@ class OneWindowSlot(Slot):
             self.has_news = True
         return True
 
+    @override
     def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
         return (NEVER, word) if self._folded == word else (word, NEVER)
 
+    @override
     def behind(self, word: int) -> list[int]:
-        """See ``Slot.behind``."""
         words = self._shared() if self._folded == word else self.posted()
         return [rank for rank, other in enumerate(words) if not self.has_come([other], word)]
