@@ -1,4 +1,4 @@
-"""How the commands tell of an error: one line, and an exit code."""
+"""Error reporting of commands: one line, and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options of several commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Option = Callable[[Command], Command]
 
 
 def of_kind(*suffixes: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that refuses a file whose name promises what is not written, before any work is done."""
+    """Callback that refuses a file with another suffix, before any work is done."""
 
     def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         suffix = "" if value is None else Path(getattr(value, "name", value)).suffix.lower()
@@ -30,7 +30,7 @@ def of_kind(*suffixes: str) -> Callable[[click.Context, click.Parameter, Any], A
 
 
 def json_file(holds: str) -> Option[Any]:
-    """``--json``: where results are written for machines."""
+    """``--json``: file for results in JSON."""
     return click.option(
         "--json",
         "json_path",
@@ -42,7 +42,7 @@ def json_file(holds: str) -> Option[Any]:
 
 
 def page_file(holds: str) -> Option[Any]:
-    """``--html``: where a page is written that matplotlib draws."""
+    """``--html``: file for a page with plots."""
     return click.option(
         "--html",
         "html_path",
@@ -61,7 +61,7 @@ def _checked_device(context: click.Context, parameter: click.Parameter, value: s
 
 
 def as_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Bytes, as people write them: ``64KiB``."""
+    """Parse a size such as ``64KiB``."""
     try:
         return None if value is None else parse_size(value)
     except ConfigError as error:
@@ -69,7 +69,7 @@ def as_size(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def checked_op(context: click.Context, parameter: click.Parameter, value: str) -> Op:
-    """The op, by any of its names."""
+    """Parse an op, by any of its names."""
     from kfcomm.arrays.reduce.ops import op_of
 
     try:

@@ -1,7 +1,7 @@
-"""The ranks of a benchmark: those of the job that this process belongs to, or new ones that the launcher starts.
+"""Ranks of a benchmark: those of the running job, or new ones.
 
-New ranks are programs (``python -m kfcomm.bench``); what rank 0 writes to its standard output are events, and the
-rest of what they write is passed on, with the rank before each line.
+New ranks are programs (``python -m kfcomm.bench``); rank 0 writes events to its standard output, and all other output
+is relayed, with the rank before each line.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MOST_RANKS = 8
 
 
 def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: Files, report: Report | None = None) -> int:
-    """Run a benchmark and report, by a report of the caller's kind if there is one; returns the exit code.
+    """Run a benchmark and report it, by ``report`` if given; return the exit code.
 
     Raises:
-        ConfigError: it cannot be run like this, or a file cannot be written.
+        ConfigError: the suite does not fit the ranks, or a file cannot be written.
         KfcommError: the ranks cannot be started.
     """
     watch = Watch(report or Report(suite), files)
@@ -53,7 +53,7 @@ def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: File
 
 
 def _measure_here(suite: Suite, settings: Settings, files: Files, watch: Watch) -> int:
-    """Take part as the rank that this process is; rank 0 reports."""
+    """Take part as one rank of the job; rank 0 reports."""
     suite.check(settings.size)
     if settings.rank == 0:
         files.check()
@@ -62,7 +62,7 @@ def _measure_here(suite: Suite, settings: Settings, files: Files, watch: Watch) 
 
 
 def _measure_new(suite: Suite, num_ranks: int, files: Files, watch: Watch) -> int:
-    """Start ranks on this host, and report what rank 0 tells."""
+    """Start ranks on this host, and report the events of rank 0."""
     suite.check(num_ranks)
     files.check()
     _check_memory(suite, num_ranks)
@@ -70,13 +70,13 @@ def _measure_new(suite: Suite, num_ranks: int, files: Files, watch: Watch) -> in
     try:
         exit_code = asyncio.run(run(options, os.environ, _Events(watch, num_ranks)))
     except KeyboardInterrupt:
-        # before any rank was started: from then on the job hears signals itself
+        # before any rank was started: after that the launcher handles signals
         exit_code = 130
     return watch.finish(exit_code)
 
 
 def own_module(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command of every rank: this interpreter, this package, whatever lies in the working directory."""
+    """Command of every rank: this interpreter and this package, regardless of the working directory."""
     is_here = Path(kfcomm.__file__).parents[1] == Path.cwd()
     return (sys.executable, *(() if is_here else ("-P",)), "-m", module, *arguments)
 

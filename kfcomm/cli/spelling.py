@@ -22,14 +22,14 @@ ELSEWHERE = {
     "dump": "doctor, for the dumps that kill -USR1 makes",
     "version": "--version",
 }
-"""What the commands are called that people look for under these names."""
+"""Commands by other names that users may try."""
 
 
 class Commands(click.Group):
-    """A group that says which command was probably meant."""
+    """Group that suggests the closest command."""
 
     others: ClassVar[Mapping[str, str]] = {}
-    """Names that people may look for, and what these are here."""
+    """Commands by other names."""
 
     @override
     def resolve_command(
@@ -44,7 +44,7 @@ class Commands(click.Group):
 
 
 class Choice(click.Choice[str]):
-    """One of several words; says which was probably meant."""
+    """One of several words; suggests the closest one."""
 
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -58,7 +58,7 @@ class Aliased(click.Command):
     """Command that accepts the option names of other commands, and prints its own name for them.
 
     Attributes:
-        aliases: by the other name, the one that it has here; empty for an argument.
+        aliases: option of this command by its name elsewhere; empty for an argument.
     """
 
     aliases: ClassVar[Mapping[str, str]] = {}

@@ -152,5 +152,5 @@ def _simulate(files: Files, given: dict[str, Any]) -> None:
 
 
 def _all() -> tuple[str, ...]:
-    """All strategies but the one that picks among them."""
+    """All strategies except ``auto``."""
     return tuple(name for name in names() if name != "auto")

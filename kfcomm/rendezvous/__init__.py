@@ -1,4 +1,4 @@
-"""Who am I, who are the others: the launcher's environment, the store, and joining the world.
+"""Settings from the environment, the job's key-value store, and joining the world.
 
-Nothing here imports the library of HTTP but the store itself, which one process serves.
+Only `store`, which one process serves, and the etcd backend import aiohttp.
 """

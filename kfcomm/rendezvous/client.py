@@ -1,8 +1,7 @@
-"""The client of the store: signed requests, long polls, and patience while the store is not there yet.
+"""HTTP client of the store: signed requests, long polls, and retries while the store is not there yet.
 
-A request is repeated, with growing pauses, until it is answered or its time is up: the store's name may not
-resolve yet, its process may not listen yet. All requests can be repeated without harm. A refusal is final: a
-wrong token does not become right.
+A request is repeated, with growing pauses, until it is answered or its time is up: the store's name may not resolve
+yet, its process may not listen yet. All requests are idempotent. A refusal is final: a wrong token stays wrong.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ _LOST_AFTER_S = 2.0
 
 
 class StoreClient(KeyValue):
-    """Speaks with the store at ``url``.
+    """Client of the store at ``url``.
 
     Args:
         url: ``http://host:port``.
         token: the secret of the job.
-        timeout_s: how long a request is repeated while the store cannot be reached, unless it says otherwise.
-        tls: what connections are secured with; None for plain ones.
+        timeout_s: default time for which a request is repeated while the store cannot be reached.
+        tls: contexts for the connections; None for plain ones.
 
     Attributes:
         url: of the store.
         identity: of the job whose store has answered; empty before.
-        trouble: why the last attempt to reach it failed; empty if it has not.
+        trouble: cause of the last failed attempt; empty after a success.
 
     Raises (all methods): `RendezvousError` if the store cannot be reached in time (names the last cause), does
     not accept the token, does not know it, or is closing (`StoreClosed`).
@@ -79,10 +78,10 @@ class StoreClient(KeyValue):
         self.trouble = ""
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of ``key``, waiting until somebody has set it.
+        """The value of ``key``, waiting until it is set.
 
         Raises:
-            NotSet: nobody set it within ``timeout_s`` seconds.
+            NotSet: it was not set within ``timeout_s`` seconds.
         """
         deadline_s = loop_now_s() + timeout_s
         while True:
@@ -121,9 +120,9 @@ class StoreClient(KeyValue):
     async def meet(
         self, folder: str, rank: int, count: int, *, unless: str, heeds_ends: bool, timeout_s: float
     ) -> tuple[dict[str, bytes], list[Exit]]:
-        """As `collect`, for a rank that joins there; and the ends of processes, of which one ends the wait.
+        """As `collect`, for a rank that joins there; also returns exits, the first of which ends the wait.
 
-        None are told to a rank that does not heed them. If this process goes away meanwhile, the others are told.
+        Without ``heeds_ends`` there are none. If this process disconnects meanwhile, the others are notified.
         """
         deadline_s = loop_now_s() + timeout_s
         while True:
@@ -137,7 +136,7 @@ class StoreClient(KeyValue):
                 return values, ends
 
     async def arrive(self, host: int, *, timeout_s: float | None = None) -> None:
-        """Wait until the store is there, and tell it that the launcher of a host, by its position, is."""
+        """Wait until the store is there, and report the arrival of a host's launcher, by its position."""
         await self._call("exits", {"since": 0, "wait_s": 0.0, "host": host}, timeout_s=timeout_s)
 
     @override
@@ -162,10 +161,10 @@ class StoreClient(KeyValue):
                 yield _exit(row)
 
     async def want_size(self, size: int) -> None:
-        """Have the job go on with so many ranks, as ``PUT /v1/size`` does.
+        """Request a number of ranks, by ``PUT /v1/size``.
 
         Raises:
-            ConfigError: the job does not have so many, or so few.
+            ConfigError: it is out of the job's bounds.
         """
 
         async def attempt() -> _Reply:
@@ -176,13 +175,13 @@ class StoreClient(KeyValue):
             raise ConfigError(reply.body.decode(errors="replace").strip())
 
     async def close(self) -> None:
-        """Close the connections; calls that are under way fail. May be called twice."""
+        """Close the connections; calls in flight fail. May be called twice."""
         await self._http.close()
 
     async def _call(self, name: str, fields: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        """The answer to one request, repeated until there is one.
+        """Answer to one request, repeated until there is one.
 
-        ``timeout_s`` counts from the first attempt and ends the repeating; an attempt under way is let finish.
+        No attempt begins later than ``timeout_s`` after the first one.
         """
         body: bytes = msgpack.packb(fields)
         if len(body) > MAX_BODY_NBYTES:
@@ -227,11 +226,11 @@ class StoreClient(KeyValue):
                 raise RendezvousError(f"the store at {self.url} refuses {name}: {answer}")
 
     async def _exchange(self, name: str, body: bytes, timeout_s: float, method: str = "POST") -> _Reply:
-        """Ask once; the answer is known to be the store's."""
+        """Send a request once; the answer is authenticated."""
         used = self._checked(self._nonce or await self._greet(timeout_s))
         reply = await self._send(name, body, used, timeout_s, method)
         if reply.status == 401 and await self._greet(timeout_s) != used:
-            # another store listens there now: it has not judged this token yet
+            # another store listens there now, with another nonce
             used = self._checked(self._nonce or b"")
             reply = await self._send(name, body, used, timeout_s, method)
         if reply.status == 401:
@@ -285,10 +284,10 @@ def _expect(kind: type[T], value: object) -> T:
 
 
 def _cause(error: OSError) -> str:
-    """What went wrong, without the address, which is named already."""
+    """Cause of an error, without the address, which the caller names."""
     if isinstance(error, SSLCertVerificationError):
         return f"its certificate is not valid here: {error.verify_message}"
-    if isinstance(error, SSLError):  # its number is none of errno's
+    if isinstance(error, SSLError):  # its number is not an errno
         reason = error.reason or str(error)
         return "it does not speak TLS" if reason == "WRONG_VERSION_NUMBER" else reason.replace("_", " ").lower()
     # the numbers of failed look-ups are not errno's, and negative

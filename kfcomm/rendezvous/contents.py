@@ -124,7 +124,7 @@ class Contents:
         return held
 
     async def get(self, key: str, wait_s: float) -> bytes | None:
-        """The value of ``key``, waiting for it up to ``wait_s`` seconds; None if it has none."""
+        """The value of ``key``, waiting for it up to ``wait_s`` seconds; None if it is not set."""
         folder, name = self._checked(key)
         return await self._wait((folder,), lambda: self._folders.get(folder, {}).get(name), wait_s)
 

@@ -1,7 +1,7 @@
-"""What messages cost on this host, kept from one job to the next: in the user's cache, a file for each host.
+"""Measured costs of messages on this host, saved in the user's cache.
 
-Homes may be shared by hosts, so the file bears the host's name. What cannot be read is as good as nothing: it says so,
-and the usual constants hold.
+Homes may be shared by hosts, so the file is named after the host. An unreadable file is ignored with a warning, and the
+default costs apply.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ logger = logging.getLogger("kfcomm")
 
 FORMAT = 1
 LEAST, MOST = 1e-13, 10.0
-"""Seconds, of anything: what is outside is a mistake."""
+"""Plausible range of a cost in seconds."""
 
 
 def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/kfcomm/costs-HOST.json``; the cache is ``~/.cache`` by default."""
+    """``$XDG_CACHE_HOME/kfcomm/costs-HOST.json``; the cache is ``~/.cache`` by default.
+
+    Raises:
+        ConfigError: ``HOME`` is unset, and this user has no passwd entry.
+    """
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if cache.startswith("~"):
+        raise ConfigError("no home folder for saved costs: set HOME, or XDG_CACHE_HOME to a folder")
     return Path(cache) / "kfcomm" / f"costs-{hostname().replace('/', '_')}.json"
 
 
 def save_costs(costs: Costs, busy: float | None = None) -> Path:
-    """Keep them for the jobs that start after this on this host; what they do not know stays as it was.
+    """Save costs for later jobs on this host; unmeasured ones keep their saved values.
 
     Args:
-        costs: that were measured.
-        busy: the share of the processors that was in use just before; None if that is not known.
+        costs: measured costs.
+        busy: share of the processors that was in use just before; None if unknown.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -55,10 +61,10 @@ def save_costs(costs: Costs, busy: float | None = None) -> Path:
 
 
 def forget_costs() -> Path | None:
-    """From now on jobs on this host count with the usual costs; returns the file that held others, if there was one.
+    """Remove the saved costs of this host; return their file, if there was one.
 
     Raises:
-        ConfigError: it cannot be removed.
+        ConfigError: the file cannot be removed.
     """
     path = path_of_costs()
     try:
@@ -71,8 +77,11 @@ def forget_costs() -> Path | None:
 
 
 def saved_costs() -> Costs:
-    """What was kept on this host; nothing is known if nothing was."""
-    path = path_of_costs()
+    """Saved costs of this host; `UNMEASURED` without any."""
+    try:
+        path = path_of_costs()
+    except ConfigError:
+        return UNMEASURED
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         costs = Costs(**{name: record[name] for name in Costs._fields})
@@ -101,7 +110,7 @@ def describe_saved() -> str:
 
 
 def is_plausible(costs: object) -> bool:
-    """Whether these can be costs: as many as there are, each unknown or a number of seconds that can be."""
+    """Whether these are costs: the right number of them, each None or within `LEAST` and `MOST`."""
     if not isinstance(costs, tuple) or len(costs) != len(Costs._fields):
         return False
     return all(one is None or (type(one) is float and LEAST <= one <= MOST) for one in costs)

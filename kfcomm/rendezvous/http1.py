@@ -1,12 +1,12 @@
-"""As much of an HTTP/1.1 client (RFC 9112) as the store's needs: requests with a body, over connections that are kept.
+"""Minimal HTTP/1.1 client (RFC 9112) for the store: requests with a body, over persistent connections.
 
-Every rank needs one for a handful of requests, and would pay as much for a library of HTTP as for the rest of kfcomm.
-The store alone is spoken to, whose answers have a length (the library that serves it sees to that); the body of an
-answer without one, or of more than `MAX_BODY_NBYTES`, is left unread. No redirects, no compression. Requests and
-answers are signed, so TLS is for those who want nobody to read them.
+Every rank makes a handful of requests; importing aiohttp for them would cost as much as importing the rest of kfcomm.
+The server is always the store, whose answers have a length; the body of an answer without one, or of more than
+`MAX_BODY_NBYTES`, is left unread. No redirects, no compression. Requests and answers are signed, so TLS is needed only
+against eavesdropping.
 
-Invariants: a connection carries one exchange at a time, and is used again only after a whole one; memory is bounded
-whatever the other side sends; all that can go wrong is an ``OSError``.
+Invariants: a connection carries one exchange at a time, and is reused only after a complete one; memory is bounded
+whatever the server sends; every failure is an ``OSError``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 MAX_HEAD_NBYTES = 1 << 14
 MAX_BODY_NBYTES = 1 << 27
 MAX_CONNECTIONS = 64
-"""At once; further requests wait for one to be over."""
+"""Largest number of concurrent requests; further ones wait."""
 
 _ALERT = b"\x15\x03"
-"""How a server begins that has heard no TLS."""
+"""First bytes of a TLS server's answer to plain HTTP."""
 _STATUS = re.compile(r"HTTP/1\.([01]) ([0-9]{3})(?: .*)?")
 
 
@@ -42,7 +42,7 @@ class HttpClient:
     Args:
         host: name or IP address.
         port: of the server.
-        tls: what connections are secured with; None for plain ones.
+        tls: context for the connections; None for plain ones.
 
     Attributes:
         is_closed: whether requests are refused.
@@ -58,10 +58,10 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, fields: Mapping[str, str], body: bytes = b"") -> Response:
-        """The answer to one request.
+        """Answer to one request.
 
         Raises:
-            OSError: the server cannot be reached, breaks off, or does not speak HTTP/1; or this client is closed.
+            OSError: the server cannot be reached, disconnects, or does not speak HTTP/1; or this client is closed.
         """
         async with self._permits:
             connection = await self._connection()
@@ -79,14 +79,14 @@ class HttpClient:
             return response
 
     async def close(self) -> None:
-        """Close all connections, which ends the requests that are under way. May be called twice."""
+        """Close all connections; requests in flight fail. May be called twice."""
         self.is_closed = True
         closing, self._open, self._idle = self._open, set(), []
         for connection in closing:
             await connection.wait_closed()
 
     async def _connection(self) -> _Connection:
-        """One that is open and idle, or a new one: the server may have closed those that nobody has used for long."""
+        """Idle connection, or a new one if the server has closed all idle ones."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_reusable:
@@ -109,7 +109,7 @@ class HttpClient:
 
 
 class _Connection:
-    """One connection. ``is_reusable``: a whole exchange, if any, is over, and neither side has hung up."""
+    """One connection. ``is_reusable``: no exchange is incomplete, and neither side has closed it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -121,7 +121,7 @@ class _Connection:
         return self._is_kept and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def exchange(self, request: bytes) -> Response:
-        """Send a whole request and read the answer to it."""
+        """Send a request and read its answer."""
         self._writer.write(request)
         try:
             head = await self._reader.readuntil(b"\r\n\r\n")
@@ -159,7 +159,7 @@ def _parsed(head: bytes) -> tuple[int, int, dict[str, str]]:
 
 
 def _length(fields: Mapping[str, str]) -> int | None:
-    """The bytes of a body that can be read; None for any other."""
+    """Length of a readable body; None for any other."""
     text = fields.get("content-length", "")
     is_length = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_BODY_NBYTES))
     if "transfer-encoding" in fields or not is_length or int(text) > MAX_BODY_NBYTES:

@@ -1,8 +1,8 @@
-"""Who a process is: its host, its stable id, and what it tells the others about itself.
+"""Identity of a process: its host, its stable uid, and its description for peers.
 
-Two processes share a host exactly if both the boot id and the network namespace are the same: only then can
-Unix sockets and shared memory connect them, and only then is loopback the same place. A `PeerInfo` that came
-from the wire has been checked field by field; its texts are printable, so that they may stand in messages.
+Two processes share a host exactly if both the boot id and the network namespace are the same: only then can Unix
+sockets and shared memory connect them, and only then is loopback shared. A `PeerInfo` from the wire has been checked
+field by field; its texts are printable, for use in messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What the others need to know of one process.
+    """Description of a process for its peers.
 
     Attributes:
         rank: its rank in the world.
@@ -45,12 +45,12 @@ class PeerInfo:
         host: see `host_id`.
         hostname: for messages only.
         pid: for messages only.
-        num_cpus: processors of its host; 0 if that is not known.
-        costs: of messages, as they were measured on its host.
+        num_cpus: number of processors of its host; 0 if unknown.
+        costs: measured costs of messages on its host.
         versions: version of kfcomm, number of the protocol.
-        transport: what it was told of transports: device memory goes the way on which all agree.
-        checksum: whether it checks what travels over TCP.
-        device: its device, or why it has none.
+        transport: its setting, on which ranks must agree for device memory.
+        checksum: whether it verifies checksums over TCP.
+        device: its device, or the reason for the lack of one.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class PeerInfo:
     ) -> PeerInfo:  # fmt: skip
         """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``).
 
-        What a library says of the device is made fit for messages: printable, and of bounded length.
+        Texts of the device are made printable, and cut to a bounded length.
         """
         return cls(
             rank=rank,
@@ -100,7 +100,7 @@ class PeerInfo:
 
     def to_wire(self) -> bytes:
         """At most `MAX_WIRE_NBYTES` bytes of msgpack."""
-        # by `astuple`, which copies deeply, it takes five times as long, for each of a world's ranks on each of them
+        # `astuple` copies deeply and takes five times as long, once per rank on every rank
         encoded: bytes = msgpack.packb((*_values(self)[:-1], _values(self.device)))
         return encoded
 
@@ -109,7 +109,7 @@ class PeerInfo:
         """The inverse of `to_wire`.
 
         Raises:
-            RemoteProtocolError: the data is too long, no msgpack, or a field has a type or value it cannot have.
+            RemoteProtocolError: the data is too long, not msgpack, or a field has an invalid type or value.
         """
         if len(data) > MAX_WIRE_NBYTES:
             raise RemoteProtocolError(f"a peer's description has {len(data)} bytes, more than {MAX_WIRE_NBYTES}")
@@ -228,7 +228,7 @@ def _check_address(value: str) -> None:
 def host_id() -> str:
     """Id of this host: equal for two processes exactly if they share boot id and network namespace.
 
-    Where the kernel shows neither (it is not Linux), the host's name stands for both.
+    Without either (not on Linux), the host's name is used.
     """
     boot_id = _boot_id()
     try:
@@ -239,14 +239,14 @@ def host_id() -> str:
 
 
 def process_uid(rank: int) -> str:
-    """32 hexadecimal digits that stay the same in this process and differ from every other's.
+    """32 hexadecimal digits, constant in this process and unique to it.
 
-    Made from boot id, process namespace, process id and start time, so that a process that joins again is
-    known as the same one, and a forked child as another. ``rank`` tells apart ranks that share a process.
+    Made from boot id, process namespace, process id and start time, so that a process that joins again is recognised,
+    and a forked child is another one. ``rank`` distinguishes ranks that share a process.
     """
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        # the 22nd field, counted after the command's name, which may itself hold spaces and parentheses
+        # field 22, counted after the command's name, which may itself contain spaces and parentheses
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         namespace, started = 0, ""

@@ -1,7 +1,7 @@
-"""Which of this host's addresses the others should use.
+"""Choice of the address to listen at, among those of this host.
 
-One address is chosen, and only that one is bound. Left to itself it is the one that the kernel would use as
-source towards the rendezvous: connecting a UDP socket asks the routing table and sends nothing.
+Only the chosen address is bound. By default it is the kernel's source address towards the rendezvous: connecting a UDP
+socket queries the routing table and sends nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Every IPv4 and IPv6 address of this host, except link-local ones, which need a scope to be reached."""
+    """All IPv4 and IPv6 addresses of this host, except link-local ones, which need a scope."""
     found = (*_ipv4(), *_ipv6())
     return tuple(each for each in found if not ipaddress.ip_address(each.address).is_link_local)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is an IP address, or the name, of this host for itself alone."""
+    """Whether ``address`` is a loopback address or ``localhost``."""
     if address == "localhost":
         return True
     try:
@@ -68,14 +68,14 @@ def is_local(address: str) -> bool:
 
 
 def choose_address(spec: str | None, towards: tuple[str, int] | None) -> str:
-    """The address of this host to listen at.
+    """Address of this host to listen at.
 
     Args:
-        spec: name of an interface, an address or a network in CIDR notation; None to go by the route.
-        towards: host and port of the rendezvous; None if there is none (then loopback is enough).
+        spec: name of an interface, an address or a network in CIDR notation; None to follow the route.
+        towards: host and port of the rendezvous; None for a single process, which uses loopback.
 
     Raises:
-        ConfigError: ``spec`` matches no address of this host, or there is no route; lists those that exist.
+        ConfigError: ``spec`` matches no address of this host, or the rendezvous is unreachable; lists the addresses.
         RendezvousError: the name in ``towards`` cannot be resolved.
     """
     if spec is None:
@@ -150,6 +150,6 @@ def _ipv6() -> list[Interface]:
 
 
 def hostname() -> str:
-    """The name: printable, of 1 to 255 characters; each character that is not shows as ``?``."""
-    name = socket.gethostname()[:255]  # bytes that are no UTF-8 come as surrogates, which are not printable
+    """Name of this host: 1 to 255 printable characters; others appear as ``?``."""
+    name = socket.gethostname()[:255]  # invalid UTF-8 appears as surrogates, which are not printable
     return "".join(one if one.isprintable() else "?" for one in name) or "(no name)"

@@ -1,9 +1,9 @@
 """Joining the world: every rank claims its number in the store, and waits until all have.
 
-A world may be joined more than once: by a process that closes its communicator and opens another, or by the
-next program of a script that the launcher runs. Each time is a *generation*; a rank goes to the next one if it
-is the same process again, or if the holder has said that it left. Any other claim of a taken rank is an error
-of the second one alone; the first is not disturbed. Ranks that disagree on the size all fail, and show both.
+A world may be joined more than once: by a process that closes its communicator and opens another, or by the next
+program of a script that the launcher runs. Each time is a *generation*; a rank moves to the next one if it is the same
+process again, or if the holder has left. Any other claim of a taken rank is an error of the second claimant alone.
+Ranks that disagree on the size all fail, and show both sizes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SIZE = struct.Struct("<I")
 _MAX_SHOWN = 32
 _MAX_GENERATIONS = 1 << 16
 KEPT_FOR_S = 10.0
-"""How long a rank that serves the store and closes keeps it for the others."""
+"""Seconds for which a closing rank still serves the store for the others."""
 SAID_AFTER_S = 1.0
-"""When it has waited so long it says so."""
+"""Seconds of waiting after which this is logged."""
 
 logger = logging.getLogger("kfcomm")
 
@@ -51,16 +51,16 @@ async def open_store(settings: Settings, tls: Tls | None = None) -> tuple[StoreC
     Both are the caller's to close, the client first.
 
     Raises:
-        ConfigError: the settings are those of a world of one.
+        ConfigError: the world has one rank.
         RendezvousError: the store cannot listen there.
     """
-    from kfcomm.rendezvous.client import StoreClient  # which a world of one does without
+    from kfcomm.rendezvous.client import StoreClient  # not needed in a world of one
 
     if settings.store is None or settings.token is None:
         raise ConfigError("a world of one has no store")
     server = None
     if settings.serve and settings.rank == 0:
-        from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP, which other ranks do without
+        from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need
 
         host, port = host_and_port(settings.store)
         address = await _address_to_serve(host, port, settings)
@@ -69,7 +69,7 @@ async def open_store(settings: Settings, tls: Tls | None = None) -> tuple[StoreC
 
 
 async def _address_to_serve(host: str, port: int, settings: Settings) -> str:
-    """The address behind the store's name; not the loopback one that some hosts give their own name."""
+    """Address of the store's name; not loopback, to which some hosts resolve their own name."""
     address = await asyncio.to_thread(choose_address, None, (host, port))
     if is_loopback(address) and not is_loopback(host):
         if settings.interface is None:
@@ -88,7 +88,7 @@ async def join(
 
     Args:
         settings: rank and size.
-        me: what the others are told of this process; its rank must be that of ``settings``.
+        me: description of this process for the others; its rank must be that of ``settings``.
         client: of the job's store.
         timeout_s: how long to wait; None for the timeout of ``settings``.
 
@@ -96,9 +96,9 @@ async def join(
         All ``size`` peers, by rank.
 
     Raises:
-        RendezvousError: another process holds the rank, the sizes or versions differ, ranks are missing in the
-            end (all named), or the store does not answer or refuses the token. At once, with its ``rank``, if one
-            has ended: as its launcher says, or as the store sees from its connection.
+        RendezvousError: another process holds the rank, the sizes or versions differ, ranks are missing at the end (all
+            named), or the store does not answer or refuses the token. At once, with its ``rank``, if one has ended,
+            according to its launcher or its connection to the store.
 
     A wait of ``stall_after_s`` is reported once, with the ranks that are missing.
     """
@@ -106,7 +106,7 @@ async def join(
     begun_s = loop_now_s()
     generation = await _reported(_claim(settings.size, me, client, wait_s), settings, client)
     folder = _folder(generation)
-    # of any two claims the later sees the earlier: a disagreement shows at once, and is told to those who wait
+    # the later of two claims sees the earlier one: a disagreement is found at once, and waiting ranks are notified
     await _agree_on_size(await client.collect(folder, 1, unless=_FAULT, timeout_s=0), client, folder)
     world = await _meet(settings, client, folder, begun_s, wait_s)
     if missing := _missing(settings, world):
@@ -122,13 +122,13 @@ async def join(
 async def _meet(
     settings: Settings, client: StoreClient, folder: str, begun_s: float, wait_s: float
 ) -> dict[int, PeerInfo]:
-    """The peers that have claimed their ranks, by rank: all of them, unless time is up.
+    """Peers that have claimed their ranks, by rank: all of them, unless time is up.
 
     Raises:
         RendezvousError: they disagree, or a rank has ended.
     """
     deadline_s, report_s = begun_s + wait_s, begun_s + settings.stall_after_s
-    # ranks that the program numbers itself are not those of which the launcher speaks
+    # if the program assigns ranks itself, they differ from those of the launcher
     heeds_ends = settings.source == Source.KFCOMM
     while True:
         left_s = max(0.0, min(deadline_s, report_s) - loop_now_s())
@@ -149,7 +149,7 @@ async def _meet(
 
 
 def _ended(ends: Sequence[Exit], world: Mapping[int, PeerInfo]) -> RendezvousError:
-    """Some ranks will not join any more: the error for the first of them that has no other to blame."""
+    """Error for ranks that will never join: for the first one that blames no other."""
     end = min(ends, key=lambda one: one.why == Why.ELSEWHERE)
     when = "while the others joined" if end.rank in world else "before it joined"
     return RendezvousError(f"the world cannot be joined: {end.describe()} {when}", rank=end.rank)
@@ -160,7 +160,7 @@ def _missing(settings: Settings, world: Mapping[int, PeerInfo]) -> list[int]:
 
 
 async def _reported(first: Coroutine[Any, Any, T], settings: Settings, client: StoreClient) -> T:
-    """What comes of the first requests; reported if the store is not reached for long."""
+    """Result of the first requests; logs a warning if the store is not reached for long."""
 
     def report() -> None:
         logger.warning(
@@ -176,12 +176,12 @@ async def _reported(first: Coroutine[Any, Any, T], settings: Settings, client: S
 
 
 async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -> int | None:
-    """Say that this process has left the world: another may take its rank in the next generation.
+    """Report that this process has left the world: another may take its rank in the next generation.
 
-    The last request says so for the last generation: whoever serves the store may close it upon that.
+    The last request is for the last generation: the store may close after that.
 
     Returns:
-        The generation that was left; None if this process had joined none.
+        Generation that was left; None if this process had not joined.
 
     Raises:
         RendezvousError: the store is gone, and did not come back within ``timeout_s`` seconds.
@@ -202,7 +202,7 @@ async def leave_store(
     settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *,
     timeout_s: float | None = None, ranks: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Leave the world; a store that is gone already is no error.
+    """Leave the world; not an error if the store is gone already.
 
     A rank that serves the store waits until as many have left as these (``ranks``; all, if left out), itself included,
     but no longer than ``timeout_s`` seconds (None: `KEPT_FOR_S`), and says so if it lasts. May be cancelled.
@@ -211,7 +211,7 @@ async def leave_store(
     try:
         generation = await leave(me, client, timeout_s=timeout_s)
     except RendezvousError:
-        return  # with the store, nobody is left who could want the rank
+        return  # without the store, no process can claim the rank
     if server is None or generation is None:
         return
     folder = _left_folder(generation)
@@ -235,9 +235,9 @@ async def close_store(client: StoreClient, server: StoreServer | None) -> None:
 
 
 class _Claim(NamedTuple):
-    """A rank's entry in the store: who claims it, and how large it takes the world to be.
+    """Claim of a rank in the store: the claimant, and its size of the world.
 
-    The nonce tells it from a claim that the same process made before, with all else the same.
+    The nonce distinguishes it from an otherwise equal claim that the same process made before.
     """
 
     nonce: bytes
@@ -259,7 +259,7 @@ class _Claim(NamedTuple):
 
 
 async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float) -> int:
-    """Take the rank in the first generation where it is free; returns that generation."""
+    """Claim the rank in the first generation where it is free; return that generation."""
     mine = _Claim(secrets.token_bytes(_NONCE_NBYTES), size, me)
     for generation in range(_MAX_GENERATIONS):
         key = _claim_key(generation, me.rank)
@@ -274,7 +274,7 @@ async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float)
 
 
 async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder: str) -> list[_Claim]:
-    """The claims in a folder, if they agree; otherwise all who wait there are told that they do not."""
+    """Claims in a folder; if they disagree on the size, notify all waiting ranks and raise."""
     if _FAULT in found:
         raise _told(found[_FAULT].decode(errors="replace"))
     claims = sorted(map(_Claim.from_wire, found.values()), key=lambda claim: claim.peer.rank)
@@ -288,7 +288,7 @@ async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder
 
 
 def _told(fault: str) -> RendezvousError:
-    """What another rank or the store has found wrong; the board puts the rank before what it says of one."""
+    """Error that another rank or the store reported; the store puts a lost rank first."""
     rank, colon, rest = fault.partition(": ")
     if colon and rank.isascii() and rank.isdigit():
         return RendezvousError(rest, rank=int(rank))
@@ -299,7 +299,7 @@ def check_versions(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
     """Refuse to join peers of another version of kfcomm, or of its protocol.
 
     Raises:
-        RendezvousError: one of them is; shows all versions, and which ranks have each.
+        RendezvousError: versions differ; shows all versions, and their ranks.
     """
     ranks: dict[tuple[str, int], set[int]] = {}
     for peer in (me, *peers):

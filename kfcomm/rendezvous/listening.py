@@ -1,6 +1,6 @@
-"""The socket at which a store listens: there before the store is, so that peers can be started towards it.
+"""Socket of a store, opened before the store serves, so that ranks can be started early.
 
-Who connects meanwhile waits in the socket's queue (listen(2)).
+Early connections wait in the socket's queue (listen(2)).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.settings import store_url
 
 BACKLOG = 4096
-"""Connections that wait to be accepted: all ranks of a host come at once. The kernel may allow fewer."""
+"""Length of the queue: all ranks of a host connect at once. The kernel may allow fewer."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -32,6 +32,6 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """``http://address:port`` of a store that listens there."""
+    """``http://address:port`` of a listening store."""
     host, port = listener.getsockname()[:2]
     return store_url(host, port)

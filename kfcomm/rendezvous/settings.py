@@ -1,9 +1,9 @@
-"""The settings of one process: its place in the world, and how it shall communicate.
+"""Settings of one process: its place in the world, and its way of communicating.
 
-A setting has one name everywhere: the argument ``stall_after`` of ``init`` is the option ``--stall-after`` of
-``kfcomm run`` and the variable ``KFCOMM_STALL_AFTER``. Arguments come before variables. Rank and size are taken
-whole from the first source that has them (see `worlds`); the sources are never mixed. The environment is an
-argument: only the token's file is read from disk.
+A setting has one name everywhere: the argument ``stall_after`` of ``init`` is the option ``--stall-after`` of ``kfcomm
+run`` and the variable ``KFCOMM_STALL_AFTER``. Arguments come before variables. Rank and size are taken together from
+the first source that has them (see `worlds`); sources are never mixed. The environment is an argument: only the token's
+file is read from disk.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from kfcomm.types import Seconds
 
 OTHER_VARIABLES = {"KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
-"""Beside those that are called like an argument."""
+"""Variables that are not named after an argument."""
 MAX_DIGITS = 4
-"""Of the number of a device."""
+"""Longest number of a device."""
 
 
 class Arguments(TypedDict, total=False):
-    """What ``init`` accepts; None is as good as absent."""
+    """Arguments of ``init``; None means absent."""
 
     rank: int | None
     size: int | None
@@ -73,9 +73,9 @@ class Settings(NamedTuple):
         strategy: name of the strategy, or rules by size.
         transport: one of `TRANSPORT_NAMES`.
         device: ``auto``, ``none``, ``cuda`` or ``cuda:N``.
-        timeout_s: after this a wait fails.
-        stall_after_s: after this a wait is reported.
-        lost_after_s: after this a rank of which nothing is heard is lost.
+        timeout_s: time after which a wait fails.
+        stall_after_s: time after which a wait is reported.
+        lost_after_s: time without a sign of life after which a rank is lost.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
         timeline: folder for a trace of each rank; None for none.
@@ -84,13 +84,13 @@ class Settings(NamedTuple):
         checksum: whether what travels over TCP is checked; the same on all ranks.
         tls: where the certificates of the job are (see `kfcomm.common.tls`); None for connections without TLS.
         elastic: whether the ranks may change while the program runs (see ``kfcomm.elastic``).
-        join: of a process that waits to be let into a job that runs already: who it is there, a number that no other
-            process of the job has or had, beyond the ranks with which it began. It is its ``rank`` here. Else None.
-        metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
-        source: where rank and size come from.
-        reasons: lines that explain to a person what was found.
+        join: uid of a process that joins a running job: a number that no other process of the job has or had, beyond
+            the initial ranks. It is its ``rank`` here. Else None.
+        metrics_port: port for Prometheus of local rank 0, followed by those of the others; None for none.
+        source: source of rank and size.
+        reasons: lines that explain the settings to the user.
         serve: whether rank 0 starts the store; otherwise the launcher has.
-        job: what the launcher calls this job on this host; None without one.
+        job: name of the job on this host; None without a launcher.
         launcher: socket for exit reports to the launcher (see `exit_report`); None without one.
     """
 
@@ -140,7 +140,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
             is allowed.
     """
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    environ = {name: value for name, value in environ.items() if value}  # an empty one is as good as none
+    environ = {name: value for name, value in environ.items() if value}  # an empty variable counts as unset
     if unknown := sorted(given.keys() - Arguments.__annotations__.keys()):
         known = Arguments.__annotations__
         near = "".join(hint(name, known) for name in unknown[:1])
@@ -209,7 +209,7 @@ def _find_join(reader: _Reader, world: World, store: str | None) -> int | None:
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like one of kfcomm's and is none, where it is clear which was meant."""
+    """A line for each unknown variable of kfcomm that resembles a known one."""
     known = {f"KFCOMM_{name.upper()}" for name in Arguments.__annotations__} | OTHER_VARIABLES
     unknown = sorted(name for name in environ if name.startswith("KFCOMM_") and len(name) > 8 and name not in known)
     found = ((name, meant(name, known, like=0.85)) for name in unknown)
@@ -219,15 +219,15 @@ def misspelt(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_device(choice: str, name: str = "device") -> str:
-    """The choice of a device, if it is one.
+    """Check and normalise the choice of a device.
 
     Raises:
-        ConfigError: it is none of ``auto``, ``none``, ``cuda`` and ``cuda:N``.
+        ConfigError: expected ``auto``, ``none``, ``cuda`` or ``cuda:N``.
     """
     kind, colon, ordinal = choice.partition(":")
     if choice in ("auto", "none", "cuda"):
         return choice
-    # not isdigit alone, which takes digits of other scripts, too
+    # isdigit alone would accept digits of other scripts
     if (kind, colon) == ("cuda", ":") and ordinal.isascii() and ordinal.isdigit() and len(ordinal) <= MAX_DIGITS:
         return f"cuda:{int(ordinal)}"
     near = hint(kind, ("auto", "none", "cuda"))
@@ -310,7 +310,7 @@ def _find_store(reader: _Reader, world: World, reasons: list[str]) -> str | None
             "set KFCOMM_STORE to http://ADDRESS:PORT, an address of rank 0's host and a free port there"
         )
     host, port = world.store
-    # ranks of one host need no other address than loopback, which no other host can reach
+    # ranks of one host use loopback, which no other host can reach
     url = store_url(LOOPBACK if world.is_one_host or host == "localhost" else host, port)
     reasons.append(f"store {url}: served by rank 0, from {world.source}'s variables")
     return url
@@ -340,7 +340,7 @@ class _Reader(NamedTuple):
     given: Mapping[str, Any]
 
     def name(self, setting: str) -> str:
-        """The name under which a setting was given, for messages."""
+        """Name by which a setting was given, for messages."""
         return setting if setting in self.given else f"KFCOMM_{setting.upper()}"
 
     def raw(self, setting: str) -> Any:

@@ -1,12 +1,12 @@
-"""The store: a small HTTP server that the launcher or rank 0 runs, where peers register and learn the world.
+"""HTTP server of a store, run by the launcher or rank 0, where peers register and learn the world.
 
 It binds one address. Whoever cannot prove the token learns only that this is a store: a request is judged by
 its headers, before its body is read. Connections, bodies and what is remembered are bounded; waits are long
 polls, which end when their client goes away. Who has not signed a request within seconds is hung up on, and so is the
 oldest of those who have not when there are many: see `kfcomm.core.unauthenticated`.
 
-Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for what scales a job
-from outside, has a number in text as its body, and a line of text as its answer. See `signing` for the headers.
+Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for autoscalers, has a
+number in text as its body, and a line of text as its answer. See `signing` for the headers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LOG = logging.getLogger("kfcomm.store")
 _LOG.addFilter(RateLimitFilter())
 
 REQUEST_WITHIN_S = 5.0
-"""From connecting to a signed request, and from there to the last byte of its body."""
+"""Seconds from connecting to a signed request, and from there to the last byte of its body."""
 
 _CLOSE_WITHIN_S = 2.0
 _MAX_SHOWN = 32
@@ -87,7 +87,7 @@ class StoreServer:
         """Listen at ``host`` (an IP address) and ``port`` (0: any that is free), and serve.
 
         Raises:
-            RendezvousError: see ``listening.listen``.
+            RendezvousError: the port is in use, or the address is not this host's.
         """
         return await cls.serve(listen(host, port), token=token, tls=tls, store=store)
 
@@ -95,7 +95,7 @@ class StoreServer:
     async def serve(
         cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None, store: LocalStore | None = None
     ) -> StoreServer:
-        """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
+        """Serve early and new connections of ``listener``, which belongs to the server from now on."""
         server = cls(token, tls, store)
         server.url = url_of(listener)
         listener.setblocking(False)
@@ -114,14 +114,14 @@ class StoreServer:
         self._authenticator = Authenticator(self._token, nonce_of(self.store.identity))
 
     async def close(self) -> None:
-        """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""
+        """Stop listening and end every wait; return when all connections are closed. May be called twice."""
         self.store.contents.close()
         if self._listener is not None:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._listener.close()
-            self._http.pre_shutdown()  # idle connections end at once, the others after their answer
+            self._http.pre_shutdown()  # idle connections end at once, others after their answer
             await self._http.shutdown(_CLOSE_WITHIN_S)
             self._listener = None
 
@@ -167,7 +167,7 @@ class StoreServer:
             return web.Response(body=GREETING + self._authenticator.nonce.hex().encode())
         ticket = self._authenticator.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
         if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):
-            # the body has not been read: the connection cannot be used again
+            # the body is unread: the connection cannot be reused
             return web.Response(status=401, text="not signed with this job's token\n", headers={"Connection": "close"})
         if isinstance(request.protocol, _Connection):
             request.protocol.is_known()
@@ -189,7 +189,7 @@ class StoreServer:
         return status, encoded
 
     async def _resize(self, request: web.BaseRequest, ticket: Ticket) -> tuple[int, bytes]:
-        """Another number of ranks is wanted for an elastic job."""
+        """Handle a request for another number of ranks of an elastic job."""
         try:
             text = (await _body(request, ticket)).decode(errors="replace").strip()
             size = await self.want_size(text)
@@ -200,10 +200,10 @@ class StoreServer:
         return 200, b"%d ranks are wanted\n" % size
 
     async def want_size(self, text: str) -> int:
-        """Ask for so many ranks; returns the number.
+        """Request a number of ranks; return it.
 
         Raises:
-            ConfigError: it is none, or the job does not have so many, or so few.
+            ConfigError: it is not a number, or out of the job's bounds.
             RendezvousError: the store is closed.
         """
         size = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_RANKS)) else 0
@@ -262,7 +262,7 @@ class _Calls:
 
 
 class _Connection(web.RequestHandler):
-    """A connection, a stranger's until it brings a signed request."""
+    """A connection; unauthenticated until its first signed request."""
 
     __slots__ = ("_deadline", "_unauthenticated")
 
@@ -287,20 +287,20 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def is_known(self) -> None:
-        """It has brought a signed request, or is gone."""
+        """Note that it has sent a signed request, or is closed."""
         self._unauthenticated.remove(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def cut(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self.transport is not None:
             self.transport.abort()
 
 
 async def _quietly(work: Awaitable[object]) -> None:
-    """Nobody waits for it."""
+    """Run in the background, without errors of the store."""
     with contextlib.suppress(StoreClosed, LocalProtocolError):
         await work
 

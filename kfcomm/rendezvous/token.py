@@ -1,12 +1,12 @@
-"""The token that the peers of a job share, and where it comes from.
+"""Token that the peers of a job share, and its sources.
 
-A text may hold several, one a line: the first is this process's own, the others are accepted from others, too. So a
-token is replaced while jobs run: on all hosts the new one is added, then put first, then left alone.
+A text may hold several tokens, one a line: this process signs with the first one, and accepts all. To replace a token
+while jobs run, on all hosts: add the new one, then put it first, then remove the old one.
 
-It is given (``token=``, ``KFCOMM_TOKEN``, ``KFCOMM_TOKEN_FILE``), or, in a world that is all on this host, it is
-the user's own: random, kept in a directory that only this user can read, made when it is first needed. So ranks
-that torchrun or mpirun started on one machine find each other without any set-up, and no other user can join
-them. A world on several hosts without a token is refused: what could be derived there could be guessed.
+The token is given (``token=``, ``KFCOMM_TOKEN``, ``KFCOMM_TOKEN_FILE``), or, in a world on one host, it is the user's
+own: random, in a directory that only this user can read, created at first use. So ranks that torchrun or mpirun started
+on one machine find each other without configuration, and no other user can join them. A world on several hosts needs an
+explicit token: a derived one could be guessed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALPHABETS = (
     string.printable,
 )  # fmt: skip
 MIN_CHARACTERS = 6
-"""Different ones: a token of fewer was typed, not drawn."""
+"""Least number of distinct characters of a random token."""
 
 logger = logging.getLogger("kfcomm")
 
@@ -44,7 +44,7 @@ HOW_TO_SET = (
 
 
 def as_text(token: bytes) -> str:
-    """As a variable carries it."""
+    """Token as the value of a variable."""
     return os.fsdecode(token.replace(auth.SEPARATOR, b"\n"))
 
 
@@ -54,7 +54,7 @@ def new_token() -> str:
 
 
 def given_token(environ: Mapping[str, str], argument: bytes | str | None) -> tuple[bytes, str] | None:
-    """The token that was given and where, or None.
+    """Given token and its source, or None.
 
     Raises:
         ConfigError: two are given, it is too short to be a secret, or the file cannot be read.
@@ -76,10 +76,10 @@ def given_token(environ: Mapping[str, str], argument: bytes | str | None) -> tup
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file, without the white space around it.
+    """Token in a file, without surrounding white space.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no token.
+        ConfigError: the file cannot be read, or its token is invalid.
     """
     try:
         with path.open("rb") as file:
@@ -103,23 +103,23 @@ def _check_mode(path: Path, mode: int) -> None:
 
 
 def conceal(environ: MutableMapping[str, str], store: str, token: bytes) -> None:
-    """This process has joined: what it starts from now on shall not inherit the token. It may itself join again."""
+    """Remove the token from the environment, since child processes must not inherit it; remember it to join again."""
     if environ.pop("KFCOMM_TOKEN", None) is not None:
         _concealed[store] = token
 
 
 def concealed_token(store: str) -> tuple[bytes, str] | None:
-    """The token of a job that this process has joined before."""
+    """Token of a job that this process has joined before."""
     token = _concealed.get(store)
     return None if token is None else (token, "KFCOMM_TOKEN, as it was when this process joined first")
 
 
 _concealed: dict[str, bytes] = {}
-"""By store. It takes the place of the environment, which is the process's own, too."""
+"""By store. A global, as the environment that it replaces."""
 
 
 def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
-    """This user's token on this host, and the file that keeps it; made if there is none.
+    """This user's token on this host, and its file; created if missing.
 
     It lies in ``$XDG_RUNTIME_DIR/kfcomm``, or in ``kfcomm-UID`` of the first folder for temporary files that can be
     written: ``$TMPDIR``, ``$TEMP``, ``$TMP``, ``/tmp``, ``/var/tmp`` or ``/dev/shm``.
@@ -132,7 +132,7 @@ def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
 
 
 def kept_token(folder: Path) -> bytes:
-    """The token that lies in a folder, which is made, with a new one, if there is none.
+    """Token in a folder; both are created if missing.
 
     Raises:
         ConfigError: the folder is not this user's alone, or cannot be written.
@@ -152,7 +152,7 @@ def _user_folder(environ: Mapping[str, str]) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "kfcomm"
-    # tempfile would take the working directory in the end, which ranks need not have in common
+    # tempfile falls back to the working directory, which may differ between ranks
     given = [(f"{name}={environ[name]}", environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
     known = [*given, *((folder, folder) for folder in TEMPORARY)]
     for _, folder in known:
@@ -176,7 +176,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _publish(path: Path) -> None:
-    """Make the token appear at once and whole: several ranks may try, and the first wins."""
+    """Create the token file atomically: several ranks may try, and the first wins."""
     draft = path.with_name(f"token.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -189,7 +189,7 @@ def _publish(path: Path) -> None:
 
 
 def bits_of(token: bytes) -> float:
-    """At most so many random bits are in it, if it was drawn from the smallest alphabet that has all its characters."""
+    """Upper bound of random bits: those of a draw from the smallest alphabet with all its characters."""
     text = token.decode("latin-1")
     size = next((len(set(alphabet)) for alphabet in _ALPHABETS if set(text) <= set(alphabet)), 256)
     return len(token) * math.log2(size)

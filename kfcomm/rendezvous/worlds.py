@@ -1,7 +1,7 @@
-"""What each launcher's environment says about the world: one function per launcher.
+"""Rank and size from the environment of each launcher: one function per launcher.
 
-A function returns the world it sees, or the reason why the environment is not its launcher's; variables that
-contradict each other raise. Nothing here looks outside the mapping it is given.
+A function returns the world that it finds, or the reason why the environment is not its launcher's; contradictory
+variables raise. Pure: the environment is an argument.
 
 ======== ==========================================================================================
 source   variables
@@ -13,8 +13,8 @@ openmpi  ``OMPI_COMM_WORLD_RANK``, ``_SIZE``, ``_LOCAL_RANK``, ``_LOCAL_SIZE``
 pmi      ``PMI_RANK``, ``PMI_SIZE``, ``MPI_LOCALRANKID``, ``MPI_LOCALNRANKS``
 ======== ==========================================================================================
 
-Where the launcher serves no store, rank 0 does, at ``KFCOMM_PORT``, or else: torchrun's ``MASTER_PORT`` + 1
-(the port itself is held by torch's own store); SLURM and MPI a port from 20000 to 29999 made from the job's id.
+If the launcher serves no store, rank 0 does, at ``KFCOMM_PORT``, else: with torchrun at ``MASTER_PORT`` + 1 (the port
+itself is used by torch's own store); with SLURM and MPI at a port from 20000 to 29999 derived from the job's id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Environ = Mapping[str, str]
 
 
 class Source(StrEnum):
-    """Where rank and size come from."""
+    """Source of rank and size."""
 
     ARGUMENTS = "arguments"
     KFCOMM = "kfcomm"
@@ -48,15 +48,15 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank and size as one source gives them; ``local`` is None where it does not say.
+    """Rank and size from one source; ``local`` is None if unknown.
 
     Attributes:
-        source: who says so.
+        source: the source.
         rank: rank of this process.
         size: number of processes.
         local: rank and number of processes on this host.
-        store: host and port at which rank 0 serves the store; None if that cannot be told.
-        because: the variables and their values, for people.
+        store: host and port at which rank 0 serves the store; None if unknown.
+        because: variables and their values, for messages.
     """
 
     source: Source
@@ -72,10 +72,10 @@ class World:
             _check_rank(self.source, "local rank", *self.local)
 
     def check_local(self) -> None:
-        """Of a process with which the job begins: there are no more ranks on one host than in all.
+        """Check the local size of an initial process.
 
         Raises:
-            ConfigError: there are.
+            ConfigError: it exceeds the size.
         """
         if self.local is not None and self.local[1] > self.size:
             raise ConfigError(f"{self.source}: local size {self.local[1]} exceeds size {self.size} ({self.because})")
@@ -128,8 +128,8 @@ def _beside_master_port(environ: Environ) -> int:
 def from_slurm(environ: Environ) -> World | str:
     """The variables of a task that srun started.
 
-    The shell of a batch script has SLURM_PROCID too, but is no step; and mpirun and mpiexec start their daemons
-    by srun, so that below them SLURM's variables describe the daemon: both are passed over.
+    The shell of a batch script has SLURM_PROCID too, but is not a step; and mpirun and mpiexec start their daemons by
+    srun, so that below them SLURM's variables describe the daemon: both are skipped.
     """
     if "SLURM_PROCID" not in environ:
         return "SLURM_PROCID is not set"
@@ -209,17 +209,17 @@ FINDERS: tuple[Callable[[Environ], World | str], ...] = (
     from_openmpi,
     from_pmi,
 )
-"""In the order in which they are asked; the first world found is taken."""
+"""In order of precedence."""
 
 
 def integer(environ: Environ, name: str, low: int, high: int) -> int:
     """The variable ``name`` as an integer from ``low`` to ``high``.
 
     Raises:
-        ConfigError: it is none; names the variable, its value and what is allowed.
+        ConfigError: invalid; names the variable, its value and the allowed range.
     """
     text = environ[name].strip()
-    # more digits than any bound has are refused unread: int() is quadratic in their number
+    # long numbers are refused unparsed: int() is quadratic in the number of digits
     if re.fullmatch(r"-?[0-9]{1,12}", text) and low <= int(text) <= high:
         return int(text)
     raise ConfigError(f"{name}={environ[name]!r} must be an integer from {low} to {high}")

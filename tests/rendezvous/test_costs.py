@@ -124,3 +124,12 @@ def test_forgotten_costs_are_removed() -> None:
     path.mkdir()
     with pytest.raises(ConfigError, match="cannot remove"):
         forget_costs()
+
+
+def test_without_a_home_costs_are_unknown_and_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and an entry in passwd
+    assert saved_costs() == UNMEASURED
+    assert describe_saved() == ""
+    with pytest.raises(ConfigError, match="set HOME, or XDG_CACHE_HOME"):
+        save_costs(LOCAL)

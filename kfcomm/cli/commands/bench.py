@@ -1,6 +1,6 @@
-"""`kfcomm bench`: brings together the launcher, which starts ranks, and the room that measures.
+"""`kfcomm bench`: measures collectives, among new ranks or those of a running job.
 
-In a job that has been started already, every rank of it runs this command, and takes part.
+In a running job every rank runs this command, and takes part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class _Collective(Choice):
-    """A verb, with ``-`` or, as in Python, with ``_``."""
+    """A verb, with ``-`` or ``_``."""
 
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -49,7 +49,7 @@ class _Collective(Choice):
 
 
 class _Bench(WithSizes):
-    """A command with a word of its own for one thing that it does quite differently."""
+    """Command with the subcommand ``topologies``, which has other options."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -156,7 +156,7 @@ def bench(collectives: tuple[str, ...], **given: Any) -> None:
 
 
 def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, Any]) -> Suite:
-    """What the options ask for; what they leave out is as everywhere in this process."""
+    """Suite for the options; defaults are the settings of this process."""
     if given["modes"] and not given["workloads"]:
         raise ConfigError("--mode is about the tensors of a workload: name one with --workload")
     place = Place(given["device"])

@@ -32,9 +32,9 @@ def env() -> None:
 
 
 def explain(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The text, and the exit code: 2 if the environment cannot work.
+    """Text, and exit code: 2 if the environment cannot work.
 
-    The token is never shown, only where it comes from.
+    The token is not shown, only its source.
     """
     fixed = [_section("links", _links()), _section("versions", _versions())]
     try:
@@ -101,7 +101,7 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
 
 
 def _costs() -> str:
-    """What ``auto`` counts with."""
+    """Costs that ``auto`` uses."""
     kept = describe_saved()
     if not kept:
         return "the usual ones (kfcomm probe --keep measures those of this host)"
@@ -109,7 +109,7 @@ def _costs() -> str:
 
 
 def _transport(asked: str, device: DeviceReport) -> str:
-    """What was asked for, and what that means here. A peer that cannot share memory gets Unix sockets all the same."""
+    """Transport setting, and its effect here. Peers without shared memory use Unix sockets."""
     if asked in LINKS and asked != AUTO:
         unsupported = named(asked).why_unsupported()
         return asked if unsupported is None else f"{asked}: cannot work ({unsupported}); use auto"
@@ -132,7 +132,7 @@ def _within_a_host() -> str:
 
 
 def _look(settings: Settings) -> tuple[DeviceReport, str | None]:
-    """What this process would tell the others of its device, and why it would not start, if so."""
+    """Device report for the others, and the reason why this process would not start, if any."""
     try:
         own = look(settings)
     except ConfigError as error:
@@ -143,7 +143,7 @@ def _look(settings: Settings) -> tuple[DeviceReport, str | None]:
 
 
 def _device(report: DeviceReport, refused: str | None) -> list[Row]:
-    """The device, its driver, what runs collectives on it, and what is lacking."""
+    """Device, driver, backend of collectives, and what is missing."""
     rows = [("device", f"{report.kind}: {report.model} ({report.uuid})" if report.kind else "none")]
     if report.kind:
         rows.append(("driver", f"for CUDA up to {driver_version(report.driver)}"))
@@ -157,7 +157,7 @@ def _device(report: DeviceReport, refused: str | None) -> list[Row]:
 
 
 def _address(settings: Settings) -> tuple[str | None, str]:
-    """The address to listen at, and why; None if there is none."""
+    """Address to listen at, or None, and the reason."""
     towards = None if settings.store is None else host_and_port(settings.store)
     try:
         address = choose_address(settings.interface, towards)

@@ -1,7 +1,7 @@
-"""`kfcomm probe`: measures the links of a world, and shows what it found.
+"""`kfcomm probe`: latency and bandwidth of the links of a world.
 
-Without a job it starts ranks, each of which runs this command again; in a job every rank runs it, and takes part.
-Rank 0 shows and writes.
+Outside of a job it starts ranks, and each runs this command again; in a job every rank runs it, and takes part. Rank 0
+shows and writes the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kfcomm import Communicator
 
 MOST_BUSY = 0.25
-"""Of the processors, by others, when what messages cost is measured to be kept."""
+"""Largest share of the processors in use by others at which costs are saved."""
 BUSY_OVER_S = 1.0
 
 
@@ -105,7 +105,7 @@ def _forget(given: dict[str, Any]) -> None:
 
 
 def _start(given: dict[str, Any], settings: Settings) -> int:
-    """New ranks on this host run this command; returns the exit code."""
+    """Run this command in new ranks on this host; return the exit code."""
     from kfcomm.cli.ranks import Relay, own_module
     from kfcomm.launch.job import RunOptions
     from kfcomm.launch.run import run
@@ -125,7 +125,7 @@ def _start(given: dict[str, Any], settings: Settings) -> int:
 
 
 async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
-    """As the rank that this process is."""
+    """Measure, as one rank of the job."""
     import kfcomm
     from kfcomm.probe.report import as_text
 
@@ -143,7 +143,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
                     "--force"
                 )
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
-    # the others need not wait at the end for what is done from here on
+    # after the world is closed, so that the others need not wait
     if comm.rank == 0:
         click.echo(as_text(found), nl=False)
     kept = found.keep(busy) if given["keep"] and comm.local_rank == 0 else None
@@ -159,7 +159,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
         if files.json is not None:
             found.save(files.json)
         if files.html is not None:
-            from kfcomm.probe.page import page  # imports what draws
+            from kfcomm.probe.page import page  # imports matplotlib
 
             files.html.write_text(page(found), "utf-8")
     except OSError as error:
@@ -167,7 +167,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
 
 
 async def _busiest(comm: Communicator) -> tuple[str, float, float]:
-    """The host whose processors others use most while the ranks wait; which share of them, and of this host's."""
+    """Host with the busiest processors while the ranks wait; its share, and that of this host."""
     own = await busy_share() if comm.local_rank == 0 else 0.0
     shares = await comm.all_gather_object([hostname(), own])
     host, most = max(shares, key=lambda one: one[1])
@@ -175,7 +175,7 @@ async def _busiest(comm: Communicator) -> tuple[str, float, float]:
 
 
 async def busy_share() -> float:
-    """The share of the processors that is in use, over a second; 0 where the system does not say (proc(5))."""
+    """Share of the processors in use, over a second; 0 if unknown (proc(5))."""
     try:
         before = _ticks()
         await asyncio.sleep(BUSY_OVER_S)
@@ -186,7 +186,7 @@ async def busy_share() -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all processors since the system was started: idle, and all."""
+    """Idle and total ticks of all processors since boot."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
     return idle + waiting, user + nice + system + idle + waiting + sum(rest)

@@ -1,4 +1,4 @@
-"""`kfcomm resize`: another number of ranks for a running job."""
+"""`kfcomm resize`: requests another number of ranks of a running job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfcomm.errors import ConfigError, RendezvousError
 
 _MAX_DIGITS = 6
 _SHOWN = 40
-"""Characters of what was typed."""
+"""Longest shown argument."""
 
 
 @click.command()
@@ -82,7 +82,7 @@ def at_terminal() -> bool:
 
 
 def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
-    """The size is the last, or the first where a name follows that is none."""
+    """Parse the arguments: the size is the last one, or the first one before a name."""
     if len(words) > 2:
         raise click.UsageError("say one job at the most, and its size")
     *job, size = words if words[-1].isdecimal() else words[::-1]

@@ -1,6 +1,6 @@
-"""`kfcomm simulate`: strategies on a network that need not exist.
+"""`kfcomm simulate`: strategies on a simulated network.
 
-Owns the options and what they mean; what is public here also serves ``kfcomm bench topologies --simulate``.
+The public functions also serve ``kfcomm bench topologies --simulate``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"
 
 _MANY_MESSAGES = 1_000_000
 _MESSAGES_PER_S = 40_000
-"""On a slow processor."""
+"""Simulated messages per second on a slow processor."""
 
 World = tuple[int | None, int | None]
 """Number of hosts and of ranks on each; None for what the network says."""
@@ -98,7 +98,7 @@ def simulate(
 
 
 def network_of(path: Path | None) -> tuple[SimulatedNetwork, str]:
-    """The network of a file, or the default, and how it is called.
+    """Network of a file, or the default, and its title.
 
     Raises:
         ConfigError: see ``SimulatedNetwork.load``.
@@ -109,10 +109,10 @@ def network_of(path: Path | None) -> tuple[SimulatedNetwork, str]:
 
 
 def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
-    """Names given with commas between them, or by several options; rules by size have commas of their own.
+    """Names, separated by commas or in several options; rules by size contain commas themselves.
 
     Raises:
-        ConfigError: there are colons between them.
+        ConfigError: they are separated by colons.
     """
     for given in strategies:
         if ":" in given and "<=" not in given and "else" not in given:
@@ -122,10 +122,10 @@ def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_worlds(text: str | None) -> tuple[World, ...]:
-    """Worlds of a text such as ``8x1,16x1``; without one, that of the network.
+    """Parse worlds such as ``8x1,16x1``; None means that of the network.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: a world is malformed.
     """
     if text is None:
         return ((None, None),)
@@ -150,7 +150,7 @@ def simulated(
     dtype: str,
     say: Callable[[str], None],
 ) -> Iterator[Result]:
-    """Simulate every combination, and tell of each.
+    """Simulate every combination, with a message on each.
 
     Raises:
         ConfigError: a strategy is unknown, a world does not fit the network, or a message has no element.
@@ -178,6 +178,6 @@ def _minutes(messages: int) -> str:
 
 
 def tell(text: str) -> None:
-    """Say how far it is."""
+    """Write a progress message."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

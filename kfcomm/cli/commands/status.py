@@ -1,4 +1,4 @@
-"""`kfcomm status`: who takes part in a running elastic job."""
+"""`kfcomm status`: ranks of a running elastic job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kfcomm timeline`: the traces of all ranks, merged or in words."""
+"""`kfcomm timeline`: traces of all ranks, merged or summarised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kfcomm tls`: certificates for a job."""
+"""`kfcomm tls`: certificates of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kfcomm top`: a running job, again and again."""
+"""`kfcomm top`: live view of a running job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def top(job: str | None, named: str | None, once: bool, interval: float) -> None
     from kfcomm.monitor.top import Watcher
 
     with reported_errors():
-        if math.isnan(interval):  # which is in no range and outside of none
+        if math.isnan(interval):  # click's range check accepts NaN
             raise ConfigError("--interval nan must be a number of seconds")
         watcher = Watcher(chosen(live.jobs(), named or job))
     if once or not sys.stdout.isatty():
@@ -64,10 +64,10 @@ def top(job: str | None, named: str | None, once: bool, interval: float) -> None
 
 
 def chosen(jobs: Sequence[Job], asked: str | None) -> str:
-    """The name of the job that is meant.
+    """Name of the requested job.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: no job or more than one matches.
     """
     if not jobs:
         raise ConfigError(NO_JOB)
@@ -90,7 +90,7 @@ def _described(job: Job) -> str:
 
 
 def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:
-    """Views one after the other, as plain text; the first look only gives rates something to begin with."""
+    """Print views as plain text; the first look only initialises rates."""
     from kfcomm.monitor.top import view
 
     change = watcher.look()
@@ -105,13 +105,13 @@ def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:
 
 
 def _width() -> int:
-    """Of the terminal, or as ``COLUMNS`` says; without either, wide enough for everything."""
+    """Width of the terminal, or ``COLUMNS``; without either, wide enough for all columns."""
     is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
     return shutil.get_terminal_size((80, 24)).columns if is_known else 200
 
 
 def _show(watcher: Watcher, interval_s: float) -> None:
-    """One view over the other, until the user leaves or the job ends."""
+    """Redraw the view until the user leaves or the job ends."""
     from kfcomm.monitor.top import view
     from kfcomm.monitor.top.screen import screen
 

@@ -25,8 +25,8 @@ _WAIT_S = 20.0
 class LocalStore(KeyValue):
     """A store whose contents are in the memory of this process, and lost with it; subclasses keep them elsewhere too.
 
-    Reads never leave the process. A subclass writes elsewhere first, then to the contents: nobody acts upon a value
-    that a restarted store would lack.
+    Reads never leave the process. A subclass writes elsewhere first, then to the contents, so that no process acts on a
+    value that a restarted store would lack.
 
     Attributes:
         contents: the values; may be read directly.
@@ -84,7 +84,7 @@ class Opening:
 
     Attributes:
         environ: of the launcher.
-        is_first: whether this is the launcher of the first host, of which there is one.
+        is_first: whether this is the launcher of the first host; there is one.
         within_s: how long to try to reach a server.
     """
 
@@ -98,7 +98,7 @@ class Backend:
     """A kind of storage for the contents of a job's store.
 
     Attributes:
-        schemes: of its addresses, ``SCHEME://...``; an empty one stands for paths.
+        schemes: of its addresses, ``SCHEME://...``; an empty one means paths.
         example: an address.
         open: opens the store at an address. Raises `ConfigError` if that is malformed or of another job, and
             `RendezvousError` if it cannot be reached.

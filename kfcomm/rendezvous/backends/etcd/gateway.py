@@ -1,8 +1,8 @@
 """Requests to an etcd of several members, through the JSON gateway of version 3 (``/v3/...``).
 
-An attempt that fails is made again with the next member, with growing pauses, until one answers or time is up. All
-requests that are made here can be repeated without harm. A refusal is final: a wrong password does not become right.
-But while a job runs that of a user is none: somebody may have switched authentication on, and may switch it off again.
+A failed attempt is repeated with the next member, with growing pauses, until one answers or time is up. All requests
+here are idempotent. A refusal is final: a wrong password stays wrong. Except while a job runs: then the refusal of a
+user is retried, since authentication may have been switched on, and may be switched off again.
 
 Source: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/ and the status codes of gRPC.
 """
@@ -25,9 +25,9 @@ from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.backends.etcd.address import Address
 
 ATTEMPT_S = 4.0
-"""For which one member is asked."""
+"""Timeout of one attempt."""
 SAID_AFTER_S = 3.0
-"""An etcd that has not answered for so long is told of."""
+"""Time without an answer after which a warning is logged."""
 MAX_ANSWER_NBYTES = 1 << 27
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
@@ -44,7 +44,7 @@ _LOG = logging.getLogger("kfcomm.etcd")
 
 
 class Refused(RendezvousError):
-    """An etcd has answered that it will not. ``code`` is gRPC's."""
+    """A refusal by etcd. ``code`` is gRPC's."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -52,22 +52,22 @@ class Refused(RendezvousError):
 
 
 class NotThere(Refused):
-    """What was asked about, a lease for example, is not there."""
+    """A requested object, such as a lease, does not exist."""
 
 
 class _Failed(Exception):
-    """An attempt came to nothing; another may not."""
+    """A failed attempt; it may be repeated."""
 
 
 class Gateway:
-    """Asks an etcd.
+    """Client of an etcd.
 
     Args:
-        address: of it.
+        address: of the etcd.
 
     Attributes:
-        trouble: why the last attempt failed; empty if it did not.
-        is_in_use: whether a job runs that needs it for changes alone; before, nothing begins without it.
+        trouble: cause of the last failed attempt; empty after a success.
+        is_in_use: whether a job runs, which needs etcd for changes alone; before, it cannot begin without etcd.
     """
 
     def __init__(self, address: Address) -> None:
@@ -83,11 +83,11 @@ class Gateway:
         self._http = aiohttp.ClientSession(connector=connector)
 
     async def ask(self, path: str, fields: Mapping[str, Any], *, within_s: float = math.inf) -> dict[str, Any]:
-        """The answer to one request, made again and again until there is one.
+        """Answer to one request, repeated until there is one.
 
         Raises:
-            RendezvousError: there is none in time; names the cause.
-            Refused: it will not.
+            RendezvousError: no answer in time; names the cause.
+            Refused: etcd refuses the request.
         """
         deadline_s, pause_s = loop_now_s() + within_s, FIRST_PAUSE_S
         while True:
@@ -106,9 +106,9 @@ class Gateway:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def watch(self, key: bytes, end: bytes, revision: int) -> AsyncIterator[dict[str, Any]]:
-        """What changes from a revision on, as long as one member tells it; returns when that ends.
+        """Yield changes from a revision on, from one member; return when its stream ends.
 
-        Each is the ``result`` of a message, with its ``events``. A member that has lost its leader ends it.
+        Each is the ``result`` of a message, with its ``events``. A member that has lost its leader ends the stream.
         """
         request = {"create_request": {"key": text(key), "range_end": text(end), "start_revision": str(revision)}}
         url = self.address.endpoints[self._at] + "/v3/watch"
@@ -135,7 +135,7 @@ class Gateway:
             self.trouble = _cause(error)
 
     def next_member(self) -> None:
-        """Ask another one from now on; what the one before was to tell ends, since it may hang."""
+        """Switch to the next member; close the streams of the previous one, which may hang."""
         self._at = (self._at + 1) % len(self.address.endpoints)
         for response in self._streams:
             response.close()
@@ -178,7 +178,7 @@ class Gateway:
         return {"Authorization": self._token}
 
     def _forget_token(self, message: str) -> bool:
-        """Whether the token is not good any more; then there is another the next time."""
+        """Drop the token if it has expired; return whether it had."""
         is_stale = bool(self._token) and any(one in message for one in _STALE_TOKEN)
         if is_stale:
             self._token = ""
@@ -216,7 +216,7 @@ class Gateway:
 
 
 def text(key: bytes) -> str:
-    """As the gateway wants bytes."""
+    """Encode bytes for the gateway."""
     return base64.b64encode(key).decode()
 
 
@@ -226,12 +226,12 @@ def data(value: str) -> bytes:
 
 
 def end_of(prefix: bytes) -> bytes:
-    """The end of the range of all keys that begin so."""
+    """End of the range of all keys with a prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length up to a bound: one of aiohttp's own may have 64 KiB."""
+    """Lines up to `MAX_ANSWER_NBYTES`; those of aiohttp are limited to 64 KiB."""
     rest = b""
     async for chunk in content.iter_any():
         *whole, rest = (rest + chunk).split(b"\n")
@@ -252,7 +252,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _told(answer: Mapping[str, Any]) -> tuple[str, int]:
-    """Message and code of an error; those of streams lie a level deeper."""
+    """Message and code of an error; in streams they are one level deeper."""
     error = answer.get("error")
     inner: Mapping[str, Any] = error if isinstance(error, dict) else answer
     code = inner.get("code") or inner.get("grpc_code") or 0
@@ -260,7 +260,7 @@ def _told(answer: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _is_about_users(message: str, code: int) -> bool:
-    """Whether a request was refused because of who asks, not of what is asked."""
+    """Whether a request was refused because of its user."""
     return code in (_DENIED, _UNAUTHENTICATED) or any(one in message for one in _NOT_ALLOWED)
 
 

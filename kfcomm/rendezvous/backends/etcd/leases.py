@@ -26,25 +26,25 @@ from kfcomm.rendezvous.backends.etcd.gateway import LAST_PAUSE_S, Gateway, data,
 from kfcomm.rendezvous.interfaces import hostname
 
 KEPT_FOR_S = 600
-"""So long the contents stay when no launcher of the job lives; one that is started again within this goes on."""
+"""Seconds for which the values outlive all launchers; one that restarts in time continues the job."""
 LOCK_S = 10
-"""So long a launcher is taken to be there that is not, at the most."""
+"""Seconds after which a dead launcher loses its lock."""
 BEAT_S = 3.0
 GOODBYE_S = 3.0
 ABANDONED_AFTER_S = 60.0
-"""A job whose lease has ended, and that no first launcher takes up for so long, is over for the others."""
+"""Seconds after the end of the lease after which a job without a first launcher is over for the others."""
 
 _OVER = b" over"
-"""Follows the number of the lease when the job is over."""
+"""Suffix of the number of the lease when the job is over."""
 
 
 class Lease:
     """The lease of a job, as one launcher knows it.
 
     Args:
-        gateway: to the etcd.
-        key: that names it.
-        lost: called when it has ended though the job is not over.
+        gateway: client of the etcd.
+        key: key with the number of the lease.
+        lost: called when it has ended before the job.
         over: called, with the reason, when the job is over.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lease:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not ended, as far as it is known."""
+        """Whether it has not ended, as far as known."""
         return self._there.is_set()
 
     async def wait(self) -> str:
@@ -71,7 +71,7 @@ class Lease:
         return self.number
 
     async def share(self, within_s: float = math.inf) -> str:
-        """The number of the one that is there, or of a new one; see `has`.
+        """Number of the existing lease, or of a new one; see `has`.
 
         Raises:
             RendezvousError: etcd cannot be reached in time, or refuses.
@@ -86,10 +86,10 @@ class Lease:
             await revoke(self._gateway, mine)
             if not held.endswith(_OVER):
                 return held.decode()
-            await revoke(self._gateway, held.removesuffix(_OVER).decode())  # that job could not end it any more
+            await revoke(self._gateway, held.removesuffix(_OVER).decode())  # the finished job did not get to revoke it
 
     def has(self, number: str) -> None:
-        """This is it from now on."""
+        """Use this lease from now on."""
         self.number = number
         self._there.set()
         self._cancel()
@@ -103,7 +103,7 @@ class Lease:
             self._lost()
 
     def hear(self, value: bytes | None) -> None:
-        """Its key has this value now, or none."""
+        """Handle the value of its key, or the loss of the key."""
         if value is None:
             self.has_ended(self.number)
         elif value.endswith(_OVER):
@@ -112,13 +112,13 @@ class Lease:
             self.has(value.decode())
 
     async def keep(self) -> None:
-        """Have it last."""
+        """Keep it alive."""
         number = self.number
         if self.is_there and not await is_kept(self._gateway, number):
             self.has_ended(number)
 
     async def say_over(self) -> None:
-        """Tell the other launchers that the job is over; then it can be revoked."""
+        """Tell the other launchers that the job is over, before the lease is revoked."""
         over = {"key": text(self._key), "value": text(self.number.encode() + _OVER), "lease": self.number}
         with contextlib.suppress(RendezvousError):
             await self._gateway.ask("/v3/kv/put", over, within_s=GOODBYE_S)
@@ -135,7 +135,7 @@ class Lease:
 
 
 def unless_held(key: bytes, value: bytes, lease: str) -> dict[str, Any]:
-    """A transaction that gives a key a value unless it has one, and tells which it has; see `held_by`."""
+    """Transaction that gives a key a value unless it has one, and returns that; see `held_by`."""
     name = text(key)
     return {
         "compare": [{"key": name, "target": "CREATE", "create_revision": "0"}],
@@ -145,35 +145,35 @@ def unless_held(key: bytes, value: bytes, lease: str) -> dict[str, Any]:
 
 
 def held_by(answer: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Revision and value of the key that such a transaction has found; the gateway leaves out what is empty."""
+    """Revision and value of the key that such a transaction has found; the gateway omits empty fields."""
     row = answer["responses"][0]["response_range"]["kvs"][0]
     return int(row["mod_revision"]), data(row.get("value", ""))
 
 
 async def granted(gateway: Gateway, ttl_s: int, within_s: float) -> str:
-    """A new lease; one that was granted in an answer that was lost ends by itself."""
+    """New lease; if the answer is lost, an extra one expires."""
     answer = await gateway.ask("/v3/lease/grant", {"TTL": str(ttl_s)}, within_s=within_s)
     return str(answer["ID"])
 
 
 async def is_kept(gateway: Gateway, lease: str) -> bool:
-    """Have a lease last; whether it is there."""
+    """Keep a lease alive; return whether it exists."""
     answer = await gateway.ask("/v3/lease/keepalive", {"ID": lease})
     return int(answer.get("result", {}).get("TTL", 0)) > 0
 
 
 async def revoke(gateway: Gateway, *leases: str) -> None:
-    """End leases, as far as etcd answers."""
+    """Revoke leases; ignore errors."""
     for lease in filter(None, leases):
         with contextlib.suppress(RendezvousError):
             await gateway.ask("/v3/lease/revoke", {"ID": lease}, within_s=GOODBYE_S)
 
 
 async def locked(gateway: Gateway, key: bytes, within_s: float) -> str:
-    """A lease that says that this launcher is the first. One that has just been killed is waited for.
+    """Lease of the lock that makes this launcher the first one. Waits for a killed holder to expire.
 
     Raises:
-        RendezvousError: another one is.
+        RendezvousError: another launcher holds the lock.
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + LOCK_S + BEAT_S
@@ -223,7 +223,7 @@ def _begun(pid: int) -> str:
 
 
 def _is_known_to_live(other: bytes) -> bool | None:
-    """Whether a launcher lives; None if that cannot be known here, since it was on another machine."""
+    """Whether a launcher lives; None if unknown, since it was on another machine."""
     _, *machine, pid, begun, _ = msgpack.unpackb(other)
     return None if tuple(machine) != _machine() else _begun(pid) == begun
 

@@ -1,17 +1,17 @@
-"""The contents of a job's store in etcd, mirrored in the memory of each launcher.
+"""Store of a job in etcd, mirrored in the memory of each launcher.
 
-What is below ``PREFIX/``::
+Keys below ``PREFIX/``::
 
-    store/KEY    values of the store, and ends of processes
-    lease        the lease that all of these have: launchers keep it alive, the end of the job revokes it
-    lock         which launcher is the first, with a lease of its own
+    store/KEY    values of the store, and exits of ranks
+    lease        the lease of all these keys: launchers keep it alive, the end of the job revokes it
+    lock         the first launcher, with its own lease
 
-Writes go to etcd and are done when this mirror has seen them, so that who has claimed a key sees all that was claimed
-before. Reads never leave the process. While etcd does not answer, writes wait and reads go on.
+Writes go to etcd and return when this mirror has seen them, so that a process that has claimed a key sees all earlier
+claims. Reads never leave the process. While etcd does not answer, writes wait and reads continue.
 
-A write whose answer was lost may have been carried out, and is made again: whoever claims a key finds what it has
-claimed itself, and a value that is set has one writer. When a lease has ended though the job is not over, the first
-launcher writes all anew; what others write waits for that.
+A write whose answer was lost may have been carried out, and is repeated: a claim finds its own earlier value, and a
+value that is set has one writer. When the lease has ended before the job, the first launcher writes all values again;
+other writes wait for that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kfcomm.rendezvous.keyvalue import JOB_RECORD, Exit, StoreClosed
 from kfcomm.types import override
 
 PAGE = 64
-"""Values at once: a value has half a MiB at the most."""
+"""Values per request; a value has at most half a MiB."""
 
 _LOG = logging.getLogger("kfcomm.etcd")
 
@@ -49,7 +49,7 @@ class EtcdStore(LocalStore):
     """Store in etcd, mirrored in memory. Made by `begin`.
 
     Args:
-        gateway: to the etcd.
+        gateway: client of the etcd.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -66,15 +66,15 @@ class EtcdStore(LocalStore):
 
     @classmethod
     async def begin(cls, address: Address, *, is_first: bool, within_s: float) -> EtcdStore:
-        """Reach an etcd and take what it has of the job.
+        """Connect to an etcd and load its values of the job.
 
         Args:
-            address: of it.
-            is_first: whether this is the launcher of the first host, of which there is one.
+            address: of the etcd.
+            is_first: whether this is the launcher of the first host; there is one.
             within_s: how long to try.
 
         Raises:
-            RendezvousError: it cannot be reached, refuses the user, or another launcher is the first.
+            RendezvousError: etcd cannot be reached, refuses the user, or another launcher is the first.
         """
         made = cls(Gateway(address))
         try:
@@ -127,7 +127,7 @@ class EtcdStore(LocalStore):
             for first, end in ((folder + b"/", end_of(folder + b"/")), (folder, folder + b"\0")):
                 await self._write("/v3/kv/deleterange", _without_lease({"key": text(first), "range_end": text(end)}))
         for key in [key for key, _ in self.contents.items() if key.partition("/")[0] in roots]:
-            self.contents.drop(key)  # nothing more may be told of a deletion whose answer was lost
+            self.contents.drop(key)  # a repeated deletion, after a lost answer, causes no event
 
     @override
     async def close(self, *, is_over: bool) -> None:
@@ -146,7 +146,7 @@ class EtcdStore(LocalStore):
     # ---------------------------------------------------------------- writes
 
     async def _write(self, path: str, fields_with: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-        """Change something, by what is to be asked with a lease, and see it."""
+        """Send a change, made for the current lease, and wait until this mirror has seen it."""
         while True:
             lease = await self._lease.wait()
             if self.contents.is_closed:
@@ -162,7 +162,7 @@ class EtcdStore(LocalStore):
         return answer
 
     async def _seen(self, revision: int) -> None:
-        """Wait until all changes up to a revision are here."""
+        """Wait until this mirror has all changes up to a revision."""
         if self._revision < revision and not self.contents.is_closed:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append((revision, waiter))
@@ -173,7 +173,7 @@ class EtcdStore(LocalStore):
     # ---------------------------------------------------------------- reads
 
     async def _load(self, within_s: float) -> None:
-        """All that is there now, in the order in which it came to be so."""
+        """Load all values, in the order of their changes."""
         rows: list[Mapping[str, Any]] = []
         first, at = self._root, 0
         while True:
@@ -190,7 +190,7 @@ class EtcdStore(LocalStore):
         lease = found.pop(self._root + b"lease", None)
         self._lease.hear(None if lease is None else data(lease.get("value", "")))
         if lease is None:
-            return  # what there was has ended with it, and is written anew
+            return  # all values have ended with it, and are written again
         for gone in [key for key, _ in self.contents.items() if self._store + key.encode() not in found]:
             self.contents.drop(gone)
         for key, row in sorted(found.items(), key=lambda one: int(one[1]["mod_revision"])):
@@ -198,12 +198,12 @@ class EtcdStore(LocalStore):
         self._reached(at)
 
     async def _follow(self) -> None:
-        """Take what changes, from one member or another."""
+        """Follow all changes, switching members as needed."""
         pause_s = FIRST_PAUSE_S
         while not self.contents.is_closed:
             async for result in self._gateway.watch(self._root, end_of(self._root), self._revision + 1):
                 if int(result.get("compact_revision", 0)) > self._revision:
-                    # what has changed meanwhile is not told any more
+                    # the missed changes are compacted: load everything
                     with contextlib.suppress(RendezvousError):
                         await self._load(LAST_PAUSE_S)
                     break
@@ -216,7 +216,7 @@ class EtcdStore(LocalStore):
 
     def _take_all(self, result: Mapping[str, Any]) -> None:
         events = result.get("events", ())
-        ended_at = None  # the revision in which the lease ended, and all keys with it: these are written anew
+        ended_at = None  # revision in which the lease ended, and all keys with it: these are written again
         for event in events:  # of several revisions, if this process or etcd was slow
             key = data(event["kv"]["key"])
             is_gone = event.get("type") == "DELETE"
@@ -266,7 +266,7 @@ class EtcdStore(LocalStore):
             self._tasks.append(asyncio.get_running_loop().create_task(self._renew()))
 
     async def _renew(self) -> None:
-        """Get another lease, and write all with that."""
+        """Get another lease, and write all values again."""
         while not self.contents.is_closed:
             try:
                 lease = await self._lease.share()
