@@ -417,7 +417,7 @@ class SocketNetwork:
         if bounds is not None:
             least, most = map(int, bounds.split(b":"))
             if not least <= size <= most:
-                raise ConfigError(f"this job has {least} to {most} ranks: {size} is not between")
+                raise ConfigError(f"size {size} is outside the job's range {least}..{most}")
         await client.ask_size(size)
 
     async def want_replaced(self, birth: int) -> None:

@@ -197,12 +197,12 @@ async def _answer(job: Job, launcher: PrimaryLauncher, line: str) -> dict[str, A
     if what == "size" and number.isascii() and number.isdigit():
         size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
-            raise ConfigError(f"this job has {elastic.least} to {elastic.most} ranks: {number} is not between")
+            raise ConfigError(f"size {number} is outside the job's range {elastic.least}..{elastic.most}")
         asking = launcher.ask_size(size)
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
         is_kept = asking.done()
     elif what != "status":
-        raise ConfigError(f"{line!r} is nothing that can be asked")
+        raise ConfigError(f"unknown request {line!r}; expected status, or size N")
     return {
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
         "running": sorted(elastic.running), "ended": sorted(launcher.ended.items()), "spares": elastic.spares,

@@ -212,7 +212,7 @@ class StoreServer:
             raise ConfigError("the ranks of this job do not change: it was not started with --elastic")
         least, most = map(int, bounds.split(b":"))
         if not least <= size <= most:
-            raise ConfigError(f"this job has {least} to {most} ranks: {text[:_MAX_SHOWN]!r} is not between")
+            raise ConfigError(f"size {text[:_MAX_SHOWN]!r} is outside the job's range {least}..{most}")
         await self.store.ask_size(size)
         return size
 

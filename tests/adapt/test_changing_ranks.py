@@ -317,7 +317,7 @@ async def test_a_size_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch
                 ctx.resize(9)
 
     async def refuse(self: Any, size: int) -> None:
-        raise ConfigError(f"this job has 2 to 4 ranks: {size} is not between")
+        raise ConfigError(f"size {size} is outside the job's range 2..4")
 
     monkeypatch.setattr(ElasticCommunicator, "propose_size", refuse)
     async with world(2, elastic=True) as comms:
@@ -330,7 +330,7 @@ async def test_a_size_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch
             return [one.what for one in adaptation.decisions]
 
         outcomes = await run_ranks(comms, main)
-    what = "this job has 2 to 4 ranks: 9 is not between"
+    what = "size 9 is outside the job's range 2..4"
     assert TooMany.caught == 2
     assert outcomes == [[f"switched off: it raised on every rank: ConfigError in its request: {what}"]] * 2
 

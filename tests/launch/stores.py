@@ -28,7 +28,7 @@ from tests.support import free_port
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 HOW_LONG_S = 120
-LONG = 4_000
+LONG = 12_000
 
 
 class Job:
@@ -80,6 +80,20 @@ class Job:
         """Wait until a launcher has printed something."""
         while not condition(self.said(host)):
             assert self.launchers[host].poll() is None, "".join(map(self.said, range(len(self.launchers))))
+
+    def until_members(self, count: int, after: int = 0) -> None:
+        """Wait until so many ranks have trained together, none of them one that was lost with the first launcher.
+
+        Args:
+            count: number of ranks.
+            after: length of what the first host's launchers had printed before.
+        """
+        while True:
+            printed = self.said(0)[after:] + "".join(map(self.said, range(1, len(self.launchers))))
+            if any(len(line.partition("] now ")[2].split()) == count for line in printed.splitlines()):
+                return
+            assert any(launcher.poll() is None for launcher in self.launchers), printed
+            time.sleep(0.05)
 
     def ends(self) -> list[int]:
         """The exit codes of the launchers."""

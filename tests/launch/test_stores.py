@@ -65,8 +65,7 @@ def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callabl
     made.until(1, lambda said: "is unreachable: automatic replacement is disabled" in said)
     made.again(0)
     made.until(1, lambda said: "is back" in said)
-    while len(made.status()["running"]) < 4:
-        pass
+    made.until_members(4)  # ranks that run need not have joined
     made.hurry()
     assert made.ends() == [0, 0], made.said(0) + made.said(1)
     used, births, most = made.result()
@@ -76,12 +75,16 @@ def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callabl
 
 
 def test_all_are_killed_and_started_again(store: str, job: Callable[..., Job]) -> None:
-    made = job(store, (2,), ["--elastic", "2:3"], 120, [], 0.05)
+    made = job(store, (2,), ["--elastic", "2:3"], LONG, [], 0.2)
     made.until(0, lambda said: "job" in said)
     assert kfcomm("resize", "3", made.name()).returncode == 0
     made.until(0, lambda said: "3 ranks are wanted" in said)
     made.launchers[0].kill()
+    made.launchers[0].wait(HOW_LONG_S)
+    printed = len(made.said(0))
     made.again(0)
+    made.until_members(3, printed)
+    made.hurry()
     assert made.ends() == [0], made.said(0)
     assert "of which no rank is left: it begins again" in made.said(0)
     used, births, _ = made.result()
@@ -218,7 +221,7 @@ def test_what_scales_from_outside_puts_a_size(job: Callable[..., Job], tmp_path:
         return subprocess.run(command, env=environ(KFCOMM_TOKEN=token), capture_output=True, text=True, timeout=60)
 
     assert "refuses this process: its token is not the job's" in resize("3", token="x" + TOKEN).stderr
-    assert "this job has 1 to 3 ranks: '4' is not between" in resize("4").stderr
+    assert "size '4' is outside the job's range 1..3" in resize("4").stderr
     assert "got '0'" in resize("0").stderr
     assert resize("3").stdout == f"{url}: 3 ranks are wanted\n"
     made.until(0, lambda said: "3 ranks are wanted; 1 started" in said)
