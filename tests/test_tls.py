@@ -37,7 +37,7 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_made_is_for_its_owner_alone_and_never_made_twice(tmp_path: Path) -> None:
+def test_made_certificates_are_private_and_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "tls"
     make(folder)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
@@ -64,7 +64,7 @@ def test_the_files_can_be_named_one_by_one(made: Path) -> None:
         ("{made}/cert.pem,{made}/key.pem,{made}/key.pem", "cannot be used"),
     ],
 )
-def test_what_cannot_work_is_said_with_its_name(given: str, why: str, made: Path, another: Path) -> None:
+def test_invalid_tls_setting_is_named(given: str, why: str, made: Path, another: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         load(given.format(made=made, another=another))
 
@@ -83,7 +83,7 @@ def test_without_the_library_it_says_what_to_install(tmp_path: Path, monkeypatch
 
 
 async def meeting(client: Tls | None, server: Tls | None) -> object:
-    """What a dialler finds: a connection, or why there is none."""
+    """Result of dialling: a connection, or the error."""
     listener = Listener("127.0.0.1")
 
     async def greeted() -> None:

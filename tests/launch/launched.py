@@ -1,4 +1,4 @@
-"""Starting `kfcomm run` as a real process, and knowing when all that it started has ended.
+"""`kfcomm run` as a real process, with a check that all its child processes have ended.
 
 Ranks open a named pipe for writing and leave it open to whatever they start; they write a line when they are
 ready. The pipe's end is the end of all of them: nothing here looks at a clock.

@@ -2,8 +2,8 @@
 
     python -m tests.launch.stores --seconds 20
 
-An etcd of three members loses its leader, and then its quorum for so long, amid resizes and while a rank dies. What
-became of the job is told in JSON.
+An etcd of three members loses its leader, and then its quorum for that long, during resizes and the death of a rank.
+The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Job:
     """A job of two hosts, which are two addresses of this one; either launcher can be started again.
 
     Args:
-        folder: for its program, and what its launchers print.
-        store: as ``--store`` has it.
-        ranks: of each host; with one number, the job is on one.
+        folder: folder of its program and the output of its launchers.
+        store: value of ``--store``.
+        ranks: number on each host.
         options: of the launchers.
-        program: after ``python train.py``.
-        text: of that file.
+        program: arguments of ``train.py``.
+        text: contents of that file.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Job:
         self.launchers[host] = self.start(host, len(self.launchers) > 1)
 
     def said(self, host: int) -> str:
-        """All that the launchers of a host have printed."""
+        """Output of the launchers of a host."""
         return (self._folder / HOSTS[host]).read_text()
 
     def until(self, host: int, condition: Callable[[str], bool]) -> None:
@@ -100,7 +100,7 @@ class Job:
         return [launcher.wait(HOW_LONG_S) for launcher in self.launchers]
 
     def result(self) -> list[Any]:
-        """What the first rank has printed in the end, wherever it was."""
+        """Result that the first rank printed at the end, on any host."""
         said = "".join(map(self.said, range(len(self.launchers))))
         found = [line for line in said.splitlines() if "] [[" in line]
         assert len(found) == 1, said
@@ -120,7 +120,7 @@ class Job:
         return told
 
     def name(self) -> str:
-        """By which it is asked for on its first host."""
+        """Name of the job on its first host."""
         while True:
             for one in psutil.Process(self.launchers[0].pid).children():
                 command = one.cmdline()
@@ -129,11 +129,11 @@ class Job:
             assert self.launchers[0].poll() is None, self.said(0)
 
     def hurry(self) -> None:
-        """What it has still to train it trains without pauses."""
+        """Train the remaining steps without pauses."""
         (self._folder / "hurry").touch()
 
     def close(self) -> None:
-        """Nothing is left of it."""
+        """Kill all processes."""
         for launcher in self.launchers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
@@ -149,7 +149,7 @@ def kfcomm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def outage(job: Job, three: etcds.Etcd, seconds: float) -> dict[str, Any]:
-    """What becomes of a job of two hosts, one rank on each, when its etcd loses first its leader, then its quorum."""
+    """Run a job of two hosts, one rank on each, while its etcd loses its leader, then its quorum; return the result."""
     job.until(0, lambda said: "job" in said)
     assert kfcomm("resize", "3", job.name()).returncode == 0
     first = three.leader()
@@ -186,7 +186,7 @@ def outage(job: Job, three: etcds.Etcd, seconds: float) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--seconds", type=float, default=20.0, show_default=True, help="For which there is no quorum.")
+@click.option("--seconds", type=float, default=20.0, show_default=True, help="Duration without a quorum.")
 def main(seconds: float) -> None:
     """Lose an etcd's leader and quorum while a job trains."""
     with contextlib.ExitStack() as stack:

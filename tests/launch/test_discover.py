@@ -72,7 +72,7 @@ class Job:
             self._all.append(self.launchers[host])
 
     def said(self, host: int) -> str:
-        """All that the launchers of a host have printed."""
+        """Output of the launchers of a host."""
         return (self._folder / HOSTS[host]).read_text()
 
     def until(self, host: int, *words: str) -> None:
@@ -81,7 +81,7 @@ class Job:
             assert self.launchers[host].poll() is None, self.everything()
 
     def everything(self) -> str:
-        """What all launchers have printed."""
+        """Output of all launchers."""
         return "".join(f"--- {host}\n{self.said(host)}" for host in self.launchers)
 
     def result(self) -> tuple[list[float], list[int], int]:
@@ -194,7 +194,7 @@ def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job]) -> None
         (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "echo a b"], "line 1: 'a b' must look like"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_started(options: list[str], said: str) -> None:
+def test_invalid_discovery_is_refused_before_ranks_start(options: list[str], said: str) -> None:
     command = [sys.executable, "-m", "kfcomm", "run", "--port", str(free_port()), *options, "echo", "started"]
     done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
@@ -217,7 +217,7 @@ def test_an_answer() -> None:
             read_slots(text)
 
 
-def test_what_is_new_in_an_answer() -> None:
+def test_difference_between_answers() -> None:
     assert difference({"a": 1, "b": 2}, {"b": 1, "c": 3}) == [
         "b has 1 slot", "c has 3 slots", "a is not named any more",
     ]  # fmt: skip
@@ -231,7 +231,7 @@ def program(folder: Path, text: str) -> Discovery:
 
 
 @pytest.mark.asyncio
-async def test_what_fails_is_told_once_and_the_last_answer_holds(
+async def test_failing_script_is_reported_once_and_last_answer_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts, "EVERY_S", 0.0)
@@ -251,9 +251,7 @@ async def test_what_fails_is_told_once_and_the_last_answer_holds(
 
 
 @pytest.mark.asyncio
-async def test_what_takes_too_long_or_says_too_much_is_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_or_long_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MAX_ANSWER_NBYTES", 1000)
     with pytest.raises(ConfigError, match="it says more than 1000 bytes"):
         await program(tmp_path, "yes 127.0.0.1 | head -c 100000").first()
@@ -298,7 +296,7 @@ def test_as_many_are_wanted_as_there_are_slots_where_launchers_are() -> None:
     assert (made.capacity, made.size) == (11, 3)
 
 
-def test_who_has_no_slot_any_more_goes_as_far_as_enough_stay() -> None:
+def test_ranks_without_slots_leave_while_enough_stay() -> None:
     made = of({"a": 2, "b": 2}, [2, 2])
     assert (made.vacate(), made.fit(), made.in_stage(Stage.LEAVING)) == ([], [], set())
     made.slots = {"a": 1}

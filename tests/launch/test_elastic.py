@@ -78,7 +78,7 @@ def started(job: Elasticity, now_s: float = 0.0) -> list[tuple[int, int]]:
     return found
 
 
-def test_who_dies_is_replaced_until_ranks_have_come_to_the_end() -> None:
+def test_dead_ranks_are_replaced_until_the_program_completes() -> None:
     job = of()
     job.ended(1, -9)
     assert (started(job), job.has_failed, job.next_birth, job.restarts) == ([(3, 0)], False, 4, 9)
@@ -115,7 +115,7 @@ def test_sizes_are_within_bounds_and_who_is_released_is_not_missed() -> None:
     assert job.is_ending
 
 
-def test_who_is_given_up_goes_in_the_place_of_one_that_was_to_be_released() -> None:
+def test_given_up_rank_counts_as_released() -> None:
     job = of()
     assert job.resize(2) == []
     job.given_up(1)  # halted, and killed when the others have come to the end
@@ -126,7 +126,7 @@ def test_who_is_given_up_goes_in_the_place_of_one_that_was_to_be_released() -> N
     assert not job.has_failed
 
 
-def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
+def test_waiting_processes_are_dismissed_before_ranks_are_released() -> None:
     job = of(least=1)
     assert job.resize(2, waiting=[2]) == [2]
     assert job.resize(1, waiting=[2]) == []  # it is going already
@@ -191,7 +191,7 @@ def test_restarts_that_are_used_up_leave_a_lack_until_another_size_is_asked_for(
     assert started(job) == [(5, 0), (6, 0)]
 
 
-def test_who_goes_for_another_is_replaced_before_and_not_missed() -> None:
+def test_proposed_replacement_starts_before_the_rank_leaves() -> None:
     job = of(restarts=1)
     assert job.replace(1)
     assert (started(job), job.going, job.restarts) == ([(3, 0)], {1}, 0)
@@ -391,7 +391,7 @@ kfcomm.sync.init(elastic=True)
     ("how", "told"),
     [("raises", "no rank is left to let others in"), ("stops", "sign of life for 2 s: rank 1 is stopped or stuck")],
 )
-def test_who_fails_before_all_have_joined_is_the_cause(tmp_path: Path, how: str, told: str) -> None:
+def test_failure_while_joining_is_the_cause(tmp_path: Path, how: str, told: str) -> None:
     (tmp_path / "early.py").write_text(EARLY)
     options = ("-n", "2", "--elastic", "1:2", "--lost-after", "2", "--grace", "1")
     done = run(tmp_path, *options, sys.executable, "early.py", how)
@@ -472,7 +472,7 @@ async def test_a_rank_that_failed_counts_although_the_others_have_come_to_the_en
 
 
 @pytest.mark.asyncio
-async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
+async def test_dismissed_process_is_not_started() -> None:
     store, started = SlowStore(), list[int]()
     first = launcher(2, store, started)
     assert first.elastic.resize(4) == []

@@ -1,4 +1,4 @@
-"""Elastic jobs on several hosts: a launcher on each, of which any may go."""
+"""Elastic jobs on several hosts: the launcher of any host may end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
                 )  # fmt: skip
 
     def said(self, host: int) -> str:
-        """All that a launcher has printed."""
+        """Output of a launcher."""
         return (self._folder / HOSTS[host]).read_text()
 
     def until(self, host: int, condition: Callable[[str], bool]) -> None:
@@ -66,7 +66,7 @@ class Job:
         return [launcher.wait(HOW_LONG_S) for launcher in self.launchers]
 
     def result(self) -> list[Any]:
-        """What the first rank has printed in the end, wherever it was."""
+        """Result that the first rank printed at the end, on any host."""
         found = [line for host in range(2) for line in self.said(host).splitlines() if "] [[" in line]
         assert len(found) == 1, self.said(0) + self.said(1)
         told: list[Any] = json.loads(found[0].partition(" ")[2])
@@ -97,7 +97,7 @@ def children_of(job: Job, host: int) -> list[psutil.Process]:
     return [one for one in found if "train.py" in one.cmdline()]
 
 
-def test_who_dies_on_any_host_is_replaced(job: Callable[..., Job]) -> None:
+def test_dead_rank_of_any_host_is_replaced(job: Callable[..., Job]) -> None:
     made = job((2, 2), ["--elastic", "2:4"], 100, [[3, 10], [0, 25], [1, 40]], 0.03)
     assert made.ends() == [0, 0], made.said(0) + made.said(1)
     used, births, _ = made.result()

@@ -99,7 +99,7 @@ def test_the_first_failure_gives_the_exit_code_and_ends_the_others(
         assert "the others were ended" in errors
 
 
-def test_who_does_not_end_when_asked_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(tmp_path: Path) -> None:
     program = READY + 'if [ $KFCOMM_RANK = 0 ]; then read < "$HELD.go"; exit 3; fi; trap "" TERM; echo deaf >&9; '
     os.mkfifo(tmp_path / "held.go")
     with launched(tmp_path, "-n", "2", "--grace", "0.1", *bash(program + "while :; do sleep infinity; done")) as job:
@@ -195,7 +195,7 @@ def test_a_launcher_around_a_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["", "setsid "], ids=["same session", "other session"])
-def test_what_a_rank_leaves_running_does_not_outlive_the_job(tmp_path: Path, start: str) -> None:
+def test_orphans_of_a_rank_do_not_outlive_the_job(tmp_path: Path, start: str) -> None:
     with launched(tmp_path, "-n", "2", *bash(READY + start + "sleep infinity & exit 0")) as job:
         job.lines(2)
         job.wait_for_the_last_holder()
@@ -448,7 +448,7 @@ def test_a_signal_ends_a_launcher_whose_output_nobody_takes(tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "file"])
-def test_who_gets_what_is_read(tmp_path: Path, options: tuple[str, ...], shown: list[str], kind: str) -> None:
+def test_stdin_goes_to_the_chosen_ranks(tmp_path: Path, options: tuple[str, ...], shown: list[str], kind: str) -> None:
     arguments = command("run", "-np", "2", *options, "--", "cat")
     if kind == "pipe":
         done = subprocess.run(arguments, env=environ(), capture_output=True, text=True, input="a\nb\n")

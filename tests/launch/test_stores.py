@@ -132,7 +132,7 @@ StoreClient.get = late
 """
 
 
-def test_who_hears_too_late_that_it_was_let_in_harms_nobody(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_late_admission_does_not_harm_the_job(job: Callable[..., Job], tmp_path: Path) -> None:
     options = ["--elastic", "2:3", "--grace", "60"]  # after which the launcher kills whom the others have given up
     made = job(str(tmp_path / "store"), (2,), options, LONG, [], 0.2, text=LATE + TRAIN)
     made.until(0, lambda said: "job" in said)
@@ -211,7 +211,7 @@ def test_a_second_launcher_of_another_host_is_refused(job: Callable[..., Job], t
     assert made.ends() == [0, 0], made.said(0) + made.said(1)
 
 
-def test_what_scales_from_outside_puts_a_size(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_autoscaler_puts_a_size(job: Callable[..., Job], tmp_path: Path) -> None:
     made = job(str(tmp_path / "store"), (1, 1), ["--elastic", "1:3"], 1 << 20, [], 0.05)
     made.until(0, lambda said: "job" in said)
     url = f"http://127.0.0.1:{made.port}"

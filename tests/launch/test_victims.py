@@ -1,4 +1,4 @@
-"""What is held back of a rank's error stream: its traceback, to the letter, however it comes in."""
+"""Exactly the reported traceback is held back, however it is split."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ FAREWELL = ExitReport(0, 1.0, 1, is_elsewhere=True, summary="PeerLost: rank 1", 
 
 
 def shown(victims: Victims, data: bytes, cuts: list[int]) -> bytes:
-    """What is shown of data that comes in pieces."""
+    """Shown part of data that arrives in pieces."""
     at = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in zip(at, at[1:], strict=False) if start < end]
     return b"".join(victims.shown(0, piece) for piece in [*pieces, b""])
@@ -26,7 +26,7 @@ def test_the_traceback_alone_is_held_back(cuts: list[int], before: bytes, after:
 
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.integers(1, len(TEXT) - 1))
-def test_what_is_not_the_traceback_is_shown(cuts: list[int], size: int) -> None:
+def test_other_output_is_shown(cuts: list[int], size: int) -> None:
     victims = Victims()
     victims.expect(FAREWELL)
     data = TEXT[:size] + b"!" + TEXT[size:]

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What a command line asks for; exits with 2 if no world can be like that."""
+    """Parse the command line; exit with 2 if no world fits it."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.per_host and given.transport in ("shm", "unix"):

@@ -1,4 +1,4 @@
-"""What a program consists of: calls, and the steps in which ranks make them.
+"""Calls of a program, and the steps in which ranks make them.
 
 A call says what each rank of its group does (`Action`) and what that gives. Nothing here is random, and nothing here
 runs anything.
@@ -24,7 +24,7 @@ class Pipe(NamedTuple):
 
 @dataclass(slots=True)
 class Action:
-    """What one rank does for a call.
+    """Part of one rank in a call.
 
     Attributes:
         verb: the method; begun by the one with ``_async`` in the blocking interface.
@@ -53,10 +53,10 @@ class Call(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """What must not be used again, in this group, before the call is over everywhere."""
+        """Name that must not be reused, in this group, before the call is over everywhere."""
 
     def action(self, rank: int) -> Action | None:
-        """What this rank of the group does; None if it has no part."""
+        """Part of this rank of the group, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ Step: TypeAlias = Do | Together | Wait | Make | Close
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What all ranks do.
+    """Parts of all ranks.
 
     Attributes:
         seed, calls, size: what it was made from.

@@ -86,7 +86,7 @@ class Collective:
         return Action(verb, (x,), options, expected, inputs, out, series=series)
 
     def _input(self, rank: int) -> Any:
-        """What a rank gives; what only the root of a ``scatter`` gives is that of every rank here."""
+        """Input of a rank; for ``scatter`` the root's input is that of every rank here."""
         start = self.salt + RANK_STRIDE * rank
         if self.form == "list":
             row = self.shapes[0][1:]

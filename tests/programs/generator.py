@@ -72,7 +72,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One end of a message, and the number of its call, for which nobody can wait yet."""
+    """One end of a message, and the number of its call, which cannot be awaited yet."""
 
     sends: bool
     message: Message
@@ -81,7 +81,7 @@ class Half:
 
 @dataclass(slots=True)
 class Saved:
-    """What a rank keeps, the meeting that tells others so, and the meeting after which nobody asks for it any more."""
+    """Saved blob of a rank: the meeting that announces it, and the meeting after which it is not requested any more."""
 
     save: Save
     since: int
@@ -186,7 +186,7 @@ class _Generator:
     # ---------------------------------------------------------------- what is drawn
 
     def _name(self, group: Group) -> str | None:
-        """None, a fresh name, or one that comes again and is not in flight."""
+        """None, a fresh name, or a used one that is not in flight."""
         draw = self._random.random()
         free = [name for name in REPEATED if name not in group.busy]
         if draw < 0.4:
@@ -447,7 +447,7 @@ class _Generator:
             self._do(group, Recv(message, 0, "recv_any", others=tuple(messages)))
 
     def _queue(self, group: Group) -> None:
-        """A put while there is room, or a get."""
+        """A put while the queue is not full, or a get."""
         draw = self._random
         if group.size == 1:
             return

@@ -138,7 +138,7 @@ UNNAMED = {"set_strategy"}
 
 
 def begin(comm: sync.Communicator, verb: str, name: str) -> Any:
-    """The part of rank 1, begun; None if it has none."""
+    """Started part of rank 1, or None."""
     make = HELPERS.get(verb)
     return getattr(comm, f"{verb}_async")(X, name) if make is None else make(comm, name)
 
@@ -175,7 +175,7 @@ class Lines:
 
 
 class Recorded(Lines):
-    """Which lines run.
+    """Recorder of executed lines.
 
     Attributes:
         places: in their order.

@@ -62,7 +62,7 @@ ENDS = SURVIVED, RETURNED, ABORTED, CLOSED, MISSED, BROKEN, HUNG
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one interrupt.
+    """Outcome of one interrupt.
 
     Attributes:
         place: where it came.
@@ -99,7 +99,7 @@ class Broken(Exception):
 
 
 class Nursery:
-    """Where processes come from: each is forked from one that has imported everything."""
+    """Source of processes: each is forked from one that has imported everything."""
 
     def __init__(self, errors: Path) -> None:
         self._errors = errors
@@ -119,7 +119,7 @@ class Nursery:
         return [on.meet(str(number), [self._ended]) for number in range(count)]
 
     def said(self) -> str:
-        """What all of them have written."""
+        """Output of all processes."""
         return self._errors.read_text()
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class World:
             join.result()
 
     def places(self, verb: str) -> list[Place]:
-        """Where a call of this verb can be interrupted, whether its partner is before or behind."""
+        """Places where a call of this verb can be interrupted, with its partner ahead or behind."""
         found: dict[Place, None] = {}
         for is_late in (False, True):
             names = [self._name(verb) for _ in range(2 * CALLS)]
@@ -283,7 +283,7 @@ def world(children: Nursery, transport: str, size: int) -> Iterator[World]:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What is interrupted.
+    """Selection of interrupts.
 
     Attributes:
         verbs: some of `VICTIMS`.
@@ -342,7 +342,7 @@ def _attempts(one: World, raises: Sequence[str], verb: str, number: int, place: 
 
 
 def verbs(size: int) -> Sequence[str]:
-    """Those that a world of this size can call."""
+    """Verbs that a world of this size can call."""
     return [verb for verb in VICTIMS if size > 1 or verb not in BETWEEN_TWO]
 
 

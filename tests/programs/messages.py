@@ -62,7 +62,7 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes from one rank of a group to another; an object if it has no dtype."""
+    """Message from one rank of a group to another; an object if it has no dtype."""
 
     source: int
     to: int
@@ -73,7 +73,7 @@ class Message:
 
     @property
     def value(self) -> Any:
-        """What is sent."""
+        """Sent value."""
         start = self.salt + RANK_STRIDE * self.source
         return an_object(self.salt, self.source) if self.dtype is None else filled(self.dtype, self.shape, start)
 

@@ -1,4 +1,4 @@
-"""What actors are told in the tests of this package: see `tests.processes.actor`."""
+"""Roles of actors in the tests of this package: see `tests.processes.actor`."""
 
 from __future__ import annotations
 

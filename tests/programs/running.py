@@ -76,7 +76,7 @@ def run_world(setting: Setting, plan: Plan, tell: Callable[[int], object] = lamb
 
 
 def _command(setting: Setting, plan: Plan) -> list[str]:
-    """With ``--keep-going``, since each rank shall say what it got; who waits for one that has left is told so."""
+    """With ``--keep-going``, so that each rank reports its results; waits for a rank that has left raise."""
     python = [sys.executable, *(["-X", "dev"] if setting.debug else []), "-W", "error"]
     launcher = [sys.executable, "-m", "kfcomm", "run", "-n", str(setting.ranks), "--transport", setting.transport]
     worker = ["-m", "tests.programs.worker", "--interface", setting.interface, "--timeout", str(setting.timeout_s)]
@@ -88,7 +88,7 @@ def _command(setting: Setting, plan: Plan) -> list[str]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes beside, each of which uses a processor."""
+    """Background processes, each of which uses a processor."""
     code = BUSY.format(parent=os.getpid())
     started = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL) for _ in range(count)]
     try:

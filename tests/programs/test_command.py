@@ -38,7 +38,7 @@ def test_the_steps_of_a_program() -> None:
     assert done.stdout == run("--show", "5", "--calls", "20", "--ranks", "2").stdout
 
 
-def test_what_is_wrong_is_explained_with_the_way_to_see_it_again(
+def test_failure_is_explained_with_a_command_to_reproduce_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report(8, 3, 1, "call 2", "difference", "wrong", "1", "2")

@@ -98,7 +98,7 @@ def test_the_order_in_which_ranks_are_folded_changes_nothing(case: tuple[str, st
 
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 @pytest.mark.parametrize("op", ["sum", "avg", "prod", "max"])
-def test_what_is_sent_as_a_smaller_dtype_loses_nothing(op: str, wire: str) -> None:
+def test_values_survive_a_smaller_wire_dtype(op: str, wire: str) -> None:
     xs = [filled("float32", (99,), 7919 * rank, op=op, size=5, wire=wire) for rank in range(5)]
     parts = [filled("float32", (99,), 0, op=op, size=5, wire=wire), folded("sum" if op == "avg" else op, xs), *xs]
     for part in [*parts, folded(op, xs)]:
@@ -129,11 +129,11 @@ ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
         ("x", "y"),
     ],
 )
-def test_what_differs_is_seen(got: Any, expected: Any) -> None:
+def test_differences_are_found(got: Any, expected: Any) -> None:
     assert difference(got, expected)
 
 
-def test_what_is_equal_does_not_differ() -> None:
+def test_equal_results_do_not_differ() -> None:
     for value in (ARRAY, None, [ARRAY, 1], {"a": ARRAY}, (ARRAY, 0), np.zeros((0, 3)), True, "x"):
         assert not difference(value, value)
     assert not difference((ARRAY, 3), OneOf({0: -ARRAY, 3: ARRAY}))

@@ -43,7 +43,7 @@ def test_the_blocking_interface(seed: int, size: int, hosts: int) -> None:
 @settings(max_examples=EXAMPLES)
 @given(seed=SEEDS)
 def test_a_world_of_one_that_is_joined(seed: int) -> None:
-    """Where the caller does all the work itself, and nothing ever arrives."""
+    """The caller does all the work itself, and no chunk arrives."""
     from kfcomm import sync
 
     with sync.init(device="none") as comm:

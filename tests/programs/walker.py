@@ -56,12 +56,12 @@ class Report:
         return head if self.kind == "error" else f"{head}\n  got      {self.got}\n  expected {self.expected}"
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Representation in JSON."""
         return asdict(self)
 
 
 def worst(reports: Iterable[Report]) -> list[Report]:
-    """Those that are no consequence of others: of the first program that failed, and differences if there are any."""
+    """Root failures: of the first program that failed, and differences if there are any."""
     found = sorted(reports, key=lambda one: (one.seed, one.kind == "error", one.step, one.rank))
     return [one for one in found if (one.seed, one.kind) == (found[0].seed, found[0].kind)]
 
@@ -79,7 +79,7 @@ class Interface(Protocol):
         """The result of a handle."""
 
     def forget(self, handle: Any) -> None:
-        """Nobody will wait for this handle."""
+        """Abandon this handle."""
 
 
 class Blocking:
@@ -327,7 +327,7 @@ class Plan:
 def all_blocking(
     comm: kfcomm.sync.Communicator, plan: Plan, tell: Callable[[int], object] = lambda _: None
 ) -> Report | None:  # fmt: skip
-    """All programs; the first report. The communicator is closed then, so that nobody waits for this rank."""
+    """Run all programs; return the first report, with the communicator closed, so that no rank waits for this one."""
     for program in plan.programs(comm.size):
         tell(program.seed)
         report = run_blocking(comm, program)

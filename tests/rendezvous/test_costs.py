@@ -1,4 +1,4 @@
-"""What messages cost, kept from one job to the next: in whole files, which are not believed."""
+"""Saved costs of messages: files are complete, and not trusted."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_costs_are_unmeasured_without_a_file() -> None:
     assert saved_costs() == UNMEASURED
 
 
-def test_what_is_measured_takes_the_place_of_what_was(cache: Path) -> None:
+def test_measured_costs_replace_saved_ones(cache: Path) -> None:
     assert save_costs(LOCAL) == path_of_costs()
     assert saved_costs() == LOCAL
     save_costs(CROSS)
@@ -102,7 +102,7 @@ def test_the_worst_is_the_same_in_any_order(a: Costs, b: Costs, c: Costs) -> Non
 
 
 @pytest.mark.parametrize("costs", [None, (), [None] * 6, (None,) * 5, (0.0,) + (None,) * 5, (1,) + (None,) * 5])
-def test_what_cannot_be_costs(costs: object) -> None:
+def test_implausible_costs_are_refused(costs: object) -> None:
     assert not is_plausible(costs)
 
 

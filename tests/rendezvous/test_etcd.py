@@ -51,7 +51,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_claims_sees_all_that_was_claimed_before(one: etcds.Etcd) -> None:
+async def test_claim_sees_earlier_claims(one: etcds.Etcd) -> None:
     async with mirrored(one.store("see")) as first, mirrored(one.store("see"), is_over=False) as second:
         assert await first.claim("world/0/0", b"a") == b"a"
         assert await second.claim("world/0/0", b"b") == b"a"
@@ -77,7 +77,7 @@ async def test_claims_of_many_at_once_have_one_winner(one: etcds.Etcd) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_kept_outlives_a_launcher_and_ends_with_the_job(one: etcds.Etcd) -> None:
+async def test_values_outlive_a_launcher_and_end_with_the_job(one: etcds.Etcd) -> None:
     store = one.store("kept")
     async with mirrored(store, is_first=True, is_over=False) as first:
         for at in range(mirror.PAGE + 3):
@@ -115,7 +115,7 @@ async def test_one_job_has_one_first_launcher(one: etcds.Etcd, monkeypatch: pyte
 
 
 @pytest.mark.asyncio
-async def test_what_is_out_of_bounds_is_refused_before_it_is_sent(one: etcds.Etcd) -> None:
+async def test_values_out_of_bounds_are_refused_unsent(one: etcds.Etcd) -> None:
     async with mirrored(one.store("bounds")) as made:
         with pytest.raises(LocalProtocolError):
             await made.set("a", b"x" * (MAX_VALUE_NBYTES + 1))
@@ -349,9 +349,7 @@ async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, capl
 
 
 @pytest.mark.asyncio
-async def test_who_hears_the_end_of_a_lease_late_hears_of_the_next_one_too(
-    one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_news_of_a_lease_include_the_next_one(one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message then has both: the end of the lease with all its keys, and what was written anew."""
     store, watch, goes_on = one.store("late"), gateway.Gateway.watch, asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher, and what becomes of it without one."""
+"""Exit reports of a rank, and its end without a launcher."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ def test_the_code_that_an_error_leads_to(error: BaseException | None, code: int)
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_farewell_is_none(data: bytes) -> None:
+def test_malformed_report_is_none(data: bytes) -> None:
     found = ExitReport.from_wire(data)
     assert found is None or ExitReport.from_wire(found.to_wire()) == found
 
@@ -90,7 +90,7 @@ class Launcher:
         self.listener.listen()
 
     def run(self, code: str) -> tuple[list[ExitReport], subprocess.CompletedProcess[str]]:
-        """What a rank says, and how it ends."""
+        """Run a rank; return its reports and its end."""
         rank = self.start(code)
         line, _ = self.listener.accept()
         with line:
@@ -153,7 +153,7 @@ def test_an_end_without_an_error_is_told_once(launcher: Launcher) -> None:
     assert done.returncode == 0
 
 
-def test_who_joins_again_takes_its_farewell_back(launcher: Launcher) -> None:
+def test_rejoining_withdraws_the_report(launcher: Launcher) -> None:
     said, _ = launcher.run("for _ in range(2):\n    with kfcomm.sync.init(): pass")
     assert [report.at_s is None for report in said] == [True, False, True, False]
 
@@ -168,7 +168,7 @@ def test_a_hook_of_the_programs_own_is_called(launcher: Launcher) -> None:
     assert done.stderr == "mine"
 
 
-def test_what_a_forked_child_does_is_not_told(launcher: Launcher) -> None:
+def test_forked_child_does_not_report(launcher: Launcher) -> None:
     said, done = launcher.run(
         "comm = kfcomm.sync.init()\n"
         "child = os.fork()\n"

@@ -1,4 +1,4 @@
-"""A store that is kept in a folder: what is answered is there after a crash, whatever the disk does."""
+"""Store in a folder: answered changes survive a crash and disk errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kfcomm.rendezvous.keyvalue import MAX_VALUE_NBYTES, Exit, StoreClosed
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What one that is started again finds."""
+    """Contents after a restart."""
     found = FileStore(folder)
     try:
         return dict(found.contents.items())
@@ -34,7 +34,7 @@ async def crash(made: FileStore) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_answered_is_kept(tmp_path: Path) -> None:
+async def test_answered_changes_survive_a_crash(tmp_path: Path) -> None:
     made = FileStore(tmp_path / "a" / "store")
     assert await made.claim("world/0/0", b"x") == b"x"
     assert await made.claim("world/0/0", b"y") == b"x"
@@ -122,7 +122,7 @@ async def test_the_file_does_not_grow_without_end(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.asyncio
-async def test_what_is_out_of_bounds_is_refused(tmp_path: Path) -> None:
+async def test_values_out_of_bounds_are_refused(tmp_path: Path) -> None:
     made = FileStore(tmp_path)
     with pytest.raises(LocalProtocolError):
         await made.set("a", b"x" * (MAX_VALUE_NBYTES + 1))

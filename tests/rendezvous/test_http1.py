@@ -143,7 +143,7 @@ async def test_a_body_without_a_length_that_can_be_is_left_unread(answer: bytes)
         (b"", "closed without an answer: it may be for TLS"),
     ],
 )
-async def test_what_is_no_answer_is_an_error_and_ends_the_connection(answer: bytes, message: str) -> None:
+async def test_malformed_answer_raises_and_closes_the_connection(answer: bytes, message: str) -> None:
     async with opened(answer) as (server, client):
         server.hangs_up = True
         for number in (1, 2):

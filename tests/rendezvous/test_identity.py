@@ -106,12 +106,12 @@ def test_a_backend_without_a_device_is_refused() -> None:
 
 
 @given(st.builds(DeviceReport, model=st.text(), lack=st.text(max_size=2000)))
-def test_whatever_a_library_says_of_a_device_may_be_told(report: DeviceReport) -> None:
+def test_device_texts_are_made_printable(report: DeviceReport) -> None:
     me = PeerInfo.here(rank=0, address="::1", port=1, device=report)
     assert PeerInfo.from_wire(me.to_wire()) == me
 
 
-def test_what_was_measured_on_a_host_is_told() -> None:
+def test_measured_costs_are_sent() -> None:
     sent = replace(ME, costs=Costs(overhead_s=7e-6, cross_alpha_s=1e-4))
     assert PeerInfo.from_wire(sent.to_wire()).costs == sent.costs
 

@@ -40,7 +40,7 @@ def test_an_address_that_is_not_listed_but_works() -> None:
 
 
 @pytest.mark.parametrize("spec", ["no-such-interface", "198.51.100.7", "198.51.100.0/24", ""])
-def test_what_does_not_exist_is_refused_with_what_does(spec: str) -> None:
+def test_unknown_interface_is_refused_with_a_list(spec: str) -> None:
     with pytest.raises(ConfigError, match=rf"{spec}.*lo 127\.0\.0\.1"):
         choose_address(spec, ("127.0.0.1", 9))
 

@@ -79,7 +79,7 @@ async def test_the_same_process_may_join_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_has_left_makes_room_for_another_process() -> None:
+async def test_rank_can_be_claimed_after_its_holder_left() -> None:
     async with opened_job() as job:
         await asyncio.gather(*(job.join(peer(rank), 2) for rank in range(2)))
         for rank in range(2):
@@ -137,7 +137,7 @@ async def test_peers_of_another_version_are_refused_by_all_with_both_named() -> 
 
 
 @pytest.mark.asyncio
-async def test_what_is_no_peer_in_the_store_is_refused() -> None:
+async def test_malformed_peer_in_the_store_is_refused() -> None:
     async with opened_job() as job:
         await job.client.set("world/0/1", b"garbage")
         with pytest.raises(RendezvousError, match="no peer"):
@@ -187,7 +187,7 @@ async def test_leaving_when_the_store_is_gone_is_no_error() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_asked_of_the_store_after_the_last_rank_has_left() -> None:
+async def test_no_request_after_the_last_rank_left() -> None:
     async with opened_job() as job:
         await job.join(peer(0), 1)
         claim = job.server.store.contents.claim
@@ -202,7 +202,7 @@ async def test_nothing_is_asked_of_the_store_after_the_last_rank_has_left() -> N
 
 
 @pytest.mark.asyncio
-async def test_who_never_joined_leaves_nothing() -> None:
+async def test_leaving_without_joining_is_a_no_op() -> None:
     async with opened_job() as job:
         assert await leave(peer(0), job.client) is None
         await job.join(peer(0), 1)
@@ -277,7 +277,7 @@ async def test_a_rank_whose_connection_ends_while_it_joins_is_told_to_the_others
 
 
 @pytest.mark.asyncio
-async def test_who_is_missing_is_reported_while_it_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_ranks_are_reported_during_the_wait(caplog: pytest.LogCaptureFixture) -> None:
     async with opened_job() as job:
         settings = job.settings(0, 3)._replace(stall_after_s=0.01)
         joining = asyncio.create_task(join(settings, peer(0), job.client, timeout_s=LONG_S))

@@ -94,7 +94,7 @@ def test_a_device_is_chosen(choice: str) -> None:
 @pytest.mark.parametrize(
     "choice", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1.5", "cuda:²", "cuda0", "auto:1", "cuda:99999"]
 )
-def test_what_is_no_device_is_refused(choice: str) -> None:
+def test_invalid_device_is_refused(choice: str) -> None:
     expected = re.escape(f"KFCOMM_DEVICE={choice!r} must be auto, none, cuda, or cuda:N")
     with pytest.raises(ConfigError, match=expected):
         detect({"KFCOMM_DEVICE": choice})
@@ -132,7 +132,7 @@ def test_arguments_come_first() -> None:
         (PMI, "http://127.0.0.1:29600"),
     ],
 )
-def test_where_the_store_is(environ: dict[str, str], store: str) -> None:
+def test_url_of_the_store(environ: dict[str, str], store: str) -> None:
     assert detect(environ).store == store
 
 
@@ -179,7 +179,7 @@ def test_the_port_made_from_the_job_is_the_same_for_all_its_ranks(environ: dict[
         (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, ["openmpi", "KFCOMM_STORE"]),
     ],
 )
-def test_what_cannot_work_names_the_setting_and_what_would(environ: dict[str, str], words: list[str]) -> None:
+def test_invalid_setting_is_named_with_what_is_allowed(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         detect(environ)
     for word in words:

@@ -54,7 +54,7 @@ def client(opened: tuple[StoreServer, StoreClient]) -> StoreClient:
 
 
 @pytest.mark.asyncio
-async def test_what_is_set_can_be_got(server: StoreServer, client: StoreClient) -> None:
+async def test_get_returns_what_was_set(server: StoreServer, client: StoreClient) -> None:
     await client.set("a", b"\0\xff")
     assert await client.get("a", 1) == b"\0\xff"
     assert await client.find("b") is None
@@ -121,7 +121,7 @@ async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreC
 
 
 @pytest.mark.asyncio
-async def test_what_is_out_of_bounds_is_refused_with_the_reason(server: StoreServer, client: StoreClient) -> None:
+async def test_requests_out_of_bounds_are_refused_with_a_reason(server: StoreServer, client: StoreClient) -> None:
     with pytest.raises(RendezvousError, match="key"):
         await client.set("x" * 1000, b"")
     with pytest.raises(RendezvousError, match="bytes to send"):
@@ -174,7 +174,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("said", [b"", b"GET /v1/hello HTTP/1.1\r\nHost", b"GET /v1/hello HTTP/1.1\r\nHost: x\r\n\r\n"])
-async def test_who_has_not_signed_anything_in_time_is_hung_up_on(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_connections_are_closed_in_time(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.rendezvous.store.REQUEST_WITHIN_S", 0.1)
     async with opened_store() as (server, client):
         reader, writer = await asyncio.open_connection(*host_and_port(server.url))
@@ -229,7 +229,7 @@ async def test_a_client_that_came_first_waits_for_the_store() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
+async def test_early_connections_are_served() -> None:
     listener = listen("127.0.0.1")
     url, (reader, writer) = url_of(listener), await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET /v1/hello HTTP/1.1\r\nHost: store\r\n\r\n")
@@ -242,7 +242,7 @@ async def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_was_asked_to_go_goes_whatever_size_is_asked_next(server: StoreServer, client: StoreClient) -> None:
+async def test_leavers_stay_asked_to_leave_after_a_resize(server: StoreServer, client: StoreClient) -> None:
     asked, sizes = client.watch_wanted(), client.watch_sizes()
     await client.ask_to_go(3)
     assert await anext(asked) == Wanted(leavers=(3,))

@@ -37,7 +37,7 @@ def test_a_file_is_read_without_the_white_space_around_the_token(tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", [b"", b"short", b"\n" * 64, b"x" * 100_000, b"x" * 16 + b"\0" + b"x" * 16])
-def test_what_is_no_token_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_invalid_token_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match="token file"):
@@ -53,12 +53,12 @@ def test_how_much_can_be_in_a_token(text: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0123456789abcdef" * 2, TOKEN, "correct horse battery staple"])
-def test_what_holds_128_bits_is_taken(text: str) -> None:
+def test_token_of_128_bits_is_accepted(text: str) -> None:
     assert given_token({}, text) == (text.encode(), "token=")
 
 
 @pytest.mark.parametrize("text", ["0123456789abcdef", "12345678901234567890", "x" * 64, "abab" * 16, TOKEN[:31], ""])
-def test_what_can_be_guessed_is_refused(text: str) -> None:
+def test_guessable_token_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="128 random ones"):
         given_token({}, text)
 

@@ -1,4 +1,4 @@
-"""Who failed first, from ends and what was said before, in any order."""
+"""First failure, from exits and earlier reports in any order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,14 +16,14 @@ def culprit(rank: int, at_s: float = 0.5, code: int = 3) -> ExitReport:
     return ExitReport(rank, at_s, code, summary="ValueError: why")
 
 
-def test_nobody_has_failed() -> None:
+def test_no_failure_without_a_failed_rank() -> None:
     blame = Blame(2)
     blame.heard(culprit(0))
     blame.ended(Exit(0, 0), 1.0)
     assert blame.verdict(2.0) is None
 
 
-def test_who_says_nothing_and_fails_is_first_at_once() -> None:
+def test_failure_without_report_is_first_at_once() -> None:
     blame = Blame(3)
     blame.ended(Exit(1, -9), 1.0)
     assert blame.verdict(1.0) == Failure(1, -9, 1.0)
@@ -46,7 +46,7 @@ def test_the_first_victim_stands_if_nobody_comes() -> None:
     assert blame.verdict(1.0 + CAUSE_WITHIN_S) == Failure(2, 1, 0.8, Why.ELSEWHERE, "PeerLost")
 
 
-def test_nobody_is_waited_for_when_all_have_ended() -> None:
+def test_no_wait_after_all_ranks_have_ended() -> None:
     blame = Blame(2)
     blame.heard(victim(0))
     blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
@@ -56,7 +56,7 @@ def test_nobody_is_waited_for_when_all_have_ended() -> None:
     assert verdict.rank == 0
 
 
-def test_who_left_before_is_waited_for_and_has_the_code_of_its_error_in_the_end() -> None:
+def test_earlier_leaver_is_awaited_and_gives_its_error_code() -> None:
     blame = Blame(3)
     blame.heard(culprit(1))
     blame.ended(Exit(0, 5), 1.0)
@@ -66,7 +66,7 @@ def test_who_left_before_is_waited_for_and_has_the_code_of_its_error_in_the_end(
     assert blame.verdict(2.0) == Failure(1, 3, 0.5, summary="ValueError: why")
 
 
-def test_who_left_before_and_ends_well_is_not_to_blame() -> None:
+def test_earlier_leaver_that_ends_well_is_not_blamed() -> None:
     blame = Blame(3)
     blame.heard(culprit(1))
     blame.ended(Exit(0, 5), 1.0)
@@ -74,7 +74,7 @@ def test_who_left_before_and_ends_well_is_not_to_blame() -> None:
     assert blame.verdict(2.0) == Failure(0, 5, 1.0)
 
 
-def test_who_joined_again_has_said_nothing() -> None:
+def test_rejoining_clears_the_report() -> None:
     blame = Blame(3)
     blame.heard(culprit(1))
     blame.heard(ExitReport(1))
@@ -82,7 +82,7 @@ def test_who_joined_again_has_said_nothing() -> None:
     assert blame.verdict(1.0) == Failure(0, 5, 1.0)
 
 
-def test_who_left_later_is_not_waited_for() -> None:
+def test_later_leaver_is_not_awaited() -> None:
     blame = Blame(3)
     blame.heard(culprit(1, at_s=2.0))
     blame.ended(Exit(0, 5), 1.0)
@@ -91,7 +91,7 @@ def test_who_left_later_is_not_waited_for() -> None:
 
 @given(st.data())
 def test_in_whatever_order_news_comes_the_one_with_its_own_error_is_named(data: st.DataObject) -> None:
-    """What a rank says comes before its end; all else in any order, victims and culprit at their own pace."""
+    """A report comes before the exit of its rank; all else in any order."""
     size = data.draw(st.integers(2, 6))
     guilty = data.draw(st.integers(0, size - 1))
     says = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Launchers that do not come, or are not heard of any more."""
+"""Launchers that do not arrive, or stop answering."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ FOREVER_S = 1e6
 
 
 @pytest.mark.asyncio
-async def test_who_never_comes_is_given_up_and_who_has_left_is_not() -> None:
+async def test_absent_launcher_is_given_up_but_not_one_that_left() -> None:
     store = LocalStore()
     contents = store.contents
     contents.set("launchers/2", b"")
@@ -24,7 +24,7 @@ async def test_who_never_comes_is_given_up_and_who_has_left_is_not() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_is_silent_is_given_up_and_who_is_heard_is_not() -> None:
+async def test_silent_launcher_is_given_up_but_not_one_that_asks() -> None:
     store = LocalStore()
     contents = store.contents
     await contents.exits_since(0, 0, host=1)

@@ -1,4 +1,4 @@
-"""Output that cannot be written is no harm: dropped, counted, told on the other stream."""
+"""Output that cannot be written is dropped and counted, with a message on the other stream."""
 
 import os
 import select
@@ -58,7 +58,7 @@ async def test_both_streams_are_full() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nobody_reads_any_more() -> None:
+async def test_broken_pipe_is_reported_once() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     broken: list[int] = []
@@ -71,7 +71,7 @@ async def test_nobody_reads_any_more() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_nobody_takes_is_dropped_when_it_is_abandoned(pipe: tuple[int, int]) -> None:
+async def test_abandoned_output_is_dropped(pipe: tuple[int, int]) -> None:
     os.set_blocking(pipe[1], False)
     while select.select([], [pipe[1]], [], 0)[1]:
         os.write(pipe[1], bytes(4096))
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_made_says_so_once(tmp_path: Path) -> None:
     assert (log.dropped.nbytes, (tmp_path / "taken" / "log").read_bytes()) == (5, b"678")
 
 
-def test_what_is_dropped_is_told_the_first_time() -> None:
+def test_first_drop_is_reported() -> None:
     dropped = Dropped("standard output")
     assert dropped.add(1, OSError(5, "Input/output error")) is not None
     assert dropped.add(1, OSError(5, "Input/output error")) is None
