@@ -1,4 +1,4 @@
-"""The tests of this room run over links in memory, and through shared memory among three ranks."""
+"""These tests run over links in memory, and through shared memory among three ranks."""
 
 from __future__ import annotations
 

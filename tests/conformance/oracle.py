@@ -1,4 +1,4 @@
-"""What the verbs should give, in plain NumPy: data of every dtype, and folds in the order that a graph prescribes."""
+"""Expected results of the verbs, in plain NumPy: data of every dtype, and folds in the order of a graph."""
 
 from __future__ import annotations
 

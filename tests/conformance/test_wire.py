@@ -52,7 +52,7 @@ def folded(op: str, graph: Graph, rank: int, inputs: Sequence[Array], wire: str)
 
 
 def result(op: str, graph: Graph, inputs: Sequence[Array], wire: str) -> Array:
-    """What the root makes of all, in float32."""
+    """The root's fold of all contributions, in float32."""
     total = folded(op, graph, graph.root, inputs, wire)
     return total / np.float32(len(inputs)) if op == "avg" else total
 

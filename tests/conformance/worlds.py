@@ -20,7 +20,7 @@ from kfcomm.world.communicator import Communicator
 
 HANG_S = 60.0
 LINKS = "memory"
-"""The links of all worlds made here; the rooms of tests that are to hold over both kinds set it."""
+"""The links of all worlds made here; test packages that run over both kinds of links set it."""
 SETTLING_TURNS = 20_000
 
 
