@@ -51,6 +51,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
 
     def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Keeper) -> None:
         Base.__init__(self, comm.rank, comm.size)
+        # Threads of the pool start with the first futures, so that groups without asynchronous calls have none.
         self._completers = ThreadPoolExecutor(MAX_COMPLETERS, "kfcomm-torch")
         self._options = Base.Options(NAME, timeout)
         self._keeper = keeper

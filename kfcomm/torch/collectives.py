@@ -87,6 +87,7 @@ class Collectives:
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
+        # torch leaves the tensors of other ranks as they are, so only the root gives ``out``.
         if root != self._comm.rank:
             return self._run("reduce", source, opts, tensors, root=root, op=op)
         return self._run("reduce", source, opts, tensors, finish, root=root, op=op, out=x)
@@ -184,6 +185,7 @@ class Collectives:
             op, factor = meaning_of(opts.reduceOp, output.dtype)
             out, finish = place(output)
             x = read(source if factor is None else source * factor)
+        # Equal parts in the order of the ranks, whatever the tensor's shape.
         rows = x.reshape(self._comm.size, -1)
         return self._run("reduce_scatter", rows, opts, [output], finish, op=op, out=out.reshape(1, -1))
 

@@ -161,6 +161,7 @@ class CompressedBucket(Bucket):
             return
         for place in self.places:
             place.collect()
+        # A compressor makes several blocking calls, which the backward pass must not wait for.
         self._averaging = AverageThread(self)
         self._averaging.start()
         self.is_begun = True

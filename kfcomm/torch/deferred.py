@@ -52,6 +52,7 @@ class Covered:
                     one._uncover(one)
             if found:
                 return func(*args, **kwargs)
+        # Harmless uses keep the cover; without this line they would come here again, for ever.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -133,6 +134,7 @@ class Deferred:
         if not self._is_covered:
             return
         self._is_covered = False
+        # A gradient that is not covered any more was replaced by the program, and is put back below.
         own = [
             (place, place.parameter.grad) for place in self._exchange.places if not _make_plain(place.parameter.grad)
         ]

@@ -84,6 +84,7 @@ class Messages:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
+        # An empty outcome lets the ranks continue.
         outcome = np.array(missing, np.int64)
         for rank, handle in come.items():
             if rank not in missing and (handle.done() or not handle.cancel()):

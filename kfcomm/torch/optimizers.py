@@ -222,10 +222,12 @@ class StepExchange:
         gradients = self.agreement.gradients(given).wait()
         of = dict(zip(parameters, _each(optimizer), strict=True))
         for name, found in gradients.items():
+            # An algorithm that leaves gradients alone returns the very tensors.
             if found is not given[name]:
                 of[name].grad = found
         if model is not None:
             for name, found in model.wait().items():
+                # Nothing to copy where the result is the parameter's own memory.
                 if found.data_ptr() != parameters[name].data_ptr():
                     parameters[name].copy_(found)
         if self.agreement.shares_gradients and not self._is_shared:

@@ -41,6 +41,7 @@ class Passes:
         return self._queue(task, _depth() > 1) if known is None else known
 
     def _queue(self, task: int, is_inner: bool) -> bool:
+        # A graph task has hooks for each of its gradients, and one callback.
         self._is_inner[task] = is_inner
         queue_callback(_Ending(self, is_inner))
         return is_inner

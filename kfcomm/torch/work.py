@@ -110,6 +110,7 @@ class Work(BaseWork):  # type: ignore[misc]
         if asked is not None:
             asked.append(self)
             return torch.futures.Future()
+        # Two threads may ask for the future at once; the callback below must be registered once.
         with self._lock:
             is_new = self._future is None
             if is_new:
@@ -137,6 +138,7 @@ class Work(BaseWork):  # type: ignore[misc]
             raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; it goes on")) from None
 
     def _complete(self, begun: Any) -> None:
+        # Not on this thread, which drives collectives: a callback of the program may wait for another one.
         try:
             self._ending.completers.submit(begun.set_result, None)
         except RuntimeError:  # the group is closed

@@ -70,6 +70,7 @@ class working_on:  # noqa: N801
             self._device.__enter__()
         except self._refused as error:
             raise TransportError(f"{self._what}: {error}") from error
+        # A block that was not entered is not left either: the device is restored here.
         try:
             if self._stream is not None:
                 self._stream.__enter__()

@@ -61,6 +61,7 @@ def _open(ordinal: int | None, local_rank: int) -> CudaDevice:
     except runtime.CUDARuntimeError as error:
         raise ConfigError(f"CUDA finds no device: {error}") from error
     if ordinal is None:
+        # More ranks than devices share them, which `routes` takes into account.
         ordinal = local_rank % count
     elif ordinal >= count:
         names = ", ".join(f"cuda:{n} ({runtime.getDeviceProperties(n)['name'].decode()})" for n in range(count))

@@ -83,6 +83,7 @@ class PinnedPool:
     def close(self) -> None:
         """Free the pinned memory, that of blocks in use with their last view. New blocks are ordinary memory then."""
         with self._lock:
+            # Blocks in use keep their slab's memory alive by their views.
             self._left_nbytes = 0
             self._slabs.clear()
 
@@ -105,6 +106,7 @@ class PinnedPool:
         except MemoryError:
             self._left_nbytes = 0  # asking again would be slow, and fail too
             return False
+        # Counted when it is pinned: a released block stays pinned.
         self._left_nbytes -= nbytes
         self._slabs.append(_Slab(memory))
         return True

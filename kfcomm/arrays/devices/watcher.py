@@ -54,6 +54,7 @@ class Watcher:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                # Behind all requests, so that each is answered before the thread ends.
                 self._promised.put(None)
             thread = self._thread
         if thread is not None and thread is not current_thread():

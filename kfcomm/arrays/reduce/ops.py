@@ -101,6 +101,7 @@ def op_of(given: Any, dtype: np.dtype[Any] | None = None) -> Op:
     op = _BY_LOGICAL_WORD.get(word)
     if word == "adasum":
         raise ConfigError("adasum combines whole arrays: it is an op of all_reduce and all_reduce_many alone")
+    # A function has no similar spelling to suggest.
     if op is None:
         near = hint(given, [*Op, *_BY_WORD, *_BY_LOGICAL_WORD, "adasum"]) if isinstance(given, str) else ""
         raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}, and of all_reduce adasum{near}")
