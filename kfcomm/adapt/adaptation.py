@@ -276,6 +276,7 @@ class Adaptation:
             raise ConfigError(
                 "the ranks have changed, and this adaptation with them only inside an open Elastic: make another one"
             )
+        # The totals are of the engine of an epoch, and begin again with the next.
         if self._has_own_meter:
             self._meter = EngineMeter(self.comm)
         await self._meet_the_others(meetings, knows=True)
@@ -311,6 +312,7 @@ class Adaptation:
         try:
             if self._meets:
                 await self._meet(meetings)
+        # The other ranks may be at this meeting already, and must not wait for its end.
         except asyncio.CancelledError as error:
             meetings.interrupted(error)
             raise
@@ -323,6 +325,7 @@ class Adaptation:
         if table is None:
             return
         self._host.metrics = await meetings.metrics(table, observed)
+        # Requests of the step before come first: after_step below sees their effect.
         done = await meetings.follow(table, {})
         for runner in self._runners:
             await runner.call("after_step")

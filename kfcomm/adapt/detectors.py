@@ -120,6 +120,7 @@ class Interference:
             if len(first) == self.warmup:
                 self._references[rank] = median(first)
         else:
+            # Capped at twice the reference: one absurd measurement moves it by ``follow`` at most.
             self._references[rank] = reference + self.follow * (min(now, 2 * reference) - reference)
 
 

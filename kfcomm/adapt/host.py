@@ -160,6 +160,7 @@ class PolicyHost:
 
     async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
         """Set the strategy, for a policy or (None) to restore it."""
+        # A swap costs a collective; setting the strategy in force again would cost it for nothing.
         if self.comm.strategy.digest != chosen.digest:
             await self.comm.set_strategy(chosen)
         self._hold(STRATEGY, runner, [chosen.name, chosen.digest.hex()])
@@ -190,6 +191,7 @@ class PolicyHost:
         for subject in [subject for subject, holder in self.holders.items() if holder is runner]:
             if subject == STRATEGY:
                 await self.change_strategy(before.strategy, None)
+            # Ranks that have come or gone cannot be undone.
             elif subject != SIZE:
                 await self.change_hyperparameter(subject, getattr(before.hyperparameters, subject), None)
 
@@ -227,6 +229,7 @@ class PolicyHost:
 
     async def _propose(self, propose: Callable[[int], Awaitable[None]], number: int) -> None:
         """Let rank 0 ask the job; all ranks learn the answer."""
+        # Only one rank asks, so that the store sees one request; the answer decides on all ranks.
         wrong = None
         if self.comm.rank == 0:
             try:

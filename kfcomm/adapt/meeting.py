@@ -204,6 +204,7 @@ class WorldPlace(MeetingPlace):
 
     @override
     async def take(self, value: Any, givers: Sequence[int]) -> Any:
+        # A giver may be lost during its broadcast, which all surviving ranks see alike.
         for giver in givers:
             try:
                 return await self._comm.broadcast_object(value, giver, f"{OWN_NAMES}state/{giver}")
@@ -320,6 +321,7 @@ class Meetings:
             before: result for the meeting before, at the end of the same step.
         """
         signs = {runner: table.signs_of(number) for number, runner in enumerate(self._runners)}
+        # Derived from the table, which is the same on all ranks: all switch off the same policies.
         bad = [runner for runner, of_ranks in signs.items() if FAILED in of_ranks or len(set(of_ranks)) > 1]
         if bad:
             await self._switch_off(bad, signs, before)
@@ -327,6 +329,7 @@ class Meetings:
         lost = overrule(self._host, asking) if len(asking) > 1 else set()
         done = {}
         for runner in asking:
+            # Kept before the change: if the policy raises right after it, this is restored.
             done[runner] = self._host.held
             await runner.carry_out(lost)
         return done

@@ -182,6 +182,7 @@ class MeetingTable:
         own = (
             step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, is_new, *signs, *observed,
         )  # fmt: skip
+        # Signs have 48 bits, which float64 holds exactly.
         flat = np.zeros(size * (len(own) + 1))
         flat[rank * len(own) : (rank + 1) * len(own)] = own
         flat[size * len(own) :] = reading.waited_s

@@ -117,6 +117,7 @@ class StepRecorder:
             return
         try:
             self._file.write(json.dumps(encoded(line), allow_nan=False, separators=(",", ":")) + "\n")
+            # A killed job leaves all complete lines.
             self._file.flush()
         except OSError as error:
             logger.warning("no more steps are recorded: %s", error)

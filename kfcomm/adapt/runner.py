@@ -105,6 +105,7 @@ class Runner:
                     await request.carry_out()
             except Exception as error:  # noqa: BLE001  as if the policy had raised it
                 self._fail("its request", error)
+        # The method continues now; the meeting goes on when it has returned or waits again.
         if any(request.is_awaited for request in requests) and self._task is not None:
             self.at_rest.clear()
         await self.settle()
@@ -151,6 +152,7 @@ class Runner:
         if task is not None:
             self._is_dropped = True
             task.cancel()
+            # Not awaited by itself: its error, if it has one, is not this rank's.
             await asyncio.wait({task})
             self._is_dropped = False
 

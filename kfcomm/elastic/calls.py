@@ -68,6 +68,8 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Ma
         said: by rank, the step that it is in, and the standings of its calls.
         uids: uids of the ranks.
     """
+    # A rank enters a step only after all ranks have ended the calls of the step before, so rows of
+    # older steps are over everywhere and need no outcome.
     latest = max(step for step, _ in said)
     done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
     failed: dict[tuple[Key, int], list[str]] = {}
@@ -80,6 +82,7 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Ma
             elif standing == Standing.FAILED:
                 failed.setdefault(((name, number), step), []).append(why)
     outcomes = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(uids)}
+    # Done wins over failed: a caller somewhere has the result already, and cannot take it back.
     for (key, step), reasons in failed.items():
         if key not in done and len(reasons) < len(uids):
             outcomes[key] = CallOutcome(step, -1, (), reasons[0])
@@ -158,6 +161,7 @@ class ElasticCall:
             ConfigError: the name is not valid.
         """
         name = checked_name(self.get("name"))
+        # Without a name, the names of the arrays identify the call, as in a plain job.
         if self.verb != "all_reduce_many":
             return name or ""
         names = names_of(self.get("arrays")) if name is None else [name]
@@ -178,6 +182,8 @@ class ElasticCall:
             changed["out"] = out
         if timeout_s is not None:
             changed["timeout"] = timeout_s
+        # Arguments are replaced where the caller gave them, by position or by name, so that the verb
+        # sees one value for each.
         for name in list(changed):
             place = places[name]
             if place < len(args):
@@ -191,6 +197,8 @@ def frozen(result: Any) -> list[np.ndarray[Any, Any]]:
     parts: Iterable[Any] = (result,)
     if isinstance(result, (list, tuple, dict)):
         parts = result.values() if isinstance(result, dict) else result
+    # The result may still have to be sent to a rank that lacks it: a write by the caller would make
+    # ranks differ without an error.
     found = [one for one in parts if type(one) is np.ndarray and one.flags.writeable]
     for one in found:
         one.setflags(write=False)

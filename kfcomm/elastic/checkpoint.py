@@ -89,6 +89,7 @@ class Draft:
             self.path.replace(self._target)
         except FileNotFoundError:
             raise GivenUp("its draft was removed by a later writer") from None
+        # Without this a power failure may undo the rename.
         folder = os.open(self._target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -253,6 +254,7 @@ class Checkpoint:
         if not is_due or (self._written is not None and not self._written.done()):
             return
         self._begun = number
+        # Only the copy happens in the step; training goes on while the thread writes it.
         self._kept.keep(place)
         self._written = self._thread.submit(self._write, number, epoch)
 
@@ -296,6 +298,7 @@ class Checkpoint:
         if found is None:
             return
         about, _ = found
+        # Two jobs with one path: the later writer would destroy the progress of the other.
         if about.lineage != self.lineage[: len(about.lineage)]:
             raise GivenUp("it belongs to another job, and this job has not read it")
         if about.lineage == self.lineage and about.epoch > epoch:

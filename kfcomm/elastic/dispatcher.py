@@ -57,6 +57,7 @@ class Dispatcher:
             try:
                 self._runner.post(entry, is_first=True)
             except BaseException as error:
+                # The call has its place in the step already: the other ranks must not wait for this one.
                 self._runner.tell_holders(entry, error)
                 entry.why = f"rank {self.log.shown_rank} refused its call of {entry.title}: {error}"
                 handle.cancel()
@@ -118,6 +119,7 @@ class Dispatcher:
 
     def abandon(self, thread: int) -> None:
         """End the calls of a thread that was interrupted, at any line."""
+        # The interrupt may have come at any line, so the record is found by its thread, not by a reference.
         for entry in [one for one in list(self.log.entries.values()) if one.inner == thread]:
             entry.inner = None
             if entry.standing is not Standing.DONE:

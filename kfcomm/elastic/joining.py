@@ -105,6 +105,7 @@ class Handover:
         while True:
             rows, uids = await self.gathered(list(self._offer(place, wrong)), "plans")
             offers = [StateOffer(*row) for row in rows]
+            # Computed on each rank from the same reports: no rank has to tell another its role.
             owners = [rank for rank, uid in enumerate(uids) if having is None or uid in having]
             if not owners:
                 raise PeerLost("all ranks that had the state are lost before this rank had it from them")
@@ -115,6 +116,7 @@ class Handover:
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
             takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
             arrays = self._taken_into(having) if me in takers else self._views()
+            # A rank was lost on the way: reports and roles may differ now, so the round begins again.
             if takers and not await self._spread(uids, givers, takers, arrays):
                 continue
             if me in takers:
@@ -140,6 +142,7 @@ class Handover:
 
     def _taken_into(self, having: Uids | None) -> list[Array]:
         """Memory into which this rank receives."""
+        # This rank may have to send its own state, if the lowest rank is lost.
         return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
 
     def _check_program(self, offers: Sequence[StateOffer], owners: Sequence[int]) -> None:
@@ -280,6 +283,7 @@ class Entrance:
             place, wrong = await self._read() if is_reader else (Position(), None)
             try:
                 told = await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True)
+            # Its memory may hold a state that no other rank has; another rank that sees the file reads it.
             except PeerLost:  # the rank that read the checkpoint: another one reads it
                 continue
             return self._begun(told)
@@ -315,6 +319,8 @@ class Entrance:
                 f"rank {uid} is lost, which saw checkpoint {name!r} of step {found.number}, and no other rank sees"
                 " it: start the job again, with a path that leads to the same file on all hosts"
             )
+        # A rank that sees no file cannot tell "no checkpoint" from "not on this host". Only the first rank's
+        # path counts for that, or another rank on its host.
         first = self._births[0]
         if first not in uids and self._hosts[first] not in {self._hosts[one] for one in uids}:
             raise ConfigError(

@@ -81,6 +81,7 @@ class Recovery:
             EpochChanged: the plan releases this rank.
         """
         self.plan = plan
+        # A loss on the way begins a change without the plan; the plan is then carried out by the next one.
         while self._has_plan():
             if self.error is not None:
                 raise self.error
@@ -94,6 +95,7 @@ class Recovery:
             await self.settled()
             if self.error is not None:
                 raise self.error
+            # A rank that left on its own could take results with it that another still needs.
             await session.agreements.decide(AgreementKind.AGREE, b"end", session.timeout_s)
         except CollectiveMismatch:
             self._start()
@@ -146,6 +148,7 @@ class Recovery:
     async def _change_once(self) -> bool:
         """Change to the next epoch; True if another rank was lost meanwhile, so that it has to change again."""
         log = self._log
+        # Calls end by themselves: the loss aborts all of them, here and on the other ranks.
         await self.runner.wait_until_quiet()
         self._unwatch()
         # outcomes of calls that are not over here: the rank that was to give the result may be lost now
@@ -168,6 +171,7 @@ class Recovery:
             self.runner.release(log.restart())
             return self.runner.has_lost()
         try:
+            # Mostly no rank has finished more than another, and one digest saves the exchange of all rows.
             if len(set(digests.values())) > 1:
                 await self._compare()
         except (PeerLost, EpochChanged):
@@ -179,6 +183,7 @@ class Recovery:
         log = self._log
         said = await log.comm.all_gather_object([log.step, log.standings()], "kfcomm/standings")
         log.outcomes = dict(decide(said, log.comm.births))
+        # The sender of a result may have nothing else to do in this call: its part is posted here.
         for entry in [one for one in log.all_entries() if one.standing in (Standing.DONE, Standing.FAILED)]:
             outcome = log.outcome_of(entry)
             if outcome is not None and outcome.giver >= 0 and entry.is_sent:

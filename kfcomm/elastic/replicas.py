@@ -101,15 +101,18 @@ class Replicas:
         self._number = 1 + max(number for number, *_ in offers)
         here = self._comm.current
         copies = {here.births[here.rank]: mine}
+        # Else a rank was lost since the reports, and the ring is another one: this commit is dropped below.
         if here.births == uids:
             copies |= await self._exchanged(mine, [offer[1:4] for offer in offers])
         held, present = await self._gathered(sorted(copies), "committed")
         having: dict[int, list[int]] = dict(zip(present, held, strict=True))
+        # Computed by each survivor from the same reports, so that all come to the same decision.
         holders = {uid: tuple(one for one in self._ring(uids, uid) if one in having) for uid in uids}
         is_complete = all(living and all(uid in having[one] for one in living) for uid, living in holders.items())
         if is_complete:
             former, self._last = self._last, Commit(small, copies, holders)
             copies = former.copies if former else {}
+        # The memory of the commit that was replaced, or of the dropped one, serves the next.
         self._spare = [copy.data for copy in copies.values()]
         return is_complete
 
@@ -195,6 +198,7 @@ class Replicas:
         sources = [(comm.rank - distance) % comm.size for distance in distances]
         targets = [(comm.rank + distance) % comm.size for distance in distances]
         outcomes = await asyncio.gather(*map(take, sources), *map(give, targets), return_exceptions=True)
+        # A lost peer makes the commit incomplete, which the reports tell all ranks; other errors are faults.
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, KfcommError):
                 raise outcome

@@ -55,6 +55,7 @@ class Requests:
         If too many ranks remain, the last ones leave. At least one rank that has the state stays.
         """
         size, leavers = self._wanted
+        # The state would be lost with its last owner.
         staying = [uid for uid in comm.births if uid not in leavers] or [comm.births[0]]
         waiting = sorted(self._candidates.values())
         if size != ANY_SIZE:
@@ -114,6 +115,7 @@ class EpochReports:
         if self._news is None or comm is not self._comm:
             return
         telling = tell_store(comm._session, *self._news, comm.strategy.name)
+        # Several ranks report the same, so that one death does not leave joining ranks waiting.
         if comm.rank < NUM_TELLERS:
             self._news = None
         task = comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")

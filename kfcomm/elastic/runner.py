@@ -145,6 +145,7 @@ class CallRunner:
         self._stop_timer(entry)
         entry.has_told = False
         outcome = self.log.outcome_of(entry)
+        # The order matters: an outcome of all ranks comes before anything that this rank decides itself.
         if outcome is not None and outcome.giver < 0:
             if self._root_of(entry) is not None:  # else it has failed for that, on all ranks
                 self._fail_as(entry, outcome)
@@ -161,6 +162,7 @@ class CallRunner:
             if entry.is_left:
                 self._refuse_part(entry, root)
                 return
+            # The first post leaves the timeout to the verb, which checks it; repeats get what is left of it.
             left_s = None if is_first else self._seconds_left(entry)
             self._run(entry, entry.call.begin(self.log.comm, root, self._scratch_for(entry), left_s))
 
@@ -202,12 +204,15 @@ class CallRunner:
         handle.when_done(self._reactor, lambda done: self._ended(entry, done))
 
     def _ended(self, entry: Entry, handle: Handle[Any]) -> None:
+        # The call was posted again in the next epoch: this is the end of its old collective.
         if entry.inner is not handle:
             return
         entry.inner = None
         error = asyncio.CancelledError() if handle.cancelled() else handle.exception()
         if entry.standing is Standing.FAILED:
             pass  # its caller has heard so
+        # No other rank can replace a result of its own, so the call is over only when all ranks have
+        # theirs, which this barrier finds out.
         elif error is None and entry.call.kind.is_own and entry.standing is Standing.POSTED:
             entry.result, entry.standing = handle.result(), Standing.HELD
             self._run(entry, self.log.comm.barrier(name_for("all", entry.key), timeout=self._seconds_left(entry)))
@@ -230,6 +235,7 @@ class CallRunner:
             entry.standing = Standing.FAILED
             if entry.outer is not None:
                 entry.outer.cancel()
+        # It may be the first sign of a dying rank, whose loss is reported a moment later.
         elif type(error) in ENDED_BY_OTHERS:
             self._reactor.call_later(ABORTED_S, self._ended_by_others, entry, error)
         else:
@@ -251,6 +257,7 @@ class CallRunner:
             return
         out = entry.call.get("out")
         try:
+            # The call is DONE before this: other ranks may get its result whatever the caller's array raises.
             shown = result if out is None else written(result, out)
         except Exception as error:  # noqa: BLE001  whatever the caller's array raises, the result is there
             entry.outer.set_exception(error)
@@ -320,6 +327,7 @@ class CallRunner:
         is_here = entry.standing is Standing.DONE
         is_over = is_here or entry.standing is Standing.FAILED  # after a cancellation, too: a broadcast needs all ranks
         left_s = None if is_over or entry.is_left else self._seconds_left(entry)
+        # All ranks know shape and dtype, so the array travels as it is; other results need msgpack.
         if call.verb in GIVEN_AS_ARRAYS:
             handle = self.log.comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=left_s)
         else:
@@ -353,6 +361,7 @@ class CallRunner:
 
     async def wait_until_quiet(self) -> None:
         """Wait until all calls in flight have ended, which the loss makes them do at once."""
+        # A call that ended late could write to an input that the next epoch reads.
         while any(entry.inner is not None for entry in list(self.log.entries.values())) or self._parts:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet

@@ -218,6 +218,7 @@ class Samplers:
 
     def _first_time(self, sampler: ElasticSampler) -> Name:
         name: Name = self._num_unnamed if sampler.name is None else sampler.name
+        # Checkpoints from before samplers had names hold one position, without a name.
         place = self.waiting.pop(name, None) or self.waiting.pop(ANY, None)
         if place is not None:
             try:

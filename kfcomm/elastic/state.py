@@ -173,6 +173,7 @@ class Kept:
         Cost: a copy of its arrays; memory for that is allocated the first time only.
         """
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
+        # Page faults of new memory take longer than the copy, so buffers are reused.
         if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
             self.arrays = [np.empty(one.size, one.dtype) for one in views]
         for copy, view in zip(self.arrays, views, strict=True):
@@ -268,6 +269,7 @@ def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: di
     found |= {one: what for one, what in small.items() if one not in plain}
     if not isinstance(value, dict):
         return type(value)(found)  # type: ignore[call-arg]
+    # In place: the program may hold this very dictionary, as torch's optimizers do.
     for key in value.keys() - found.keys():
         del value[key]
     value.update(found)

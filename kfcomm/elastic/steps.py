@@ -122,6 +122,7 @@ class Used:
     def told(self, *, is_void: bool) -> Told:
         """Report of this rank, when the step is over."""
         self._met |= self._made
+        # A failed or void step may lack calls for that reason, and says nothing about a misspelt name.
         is_known = bool(self._made) and not is_void and not self._is_unknown
         missing = sorted(set(self._names) - self._met) if self._names and is_known else []
         is_whole = self._is_done and (self._names is None or not self._has_failed)
@@ -136,6 +137,7 @@ class Used:
             told: report of each of these.
         """
         if any(one.is_whole for one in told):
+            # One rank that has the result decides: a rank that cancelled the call does not know the contributors.
             lacking = {uid for one in told for uid in one.lacking}
             return [uid for uid in uids if uid not in lacking]
         is_tried = any(one.is_tried for one in told)
@@ -218,6 +220,7 @@ class Course:
         if step is not None:
             if not is_void:
                 check_names(step.number, told)
+            # All ranks have equal reports and samplers, so all give back the same shares.
             counted = () if is_void else self.used.counted(self.births, uids, told)
             for rank, uid in enumerate(self.births):
                 if uid not in counted:

@@ -62,6 +62,7 @@ def checksum(pieces: Sequence[Array]) -> int:
     found = 0
     for piece in pieces:
         whole = piece.size // PAGE_NBYTES * PAGE_NBYTES
+        # The sum of a page alone would not show two pages that changed places, hence the odd weights.
         pages = piece[:whole].view(np.uint64).reshape(-1, PAGE_NBYTES // 8).sum(axis=1, dtype=np.uint64)
         weights = np.arange(1, 2 * pages.size, 2, dtype=np.uint64)
         rest = hashlib.blake2b(piece[whole:].data, digest_size=8).digest()

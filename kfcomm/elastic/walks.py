@@ -115,6 +115,7 @@ class Walks:
                         return
                 is_first = True
                 self._look(course, kept)
+                # Only now: the boundary may have restored an earlier position of the sampler.
                 until = sampler.passes + 1 if until is None else until
                 batch = sampler.take_until(until)
                 if not len(batch):
@@ -182,6 +183,8 @@ class Walks:
 
     def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
         """Carry out the boundary between two steps; returns the ranks that take part."""
+        # Calls since the last boundary belong to the innermost step that is still under way, and to the
+        # steps around it only once it was left.
         is_innermost = True
         for one in reversed([one for one in self._open if one.step is not None]):
             one.note(self._calls, is_innermost=is_innermost)
@@ -205,12 +208,14 @@ class Walks:
         for one in ending[:-1]:
             one.end_step(uids, [each.pop(0) for each in told if one.step is not None], is_void=other_void)
             self._open.remove(one)
+        # The whole step is repeated: its samples are not given back, its state and samplers are restored.
         if void and kept and course.step is not None:
             course.step = None
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
         course.end_step(uids, [each.pop(0) for each in told if each], is_void=void)
+        # A change at the end of a pass would make joining ranks enter a loop that is over.
         if not (wanted and course.sampler.left):
             return uids
         yield partial(self._change, course)
@@ -255,11 +260,13 @@ class Walks:
             CollectiveMismatch: the ranks are at different positions; on all of them.
             ConfigError: a rank reports a fault; on all of them.
         """
+        # The hash travels in halves: squares of 32 bits, summed over ranks, would not fit in 64.
         number = _number_of([self._calls.log.step, *where])
         at = [number >> 16, number & 0xFFFF]
         row = _number_of(rows) & 0xFFFFFF
         mine = np.array([1, *at, *(one * one for one in at), row, row * row, *flags, fault is not None], np.int64)
         count, high, low, high_squared, low_squared, all_rows, squared, *found, wrong = (yield mine).tolist()
+        # The all_reduce may be done while the epoch changes: the next step needs the new ranks.
         if self._calls.recovery.is_changing:
             yield self._calls.recovery.settled
         text = describe()
@@ -299,6 +306,7 @@ class Walks:
     async def _change(self, course: Course) -> None:
         """Carry out the plan of the first rank: all ranks receive it, or none does."""
         comm, calls = self._comm, self._calls
+        # The first rank may have died since the boundary, and its successor may not know the request.
         mine = self._requests.plan(comm.current) if comm.rank == 0 else NO_PLAN
         try:
             plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))

@@ -51,6 +51,7 @@ def share(arrays: Iterable[Any], part: int, parts: int) -> list[np.ndarray[Any, 
 
 @np.errstate(all="ignore")
 def _of_one(flat: np.ndarray[Any, Any]) -> float:
+    # Squares of float16 overflow above 256, and bfloat16 loses most of its digits in a sum.
     if flat.dtype not in (np.float32, np.float64):
         return float(sum(_of_block(flat[at : at + BLOCK].astype(np.float32)) for at in range(0, flat.size, BLOCK)))
     return float(sum(_of_block(flat[at : at + BLOCK]) for at in range(0, flat.size, BLOCK)))
