@@ -124,9 +124,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, place: str) -> None:
     """Rank 2 is killed at this place of its second commit."""
     gathered, exchanged = Replicas._gathered, Replicas._exchanged
 
-    def is_doomed(buddies: Any) -> bool:
-        here = buddies._comm.current
-        return here.births[here.rank] == 2 and buddies._last is not None
+    def is_doomed(replicas: Any) -> bool:
+        here = replicas._comm.current
+        return here.births[here.rank] == 2 and replicas._last is not None
 
     async def gather(self: Any, value: Any, about: str) -> Any:
         if is_doomed(self) and (place, about) in {("before", "commit"), ("sent", "committed")}:
