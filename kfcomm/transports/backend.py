@@ -1,10 +1,10 @@
-"""What a collective backend is: it runs whole collectives on devices, matched by order alone.
+"""Collective backends: they run whole collectives on devices, matched by order alone.
 
-A *backend* is this rank's end of one group of devices. The n-th launch of a rank meets the n-th of every other; who
-launches what, and when, is agreed above (`core.launch_order`), so that a backend never has to match names.
+A *backend* is this rank's end of one group of devices. The n-th launch of a rank meets the n-th of every other; the
+layers above agree on the order (`core.launch_order`), so that a backend never has to match names.
 
 Invariants: a launch only puts work on a stream, and returns. Every rank launches the same verbs on parts of
-the same sizes, in the same order. After ``abort`` whatever was launched ends by itself, and its results are void.
+the same sizes, in the same order. After ``abort`` every launch ends by itself, and its results are void.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CollectiveBackend(Protocol):
     """This rank's end of one group. Used by one thread at a time, but for ``abort``."""
 
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
-        """Put one collective on the stream: all parts as one, if there are several.
+        """Put one collective on the stream; several parts are launched as one.
 
         Args:
             verb: one that ``BackendMaker.supports``.
@@ -57,33 +57,33 @@ class CollectiveBackend(Protocol):
         """
 
     def failure(self) -> str | None:
-        """What has gone wrong since, if anything has: looked at now and then."""
+        """Return an error that has occurred since, if any; polled now and then."""
 
     def abort(self) -> None:
-        """End all that was launched, now. May be called on any thread, and may block for a while; never raises."""
+        """End every launch now. Callable on any thread; may block for a while; never raises."""
 
     def close(self) -> None:
-        """Give everything back; all that was launched is done. Never raises."""
+        """Release everything, after the last launch is done. Never raises."""
 
 
 class BackendMaker(Protocol):
     """Makes backends of one kind."""
 
     name: str
-    """In a word: ``nccl``."""
+    """Name in one word, as ``nccl``."""
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
-        """Whether it can carry this out; the same on every rank where the versions are the same."""
+        """Return whether it can carry this out; the same on every rank with the same versions."""
 
     def identity(self) -> bytes:
-        """Under which the ranks of a new group find each other: made by one, told to all.
+        """Make the identity of a new group, by which its ranks find each other; one rank makes it for all.
 
         Raises:
-            TransportError: none can be made here.
+            TransportError: it cannot be made here.
         """
 
     def connect(self, identity: bytes, rank: int, size: int, device: Device) -> CollectiveBackend:
-        """Meet the others. Blocks until all are here; not called on an event loop.
+        """Meet the other ranks. Blocks until all are there; not called on an event loop.
 
         Raises:
             TransportError: they did not find each other.
@@ -91,13 +91,13 @@ class BackendMaker(Protocol):
 
 
 class DeviceSetup(NamedTuple):
-    """The devices of a world.
+    """The devices of a world, as one rank knows them; the same reports and transport on all ranks.
 
     Attributes:
-        device: that of this rank; None if it has none.
+        device: of this rank, or None.
         reports: of all ranks, by rank in the world.
-        maker: of backends on the device; None if nothing runs collectives on it.
-        transport: what all ranks have agreed on, see ``routes.agree``.
+        maker: of backends on the device; None if none runs collectives on it.
+        transport: agreed by all ranks, see ``routes.agree``.
     """
 
     device: Device | None
@@ -107,11 +107,11 @@ class DeviceSetup(NamedTuple):
 
     @classmethod
     def none(cls, size: int) -> DeviceSetup:
-        """That of a world of ``size`` ranks without a device."""
+        """Return the setup of a world of ``size`` ranks without a device."""
         return cls(None, (DeviceReport(),) * size, None, "auto")
 
     def route(self, members: Sequence[int], layout: Layout) -> Choice | None:
-        """The route of device memory in a group; None in a world without devices.
+        """Return the route of device memory in a group; None in a world without devices.
 
         Args:
             members: their ranks in the world, by rank in the group.

@@ -1,4 +1,6 @@
-"""What a link is: it moves framed chunks between two peers, and knows nothing of collectives.
+"""Interfaces of transports: links, their users, and the endpoints that make them.
+
+A link moves framed chunks between two peers, and knows nothing of collectives.
 
 A *link* is one directed data connection: the side that opened it sends chunks, the other side answers with
 small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flush`` moves what the peer takes.
@@ -8,8 +10,8 @@ Invariants:
 - Frames of one link arrive whole and in the order in which they leave (see ``Link.send``), or the link is lost.
 - A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
   returned; never after that. No link keeps a view of the caller's memory for longer.
-- Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link
-  never holds back bytes because nobody has asked for them yet.
+- Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link never
+  holds back bytes until they are asked for.
 """
 
 from __future__ import annotations
@@ -35,10 +37,9 @@ class LinkRefused(TransportError):
 
 
 class Counts(NamedTuple):
-    """What one link has moved since it was opened, in both directions; a message is a frame of any kind.
+    """Traffic of one link since it was opened, in both directions; a message is a frame of any kind.
 
-    On sockets bytes are those on the wire, heads included (some 20 a message); where memory is shared, those that are
-    copied, which of a chunk are its payload.
+    On sockets bytes are those on the wire, with heads (some 20 a message); in shared memory, payloads of chunks.
     """
 
     sent_nbytes: int
@@ -48,31 +49,31 @@ class Counts(NamedTuple):
 
 
 class Owner(Protocol):
-    """Whose memory a payload is: told when a link no longer reads it."""
+    """Owner of the memory of a payload: notified when a link no longer reads it."""
 
     def sent(self) -> None:
-        """One of this owner's payloads has left: its memory is free again."""
+        """Note that one payload was sent: its memory is free again."""
 
 
 class Link(Protocol):
     """One directed connection to a peer, as its user sees it.
 
-    Methods that return here are inherited by links that have nothing to do for them.
+    Methods with a body here are inherited by links that need no other.
     """
 
     peer: int
     """World rank of the other end."""
     state: Any
-    """A slot for the user of the link; the link never looks at it."""
+    """Reserved for the user of the link; the link never reads it."""
     needs_flush: bool
-    """Whether frames wait for ``flush``; else they are on their way when ``send`` returns."""
+    """Whether frames wait for ``flush``; else they have left when ``send`` returns."""
     kind: str
-    """What it is made of, in a word: ``shm``, ``unix``, ``tcp`` or ``memory``."""
+    """Name of its transport: ``shm``, ``unix``, ``tcp`` or ``memory``."""
     slots: SlotMemory | None = None
-    """Of the rank that opened the link; None where no memory is shared."""
+    """Slots of the rank that opened the link; None without shared memory."""
 
     def counts(self) -> Counts:
-        """What it has moved. May be called on any thread, also after the end; the numbers never fall."""
+        """Return its traffic. Callable on any thread, also after the end; the numbers never fall."""
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -89,31 +90,31 @@ class Link(Protocol):
         """
 
     def reserve(self, nbytes: int, priority: int) -> memoryview | None:
-        """Memory that the link sends from, for a payload that is made there and given to the next ``send``.
+        """Reserve memory that the link sends from, for a payload that is written there and passed to the next ``send``.
 
-        None where there is none, or not now. What is not given to ``send`` is forgotten by itself.
+        None if it has no such memory now. A reservation that is not passed to the next ``send`` lapses.
         """
         return None
 
     def wake_peer(self) -> None:
-        """The peer may sleep over something that no frame tells of: wake it."""
+        """Wake the peer, which may sleep through news in shared memory that come without a frame."""
         return
 
     def set_low_latency(self) -> None:
-        """From now on hand over, and take, little at a time, so that what is urgent soon overtakes the rest.
+        """Move little at a time from now on, so that urgent chunks soon overtake the rest.
 
-        Never undone. It costs some throughput, and is asked for when the first priority is used.
+        Never undone. It costs some throughput, so it is called only when a priority is first used.
         """
         return
 
     def flush(self) -> None:
-        """Move queued frames as far as the peer takes them; the rest follows by itself."""
+        """Move queued frames as far as the peer takes them now; the rest follows by itself."""
 
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """Stop reading this owner's memory at once: unsent frames are dropped, half-sent ones finish from a copy.
 
-        ``owner.sent()`` is not called any more. Returns the headers of the frames that were dropped, so that
-        whatever was spent on them (credit) can be taken back.
+        ``owner.sent()`` is not called any more. Returns the headers of the dropped frames, so that the
+        credit spent on them can be taken back.
         """
 
     def disown(self, owner: object) -> None:
@@ -130,82 +131,82 @@ class Link(Protocol):
     def lend(self) -> Any:
         """Inside ``Inbound.receive``: keep the payload readable after the call, until ``give_back`` of this loan.
 
-        None: that cannot be; copy it.
+        None if the payload must be copied instead.
         """
         return None
 
     def give_back(self, loan: Any) -> None:
-        """What was lent is read no more."""
+        """Return a loan, which is not read any more."""
         return
 
     def descriptors(self) -> Sequence[int]:
-        """File descriptors that a forked child must let go of."""
+        """Return file descriptors that a forked child must close."""
 
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
 
 
 class Inbound(Protocol):
-    """Who hears what arrives on a link (the engine). All calls come from the engine's own loop.
+    """Receiver of what arrives on links: the engine. All calls come from the engine's own loop.
 
-    Methods that return here are inherited by whom they do not concern.
+    Methods with a body here are inherited by receivers that need no other.
     """
 
     def opened(self, link: Link) -> None:
-        """A peer opened a link to this process; frames follow."""
+        """Use a link that a peer opened to this process; frames follow."""
         return
 
     def place(self, link: Link, header: Header, nbytes: int) -> Any:
-        """Where the ``nbytes`` payload of this CHUNK goes: an object with ``view`` (and ``owner``).
+        """Return the placement of the ``nbytes`` payload of this CHUNK: an object with ``view`` (and ``owner``).
 
         The view is as long as the payload, and written front to back; ``arrived(link, placement)`` follows when it is
         complete.
         """
 
     def arrived(self, link: Link, placement: Any) -> None:
-        """The payload of a placement is complete."""
+        """Take the complete payload of a placement."""
         return
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
-        """A whole frame; ``payload`` (often empty) may be read during this call only."""
+        """Take a whole frame; ``payload`` (often empty) may be read during this call only."""
 
     def burst_end(self, link: Link) -> None:
-        """All that had arrived has been handed over: a good moment to flush answers."""
+        """Flush answers: everything that had arrived has been handed over."""
         return
 
     def lost(self, link: Link, error: BaseException | None) -> None:
-        """The link is gone: ``None`` after the peer's goodbye, else why. Nothing follows."""
+        """Forget a link that has ended: ``None`` after the peer's goodbye, else the reason. No call follows."""
 
 
 class Watched(Protocol):
-    """News in shared memory that are no link's."""
+    """News in shared memory beside those of links: slots."""
 
     @property
     def pending(self) -> Sized:
-        """What is to be looked at, if anything."""
+        """Items to be polled."""
 
     def look(self) -> bool:
-        """Look once; whether there was anything."""
+        """Poll once; whether there was anything."""
 
     def park(self) -> None:
-        """Peers have to wake this process from now on."""
+        """Have peers wake this process from now on."""
 
     def unpark(self) -> None:
-        """It looks by itself."""
+        """Poll from now on, without wake-ups."""
 
 
 class Waiter(Inbound, Protocol):
-    """An ``Inbound`` that knows when it waits, for transports that look for arrivals."""
+    """An ``Inbound`` that knows when it waits, for transports that poll."""
 
     is_waiting: Callable[[], int]
-    """Whether something is in flight on this rank: how much."""
+    """Number of collectives in flight on this rank."""
 
     def tell_waits(self, begins: Callable[[], None]) -> None:
-        """From now on ``begins`` is called when this rank begins to wait for something."""
+        """Call ``begins`` from now on whenever this rank begins to wait."""
 
     @property
     def slots(self) -> Watched:
-        """What else is to be looked at where memory is shared."""
+        """Slots, which are polled beside the links where memory is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class Surroundings:
 class Endpoint(Protocol):
     """One rank's end of all links of a transport, for one epoch.
 
-    Methods that return here are inherited by transports that have nothing to do for them.
+    Methods with a body here are inherited by transports that need no other.
     """
 
     async def connect(self, connection: Connection, peer: int) -> Link:
@@ -263,7 +264,7 @@ class Endpoint(Protocol):
         return []
 
     def empty(self, nbytes: int) -> Array | None:
-        """Memory that peers of this host can read in place; None where there is none."""
+        """Allocate memory that peers of this host can read in place; None if the transport has none."""
         return None
 
     @property

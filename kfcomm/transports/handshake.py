@@ -1,10 +1,9 @@
-"""The handshake over sockets: `dial` a peer, `answer` one, or `serve` all who come.
+"""Handshake over sockets: `dial` a peer, `answer` one, or `serve` every connection.
 
-Messages are read to their last byte and no further, so that a finished socket can be handed to a link or to
-another thread's loop with nothing lost. The rules of the handshake are in ``core.handshake``; here are its bytes,
-its time limit and its randomness.
+Messages are read to their last byte and no further, so that a finished socket can be handed to a link or to another
+thread's loop with nothing lost. ``core.handshake`` has the rules; this module adds bytes, time limit and randomness.
 
-Invariants: a handshake that fails closes its socket, whatever the failure; a stranger holds a few KiB for
+Invariants: a handshake that fails closes its socket, whatever the failure; an unauthenticated peer costs a few KiB for
 a bounded time.
 """
 
@@ -54,9 +53,9 @@ if TYPE_CHECKING:
     from kfcomm.common.tls import Tls
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a peer that is known to be one, on a host that may be busy."""
+"""For a peer of the job, whose host may be busy."""
 UNAUTHENTICATED_S = 5.0
-"""For anybody who has connected."""
+"""For an incoming connection, before it has authenticated."""
 
 
 async def dial(
@@ -96,7 +95,7 @@ async def _greet(sock: socket.socket, dialler: Dialler, tls: Tls | None) -> Conn
 
 
 async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server: bool) -> Stream:
-    """The connection as it is spoken on: TCP inside TLS, if there is a context; nobody can listen to a Unix socket."""
+    """Wrap a TCP connection in TLS if there is a context; a Unix socket cannot be overheard."""
     if context is None or sock.family == socket.AF_UNIX:
         return sock
     from kfcomm.transports.tls import secured
@@ -112,13 +111,13 @@ async def answer(
     accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = UNAUTHENTICATED_S,
     tls: Tls | None = None,
 ) -> tuple[Connection, Hello]:  # fmt: skip
-    """Shake hands on an accepted connection, and say who dialled.
+    """Shake hands on an accepted connection; returns it with the peer's hello.
 
-    ``accept`` says why a peer is not wanted, or None; it is asked before any proof and must change nothing.
+    ``accept`` returns why a peer is rejected, or None; it is asked before any proof and must change nothing.
 
     Raises:
-        RemoteProtocolError: what came is no handshake.
-        TransportError: the peer was refused (it was told why), went away, or took too long.
+        RemoteProtocolError: the peer did not send a handshake.
+        TransportError: the peer was refused (and told the reason), went away, or took too long.
     """
     nonce = os.urandom(NONCE_NBYTES)
     answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce)
@@ -145,11 +144,11 @@ async def serve(
     """Accept connections and shake hands with each, until cancelled (before the listener is closed).
 
     Args:
-        listener: where peers come in.
+        listener: accepts the connections.
         greet: `answer` with everything but the socket.
         welcome: gets each connection after a good handshake, and owns it from then on.
-        refused: told why each other one came to nothing.
-        unauthenticated: how many handshakes may be under way at once.
+        refused: gets the reason of each other one.
+        unauthenticated: bounds the handshakes under way at once.
     """
     unauthenticated = Unauthenticated() if unauthenticated is None else unauthenticated
     async with asyncio.TaskGroup() as group:
@@ -173,7 +172,7 @@ async def serve(
 
         def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
             unauthenticated.remove(task)
-            if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
+            if task.cancelled():  # perhaps before its first step, when nothing else has closed the socket
                 sock.close()
 
         def failed(error: OSError) -> None:
@@ -214,10 +213,10 @@ async def _say(sock: Stream, message: Message) -> None:
 
 
 async def _hear(sock: Stream) -> Message:
-    """The next message, and not one byte more.
+    """Read the next message, and not one byte more.
 
     Raises:
-        RemoteProtocolError: no message of a handshake.
+        RemoteProtocolError: not a message of a handshake.
         TransportError: the other side is gone.
     """
     with told_as_lost("during the handshake"):

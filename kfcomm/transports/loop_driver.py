@@ -1,11 +1,11 @@
-"""An asyncio loop drives a reactor: by readiness callbacks, one timer, and turns while there is something to look at.
+"""Driver of a reactor by an asyncio loop: readiness callbacks, one timer, and polling while something is awaited.
 
-Where peers share memory, news come without a descriptor. While something is awaited the loop looks again and again and
-lets others run in between (sched_yield(2): 1 µs where nobody else wants to, while any sleep would cost 50). After a
-while without news it parks: peers have to ring from then on, and an idle process costs nothing.
+News in shared memory come without a descriptor. While something is awaited the loop polls, and lets other processes run
+in between (sched_yield(2): 1 µs if no other is ready, where any sleep costs 50). After a while without news it parks:
+peers must wake it from then on, and an idle process costs nothing.
 
-Works on any asyncio loop, uvloop's included. Everything here runs on the loop; ``wake`` may also be called by whoever
-drives the reactor instead, if the loop's ``call_soon`` can be.
+It works on any asyncio loop, uvloop included. Everything runs on the loop; another driver of the reactor may also call
+``wake`` if the loop's ``call_soon`` allows it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import os
 from kfcomm.transports.reactor import Reactor
 
 SPIN_S = 1e-3
-"""Of fruitless looking before the loop parks while something is awaited; a wake-up costs up to a tenth of it."""
+"""Polling without news before the loop parks while something is awaited; a wake-up costs up to a tenth of it."""
 LINGER_S = 2e-4
-"""The same when nothing is: the next collective of a program comes soon."""
+"""The same when nothing is awaited: the next collective of a program often comes soon."""
 LOOKS = 16
-"""Fruitless looks before the loop's other callbacks get their turn; 1 where the peers are on the same loop."""
+"""Polls without news before the loop's other callbacks get their turn; 1 where the peers are on the same loop."""
 
 
 class LoopDriver:
-    """See the module.
+    """Driver of one reactor by one loop.
 
     Args:
-        reactor: what is driven.
-        loop: by which.
+        reactor: to be driven.
+        loop: drives it.
         looks: see ``LOOKS``.
 
     Attributes:
-        timer_s: until when the loop sleeps at most, by the monotonic clock.
+        timer_s: latest time until which the loop sleeps, by the monotonic clock.
     """
 
     def __init__(self, reactor: Reactor, loop: asyncio.AbstractEventLoop, *, looks: int = LOOKS) -> None:
@@ -50,14 +50,14 @@ class LoopDriver:
         self.wake()
 
     def wake(self) -> None:
-        """Something is due. Costs 0.1 µs when the loop is about to look anyway."""
+        """Poll soon: something is due. Costs 0.1 µs when the loop is about to poll anyway."""
         self._quiet_since_s = 0.0
         if not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
             self._loop.call_soon(self._scheduled_turn)
 
     def close(self) -> None:
-        """Drive no more, and close the reactor."""
+        """Stop driving, and close the reactor."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -70,7 +70,7 @@ class LoopDriver:
     def _scheduled_turn(self) -> None:
         self._is_scheduled = False
         if not self._is_closed:
-            # The loop calls for a descriptor by itself, unless turns for the pollers leave it no time to.
+            # The loop reports ready descriptors itself, unless turns for the pollers leave it no time.
             self._turn(is_told=not self._reactor.pollers)
 
     def _turn(self, *, is_told: bool = False) -> None:
@@ -81,7 +81,7 @@ class LoopDriver:
             if reactor.is_awake and not moved:
                 moved = self._look()
         except BaseException:
-            self.wake()  # one link has ended by it; the others go on
+            self.wake()  # one link has ended by it; the others continue
             raise
         finally:
             reactor.is_driven = False
@@ -102,7 +102,7 @@ class LoopDriver:
         return False
 
     def _rest(self) -> None:
-        """Look again, or park after a while without news."""
+        """Poll again, or park after a while without news."""
         reactor = self._reactor
         now_s = reactor.time()
         quiet_since_s = self._quiet_since_s or now_s

@@ -1,8 +1,8 @@
-"""Links inside one process: a whole world of ranks on one event loop, for tests and for trying things out.
+"""Links inside one process: a whole world of ranks on one event loop, for tests and experiments.
 
-A payload is shown to the receiver in the sender's own memory and is free again when the receiver has seen it.
-Delivery happens in a later turn of the loop than sending, and little in one turn, so that the order of events is that
-of a network, and what is urgent can overtake what is under way.
+The receiver reads a payload in the sender's own memory, which is free again afterwards. Delivery happens in a later
+turn of the loop than sending, and little in one turn, so that events have the order of a network, and urgent chunks can
+overtake others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EMPTY = memoryview(b"")
 
 
 class MemoryNetwork:
-    """Joins the engines of one world; each is known by its rank once it was added."""
+    """Network among the engines of one world, by rank."""
 
     def __init__(self, reactor: Readiness) -> None:
         self._reactor = reactor
@@ -31,11 +31,11 @@ class MemoryNetwork:
         self._links: list[MemoryLink] = []
 
     def add(self, rank: int, inbound: Inbound) -> None:
-        """``inbound`` hears what the others send to ``rank``."""
+        """Let ``inbound`` receive what the others send to ``rank``."""
         self._inbound[rank] = inbound
 
     def connect(self, rank: int, peer: int) -> MemoryLink:
-        """A link from ``rank`` to ``peer``.
+        """Open a link from ``rank`` to ``peer``.
 
         Raises:
             TransportError: the peer is not there, or was cut off.
@@ -50,7 +50,7 @@ class MemoryNetwork:
         return near
 
     def wire(self, rank: int, peer: int) -> Readiness:
-        """By what the link from ``rank`` to ``peer`` delivers."""
+        """Return what the link from ``rank`` to ``peer`` delivers by."""
         del rank, peer
         return self._reactor
 
@@ -61,7 +61,7 @@ class MemoryNetwork:
                 link.end(TransportError(reason))
 
     def cut(self, rank: int, *, reason: str = "the link was cut") -> None:
-        """Break every link of ``rank``, as when its process dies; it can connect no more."""
+        """Break every link of ``rank``, as when its process dies; it cannot connect again."""
         self._inbound.pop(rank, None)
         self.unplug(rank, reason=reason)
 
@@ -76,7 +76,7 @@ class MemoryNetwork:
 class MemoryLink(Link):
     """One end of a link in memory.
 
-    Its latency is always low. A payload is shown where it is, for one call: it is never reserved, placed or lent.
+    Its latency is always low. A payload is readable in place for one call: it is never reserved, placed or lent.
     """
 
     kind = "memory"
@@ -123,7 +123,7 @@ class MemoryLink(Link):
         self.flush()
 
     def descriptors(self) -> Sequence[int]:
-        """None."""
+        """Return an empty sequence."""
         return ()
 
     @override

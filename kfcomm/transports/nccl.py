@@ -1,21 +1,21 @@
 """NCCL as a collective backend, through CuPy (14 or newer).
 
-Every verb that only moves data is done with bytes, whatever they mean. What is reduced has to be of a type in which
-NCCL computes; the real and the imaginary parts of complex numbers are added as numbers of their own. ``gather`` and
-``all_to_all`` are groups of sends and receives, as NCCL has them, but for a rank's own part, which is copied.
+Verbs that only move data move bytes of any type. Reductions need a type in which NCCL computes; the real and the
+imaginary parts of complex numbers are added as separate numbers. ``gather`` and ``all_to_all`` are groups of sends and
+receives, as NCCL has them, but for a rank's own part, which is copied.
 
-Invariants: NCCL's own errors reach nobody, only `TransportError` with its words. Nothing is asked of a
-communicator once it is being aborted. CuPy is imported when an `Nccl` is made, and not before.
+Invariants: errors of NCCL become `TransportError` with its text. A communicator is not used once it is being aborted.
+CuPy is imported when an `Nccl` is made, and not before.
 
-NCCL reads its own environment. What a user may need: ``NCCL_DEBUG=WARN`` (or ``INFO``) prints what is behind an error;
+NCCL reads its own environment. Useful variables: ``NCCL_DEBUG=WARN`` (or ``INFO``) prints what is behind an error;
 ``NCCL_SOCKET_IFNAME=eth0`` names the interface through which ranks on several hosts find each other, which kfcomm's
 setting ``interface`` does not reach.
 
-NCCL connects two ranks when a launch first needs it (2.22 and newer), so that a launch can wait for the others to come
-to theirs. Nothing but ``abort`` ends that, and nothing at all a ``connect`` for which others never come: whoever calls
-these does so on a thread that it can do without.
+NCCL connects two ranks when a launch first needs it (2.22 and newer), so a launch may wait for the others' launches.
+Only ``abort`` ends that wait, and nothing ends a ``connect`` for which another rank never comes: so both are called on
+a thread that can be abandoned.
 
-This module must not know names, nor who launches what: every rank launches the same in the same order.
+Names are matched above: every rank launches the same in the same order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import numpy as np
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
-from kfcomm.transports.backend import Part
+from kfcomm.transports.backend import CollectiveBackend, Part
 from kfcomm.types import Op, Verb, override
 
 ABORT_PATIENCE_S: Final = 2.0
-"""How long a launch that is under way may take before it is aborted in the middle: it may wait for what never comes."""
+"""Grace for a launch under way, which may wait for a rank that never comes, before it is aborted regardless."""
 
 _IN_PROGRESS: Final = 7  # ncclInProgress: no error
 _BYTES: Final = "NCCL_UINT8"
@@ -50,7 +50,7 @@ _PAIRS: Final = {"complex64": "NCCL_FLOAT32", "complex128": "NCCL_FLOAT64"}
 
 
 class Nccl:
-    """Makes backends over NCCL; implements `kfcomm.transports.backend.BackendMaker`.
+    """Maker of backends over NCCL; implements `kfcomm.transports.backend.BackendMaker`.
 
     Args:
         cuda: ``cupy.cuda``, or a fake of it in a test.
@@ -65,7 +65,7 @@ class Nccl:
         self._cuda = _load() if cuda is None else cuda
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
-        """Moves anything; reduces numbers of 8 (integers only), 16 (floats only), 32 and 64 bits, and adds pairs."""
+        """Return whether it can: it moves anything, reduces 8 (integers), 16 (floats), 32, 64 bits, adds pairs."""
         if verb in _MOVING:
             return op is None
         if verb not in _REDUCING or op not in _OPS:
@@ -75,13 +75,13 @@ class Nccl:
         return dtype.name in _FLOATS or (dtype.name in _PAIRS and op in (Op.SUM, Op.AVG))
 
     def identity(self) -> bytes:
-        """A unique id of NCCL. A thread of NCCL waits in this process for those who will name it."""
+        """Return a unique id of NCCL. A thread of NCCL waits in this process for the ranks that present it."""
         with _explained("make an id for a group"):
             identity: bytes = self._cuda.nccl.get_unique_id()
         return identity
 
     def connect(self, identity: bytes, rank: int, size: int, device: Device) -> NcclBackend:
-        """Meet the others. Blocks until all are here, for ever if one does not come."""
+        """Meet the other ranks. Blocks until all are there, for ever if one does not come."""
         try:
             with _explained(f"connect rank {rank} of {size}"), self._cuda.Device(device.ordinal):
                 communicator = self._cuda.nccl.NcclCommunicator(size, identity, rank)
@@ -90,8 +90,8 @@ class Nccl:
         return NcclBackend(self._cuda, communicator, rank, size, device)
 
 
-class NcclBackend:
-    """One rank's communicator; implements `kfcomm.transports.backend.CollectiveBackend`."""
+class NcclBackend(CollectiveBackend):
+    """NCCL communicator of one rank."""
 
     def __init__(self, cuda: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
         self._cuda = cuda
@@ -152,7 +152,7 @@ class NcclBackend:
     # ---------------------------------------------------------------- inside
 
     def _end(self) -> bool:
-        """Let nothing more be launched. Whether this was the first to say so."""
+        """Refuse further launches; whether this was the first such call."""
         with self._ending:
             is_first = not self._is_over
             self._is_over = True
@@ -165,7 +165,7 @@ class NcclBackend:
             raise TransportError("this group of NCCL has been aborted or closed")
 
     def _async_error(self) -> str | None:
-        """What NCCL's own threads have met since; to be asked while nobody else uses the communicator."""
+        """Return an error of NCCL's own threads; call it only while the communicator is not in use."""
         try:
             with _explained("go on"):
                 self._communicator.check_async_error()
@@ -191,12 +191,12 @@ class NcclBackend:
 
     @contextmanager
     def _group(self) -> Iterator[None]:
-        """Launch as one what is launched within."""
+        """Launch everything within as one."""
         self._nccl.groupStart()
         try:
             yield
         except BaseException:
-            # Left open, the group of this thread would swallow all that follows; what it says now is no news.
+            # Left open, the group of this thread would swallow later launches; an error of its end adds nothing.
             with suppress(Exception):
                 self._nccl.groupEnd()
             raise
@@ -240,44 +240,44 @@ class NcclBackend:
             self._communicator.recv(_at(target) + peer * nbytes, *piece, peer, pointer)
 
     def _keep_own(self, verb: Verb, part: Part, stream: Stream) -> None:
-        """Copy what this rank would send to itself."""
-        if part.target is None:  # it gathers nothing itself
+        """Copy the part that this rank would send to itself."""
+        if part.target is None:  # not the root of a gather
             return
         count = part.source.size if verb is Verb.GATHER else part.source.size // self._size
         mine = slice(self._rank * count, (self._rank + 1) * count)
         self._device.copy(part.source if verb is Verb.GATHER else part.source[mine], part.target[mine], stream)
 
     def _peers(self) -> list[int]:
-        """The other ranks, beginning behind this one, so that not all turn to the same first."""
+        """Return the other ranks from the next one on, so that not all begin with the same."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
     def _numbers(self, flat: Flat, op: Op | None) -> tuple[int, int, int]:
-        """Count, type and op, in which NCCL reduces an array of this size and dtype."""
+        """Return count, type and op with which NCCL reduces an array of this size and dtype."""
         name = flat.dtype.name
         if op not in _OPS or (name not in _NUMBERS and name not in _PAIRS):
             raise TransportError(f"NCCL does not reduce {name} by {op}")
         if op is Op.AVG and self._size == 1:
-            op = Op.SUM  # the same of one rank, where NCCL 2.28 leaves out the last of many float64 in odd number
+            op = Op.SUM  # equal for one rank; NCCL 2.28 omits the last of an odd number of float64
         operation = getattr(self._nccl, _OPS[op])
         if name in _PAIRS:
             return 2 * flat.size, getattr(self._nccl, _PAIRS[name]), operation
         return flat.size, getattr(self._nccl, _NUMBERS[name]), operation
 
     def _bytes(self, nbytes: int) -> tuple[int, int]:
-        """Count and type, in which NCCL moves so many bytes."""
+        """Return count and type with which NCCL moves so many bytes."""
         return nbytes, getattr(self._nccl, _BYTES)
 
 
 def _at(flat: Flat | None) -> int:
-    """The address on the device; 0 where a rank has no use for it."""
+    """Return the address on the device; 0 for an argument that this rank does not use."""
     return 0 if flat is None else int(flat.data.ptr)
 
 
 def _load() -> Any:
-    """The module ``cupy.cuda``, with NCCL.
+    """Import ``cupy.cuda`` with NCCL.
 
     Raises:
-        TransportError: there is none.
+        TransportError: CuPy or its NCCL is missing.
     """
     try:
         cuda = importlib.import_module("cupy.cuda")
@@ -291,7 +291,7 @@ def _load() -> Any:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """NCCL's and CUDA's errors, both RuntimeErrors of CuPy, become `TransportError`."""
+    """Convert errors of NCCL and CUDA, both RuntimeErrors of CuPy, to `TransportError`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,15 +1,15 @@
-"""In which order the frames of one link leave: by urgency, and in the order in which they were queued within one.
+"""Order in which the frames of one link leave: by urgency, then first in, first out.
 
 Invariants:
 
-- Frames that are no chunks (definitions, questions, answers) leave before all chunks, so nothing overtakes the
+- Other frames than chunks (definitions, questions, answers) leave before all chunks, so no chunk overtakes the
   definition that it needs. They are few and small.
-- A definition that gives a number another meaning is a *fence*: what was queued before it leaves before it, whatever
-  its priority, and the rest after it. So are a LEFT and a BYE. (Only numbers of signatures are given away while
+- A definition that gives a number another meaning is a *fence*: frames queued before it leave before it, whatever
+  their priority, and the rest after it. So are LEFT and BYE. (Only numbers of signatures get another meaning while
   chunks that use them may be queued, see ``core.names``.)
 - Chunks leave by priority, the larger first.
 
-This module knows the kinds of frames and whose memory they read; it moves no bytes.
+This module knows the kinds of frames and the owners of their memory; it moves no bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHUNK, SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
 FENCES = frozenset((int(Kind.LEFT), int(Kind.BYE)))
 
 FRONT = 1 << 16
-"""The level of what goes before all chunks; that of a chunk is its priority."""
+"""Level of frames that go before all chunks; the level of a chunk is its priority."""
 
 Frame = tuple[Any, Any, int, Any, Any, int]
 """Head bytes, payload view or None, bytes of both, owner or None, header (None in a cut frame), level."""
 
 
 class Order:
-    """Frames that wait, by level. With one priority in use, which is the common case, it is two deques.
+    """Queue of frames by level. With one priority in use, the common case, it is two deques.
 
     Subclasses take frames from ``_front`` and then from ``_chunks`` themselves, where a call for each would cost.
     """
@@ -53,11 +53,11 @@ class Order:
         return len(self._front) + len(self._chunks) + sum(len(queue) for _, queue in self._less_urgent)
 
     def __iter__(self) -> Iterator[Frame]:
-        """The frames in the order in which they leave."""
+        """Yield the frames in the order in which they leave."""
         return chain(self._front, self._chunks, *(queue for _, queue in reversed(self._less_urgent)))
 
     def make_way(self, header: Header, priority: int) -> int:
-        """Fence off what this frame must not overtake; the level at which it is to be queued, now."""
+        """Fence the queue if this frame must not overtake it; returns the level at which to queue the frame now."""
         kind = header[0]
         if kind == CHUNK:
             return priority
@@ -76,7 +76,7 @@ class Order:
         self._queue(frame[5]).appendleft(frame)
 
     def take(self) -> Frame | None:
-        """The next frame; None if there is none."""
+        """Remove and return the next frame, or None."""
         if self._front:
             return self._front.popleft()
         if self._chunks or self._descend():
@@ -84,7 +84,7 @@ class Order:
         return None
 
     def drop(self, owner: Owner) -> list[Frame]:
-        """Take out all frames of one owner; returns them in order. Cost: all that wait."""
+        """Remove all frames of one owner; returns them in order. O(queue)."""
         dropped = [frame for frame in self if frame[3] is owner]
         if dropped:
             kept = [frame for frame in self if frame[3] is not owner]
@@ -100,7 +100,7 @@ class Order:
         self._less_urgent.clear()
 
     def _fence(self) -> None:
-        """What comes later overtakes nothing of what waits now."""
+        """Let no later frame overtake those that wait now."""
         waiting = [(*frame[:5], FRONT) for frame in self]
         self.empty()
         self._front.extend(waiting)
@@ -126,7 +126,7 @@ class Order:
         return less_urgent[place][1]
 
     def _descend(self) -> bool:
-        """Go on with the next level: there are no more chunks of the present one. False if there is none."""
+        """Continue with the next level, after the last chunk of the present one; False if there are no more chunks."""
         if not self._less_urgent:
             return False
         self._level, self._chunks = self._less_urgent.pop()

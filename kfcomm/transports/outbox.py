@@ -1,10 +1,10 @@
-"""What a stream link still has to send: whole frames in their order, and at most one that is cut.
+"""Send queue of a stream link: whole frames in their order, and at most one that is cut.
 
-A frame is *cut* when the kernel took a part of it. Whole frames may be dropped or overtaken at any time; a cut one
+A frame is *cut* when the kernel has taken a part of it. Whole frames may be dropped or overtaken at any time; a cut one
 must be finished first, or the peer could not find the next frame. So withdrawing an owner drops its whole frames and
 copies the unsent bytes of a cut one: afterwards nothing here refers to that owner's memory.
 
-This module moves no bytes and tells no owners; the link does both. Which frame is next is decided in ``Order``.
+The link moves the bytes and notifies owners; ``Order`` decides which frame is next.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kfcomm.transports.base import Owner
 from kfcomm.transports.order import Frame, Order
 
 MAX_HEAD_NBYTES = PREFIX_NBYTES + MAX_HEADER_NBYTES + MAX_SEAL_NBYTES
-"""Of a frame, without its payload."""
+"""Largest frame without its payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to be seen.
+    """Sizes in bytes, and counts. Twice or half of any of them made no measurable difference on loopback.
 
     Attributes:
         staging_nbytes: buffer for heads and small frames; at least one whole head fits.
-        read_nbytes: how much is read at once while no large payload is under way; the beginning of the next one is
-            copied once more for it.
-        lookahead_nbytes: how much beyond the end of a large payload is read along with it.
+        read_nbytes: bytes read at once while no large payload is under way; the beginning of the next one among them is
+            copied once more.
+        lookahead_nbytes: bytes read along with the end of a large payload.
         burst_nbytes: bytes moved in one direction before the loop gets its turn.
-        gather_nbytes: after so much, no further frame joins one system call.
+        gather_nbytes: bytes after which no further frame joins a system call.
         gather_frames: frames in one system call, each at most two buffers; at most 500, since the kernel takes 1024.
         small_nbytes: a payload up to this size is copied beside its head.
-        low_latency_nbytes: at most so much is a burst, and is gathered, on a low-latency link.
+        low_latency_nbytes: bound of both on a low-latency link.
     """
 
     staging_nbytes: int = 1 << 17
@@ -59,7 +59,7 @@ class StreamOptions:
 
 
 class Outbox(Order):
-    """The frames that one link has yet to send. How many of them leave at once is among its ``options``."""
+    """Send queue of one link; its ``options`` bound how much leaves at once."""
 
     __slots__ = ("_cut", "_gather_frames", "_small_nbytes", "gather_nbytes", "nbytes")
 
@@ -86,16 +86,16 @@ class Outbox(Order):
             self.add((head, payload, nbytes, owner, header, self.make_way(header, priority)))
 
     def take_only(self) -> Frame | None:
-        """The only frame, off the queue until ``advance``, if there is but one, a chunk. ``nbytes`` still counts it."""
+        """Remove and return the only frame, if it is a chunk, until ``advance``; ``nbytes`` still counts it."""
         chunks = self._chunks
         if len(chunks) != 1 or self._front or self._less_urgent or self._cut is not None:
             return None
         return chunks.popleft()
 
     def gather(self) -> tuple[list[Frame], list[Any], int]:
-        """The next frames, their buffers for one system call, and the bytes in them.
+        """Remove and return the next frames, their buffers for one system call, and the bytes in them.
 
-        The frames are off the queue until ``advance`` says how far the kernel took them. Runs of small parts are
+        ``advance`` then takes how far the kernel took them, and queues the rest again. Runs of small parts are
         joined: up to 2 KiB a copy costs less than one more buffer (16 frames of 1 KiB: 6.4 µs instead of 7.8).
         """
         front, chunks, limit, small = self._front, self._chunks, self.gather_nbytes, self._small_nbytes
@@ -130,9 +130,9 @@ class Outbox(Order):
         return batch, buffers, total
 
     def advance(self, batch: Sequence[Frame], moved: int, done: deque[Owner]) -> int:
-        """The kernel took the first ``moved`` bytes of ``batch``: the number of frames that are finished.
+        """Account for ``moved`` bytes of ``batch`` that the kernel took; returns the number of finished frames.
 
-        Their owners are appended to ``done``; what is left of ``batch`` goes back to the front of its level.
+        Their owners are appended to ``done``; the rest of ``batch`` goes back to the front of its level.
         """
         self.nbytes -= moved
         for index, frame in enumerate(batch):
@@ -162,7 +162,7 @@ class Outbox(Order):
             self._cut = (b"", payload[moved - len(head) :], nbytes - moved, owner, None, level)
 
     def withdraw(self, owner: Owner) -> list[Header]:
-        """Forget this owner's memory: the headers of its frames that are dropped, in order. Cost: the queue."""
+        """Forget this owner's memory; returns the headers of its dropped frames, in order. O(queue)."""
         cut = self._cut
         if cut is not None and cut[3] is owner:
             self._cut = (cut[0], bytes(cut[1]), cut[2], None, None, cut[5])

@@ -1,14 +1,14 @@
-"""What links and the engine ask of whoever drives them: calls soon or later, and descriptors to be watched.
+"""Reactor: deferred calls, timers, ready descriptors and pollers, without a thread or an event loop of its own.
 
-A reactor owns no thread, no task and no event loop. It keeps what is to be done, and ``progress`` does what is due:
-deferred calls, timers, ready descriptors, and a look at what pollers (shared memory) have. Any thread may drive it,
-one at a time: an asyncio loop (``LoopDriver``), or a caller that blocks (``kfcomm.sync``).
+It holds what is to be done, and ``progress`` does what is due. Any thread may drive it, one at a time: an asyncio loop
+(``LoopDriver``), or a caller that blocks (``kfcomm.sync``). Pollers look at news that no descriptor signals: shared
+memory.
 
 Invariants:
 
 - Callbacks run inside ``progress`` only, one after the other, and never inside the call that registered them.
-- ``woken`` is called whenever something has become due while nobody drives; a driver that rests must hear it.
-- Only ``call_soon_threadsafe`` may be called without being the driver, or holding what excludes the driver.
+- ``woken`` is called whenever something becomes due while no driver is at work; a resting driver must react to it.
+- Only ``call_soon_threadsafe`` may be called by others than the driver, or without the lock that excludes it.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ Callback = Callable[..., object]
 
 READABLE, WRITABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP, select.EPOLLOUT
 _EVENTS = 64
-"""Descriptors that are looked at in one system call."""
+"""Ready descriptors that one system call returns at most."""
 LOOKS = 64
 """See ``Reactor``."""
 
 
 class Poller(Protocol):
-    """Something that has to be looked at, since no descriptor tells of all its news: shared memory.
+    """Source of news without a descriptor, that must be polled: shared memory.
 
     Attributes:
-        is_awake: this process looks by itself, so that peers need not wake it.
+        is_awake: this process polls, so that peers need not wake it.
     """
 
     is_awake: bool
 
     @property
     def is_needed(self) -> bool:
-        """Whether it is worth looking again and again: something is awaited, or peers wait for what is queued."""
+        """Whether it is worth polling: something is awaited, or peers wait for what is queued."""
 
     def progress(self) -> bool:
-        """Look once; whether there was anything."""
+        """Poll once; whether there was anything."""
 
     def park(self) -> bool:
-        """From now on peers have to wake this process by a descriptor; False if there is something to do instead."""
+        """Have peers wake this process by a descriptor from now on; False if there is something to do instead."""
 
     def unpark(self) -> None:
-        """This process looks by itself again."""
+        """Poll again, without wake-ups."""
 
 
 class Readiness(Protocol):
-    """What a link asks of whoever drives it; a `Reactor` and every asyncio loop have it."""
+    """Part of a driver that links need; a `Reactor` and every asyncio loop have it."""
 
     def call_soon(self, callback: Callback, *arguments: Any) -> object:
         """Call back soon, not from inside this call."""
@@ -70,17 +70,17 @@ class Readiness(Protocol):
         """Call back whenever this descriptor is readable."""
 
     def remove_reader(self, descriptor: int) -> object:
-        """No more."""
+        """Stop calling back."""
 
     def add_writer(self, descriptor: int, callback: Callback) -> object:
         """Call back whenever this descriptor is writable."""
 
     def remove_writer(self, descriptor: int) -> object:
-        """No more."""
+        """Stop calling back."""
 
 
 class Timer:
-    """A call that was put off."""
+    """A deferred call at a given time."""
 
     __slots__ = ("arguments", "callback", "when_s")
 
@@ -90,23 +90,23 @@ class Timer:
         self.arguments = arguments
 
     def cancel(self) -> None:
-        """It is not made any more."""
+        """Cancel the call."""
         self.callback = None
         self.arguments = ()
 
 
 class Reactor:
-    """See the module.
+    """Deferred calls, timers, descriptors and pollers of one rank.
 
     Attributes:
         deferred: calls that are due, and their arguments.
         time: the monotonic clock; another one where time is virtual.
-        due_s: no timer is due earlier, by that clock.
-        pollers: looked at in every ``progress``.
-        looks: how often a driver looks at them alone, in vain, before it looks at descriptors and the clock as well.
-        is_driven: somebody is about to call ``progress`` again before resting; set by the driver.
-        woken: told that something is due; set by the driver.
-        failed: told of an error that a callback raised; set by the driver.
+        due_s: earliest time of a timer, by that clock.
+        pollers: polled in every ``progress``.
+        looks: polls without news before a driver also looks at descriptors and the clock.
+        is_driven: the driver will call ``progress`` again before it rests; set by the driver.
+        woken: called when something is due; set by the driver.
+        failed: called with an error that a callback raised; set by the driver.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,12 +138,12 @@ class Reactor:
             self.woken()
 
     def wake(self) -> None:
-        """Something is due that nobody else tells of."""
+        """Call ``woken`` for something that is due outside this reactor."""
         if not self.is_driven:
             self.woken()
 
     def call_soon_threadsafe(self, callback: Callback, *arguments: Any) -> None:
-        """The same, from any thread.
+        """Call back soon, from any thread.
 
         Raises:
             RuntimeError: the reactor is closed.
@@ -154,8 +154,8 @@ class Reactor:
         self.ring()
 
     def ring(self) -> None:
-        """Let ``wait`` return, on whatever thread."""
-        with self._ringing:  # else the bell and what is known of it could differ for good
+        """Make ``wait`` return, on whatever thread."""
+        with self._ringing:  # else the bell and its flag could differ for good
             if not self._is_rung and not self._epoll.closed:
                 os.eventfd_write(self._bell, 1)
                 self._is_rung = True
@@ -179,7 +179,7 @@ class Reactor:
         self._watch(descriptor, callback, self._watched.get(descriptor, (None, None))[1])
 
     def remove_reader(self, descriptor: int) -> None:
-        """No more."""
+        """Stop calling back."""
         self._watch(descriptor, None, self._watched.get(descriptor, (None, None))[1])
 
     def add_writer(self, descriptor: int, callback: Callback) -> None:
@@ -187,15 +187,15 @@ class Reactor:
         self._watch(descriptor, self._watched.get(descriptor, (None, None))[0], callback)
 
     def remove_writer(self, descriptor: int) -> None:
-        """No more."""
+        """Stop calling back."""
         self._watch(descriptor, self._watched.get(descriptor, (None, None))[0], None)
 
     # ---------------------------------------------------------------- for drivers
 
     def progress(self, *, is_told: bool = False) -> bool:
-        """Do all that is due, without waiting for anything; whether there was anything.
+        """Do everything that is due, without waiting; whether there was anything.
 
-        Descriptors are not looked at if the driver ``is_told`` when one of ``descriptors`` is readable, and none is.
+        Descriptors are skipped if ``is_told``: the driver is notified when one of ``descriptors`` is readable.
         """
         moved = self.glance()
         if not is_told and (len(self._watched) > 1 or self._is_rung):  # more than the bell
@@ -205,7 +205,7 @@ class Reactor:
         return (bool(self.deferred) and self._run_ready()) or moved
 
     def glance(self) -> bool:
-        """As ``progress``, but descriptors and timers are not looked at: 1 µs less."""
+        """Run deferred calls and pollers only, without descriptors and timers: 1 µs less than ``progress``."""
         moved = False
         if self.deferred:
             moved = self._run_ready()
@@ -220,7 +220,7 @@ class Reactor:
 
     @property
     def is_needed(self) -> bool:
-        """Whether it is worth looking at the pollers again and again."""
+        """Whether it is worth polling."""
         for poller in self.pollers:  # noqa: SIM110  a generator would cost three times as much
             if poller.is_needed:
                 return True
@@ -228,7 +228,7 @@ class Reactor:
 
     @property
     def is_awake(self) -> bool:
-        """Whether there are pollers that nobody wakes."""
+        """Whether there are pollers that peers do not wake."""
         for poller in self.pollers:  # noqa: SIM110  see is_needed
             if poller.is_awake:
                 return True
@@ -236,7 +236,7 @@ class Reactor:
 
     @property
     def next_deadline_s(self) -> float:
-        """When ``progress`` has something to do at the latest, by the monotonic clock; infinity if never."""
+        """Time of the next timer, by the monotonic clock; infinity without one."""
         timers = self._timers
         while timers and timers[0][2].callback is None:
             heapq.heappop(timers)
@@ -244,39 +244,40 @@ class Reactor:
         return due_s
 
     def descriptors(self) -> tuple[int, ...]:
-        """What to wait for: one descriptor, readable while a watched one is ready or somebody rang."""
+        """Return the descriptor to wait for: readable while a watched one is ready, or after ``ring``."""
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def own_descriptors(self) -> list[int]:
-        """Descriptors that a forked child must let go of, besides those that are watched."""
+        """Return descriptors that a forked child must close, besides those that are watched."""
         return [] if self._epoll.closed else [self._epoll.fileno(), self._bell]
 
     def park(self) -> bool:
-        """Let peers wake this process from now on; False if there is something to do instead."""
+        """Have peers wake this process from now on; False if there is something to do instead."""
         if not self.deferred and self._park_all():
             return True
         self.unpark()
         return False
 
     def unpark(self) -> None:
-        """This process looks by itself."""
+        """Poll from now on, without wake-ups."""
         for poller in self.pollers:
             poller.unpark()
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a watched descriptor is ready, somebody rings, or the time is over; runs no callback.
+        """Sleep until a watched descriptor is ready, ``ring`` is called, or the time is over; runs no callback.
 
-        The next ``progress`` begins with what was found ready, without asking for it again. The only method that may be
-        called while another thread drives: what was found may be out of date by then, and callbacks must bear that.
+        The next ``progress`` begins with the descriptors found ready, without another system call. This is the only
+        method that may be called while another thread drives: the findings may be out of date, which callbacks must
+        tolerate.
         """
         self._found = self._epoll.poll(max(0.0, timeout_s), _EVENTS)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nobody else would hear of; ``context`` as in asyncio."""
+        """Report an error that would be lost otherwise; ``context`` as in asyncio."""
         self.failed(context.get("exception") or RuntimeError(context["message"]))
 
     def close(self) -> None:
-        """Watch nothing any more; deferred calls are dropped."""
+        """Stop watching, and drop deferred calls."""
         self.deferred.clear()
         self._timers.clear()
         self._watched.clear()
@@ -313,7 +314,7 @@ class Reactor:
         for poller in self.pollers:
             try:
                 is_parked = poller.park() and is_parked
-            except Exception as error:  # noqa: BLE001  it looks once more in there
+            except Exception as error:  # noqa: BLE001  parking polls once more
                 self.failed(error)
                 is_parked = False
         return is_parked
@@ -344,7 +345,7 @@ class Reactor:
         return moved
 
     def _run_ready(self) -> bool:
-        """What is deferred by now; what comes of it waits for the next turn, so that others get theirs."""
+        """Run the calls deferred so far; those that they defer wait for the next turn, so that others get theirs."""
         ready = self.deferred
         for _ in range(len(ready)):
             if not ready:  # closed by one of them
@@ -356,7 +357,7 @@ class Reactor:
     def _run(self, callback: Callback, arguments: Sequence[Any]) -> None:
         try:
             callback(*arguments)
-        except Exception as error:  # noqa: BLE001  a defect in one callback; the others go on
+        except Exception as error:  # noqa: BLE001  a defect in one callback must not stop the others
             self.failed(error)
 
 

@@ -97,7 +97,7 @@ def named(name: str) -> Transport:
     """Return the transport of this name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: unknown name.
     """
     return {transport.name: transport for transport in TRANSPORTS}[name]
 

@@ -1,7 +1,7 @@
-"""Sealed frames on a stream: see ``core.seal`` for what a seal is and how such a frame looks.
+"""Sealed frames on a stream; ``core.seal`` has their format.
 
-A frame gets its number, and so its seal, when it leaves, since what is queued may be overtaken or dropped. What the
-kernel did not take is sealed again, with the number that it has then.
+A frame gets its number, and so its seal, when it leaves, since queued frames may be overtaken or dropped. Frames that
+the kernel did not take are sealed again, with the number that they have then.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kfcomm.transports.outbox import Outbox, StreamOptions
 from kfcomm.types import override
 
 Digest = Callable[[Any], bytes]
-"""Of a payload: `DIGEST_NBYTES` bytes."""
+"""Function from a payload to `DIGEST_NBYTES` bytes."""
 
 
 def payload_digest(key: bytes) -> Digest:
-    """XXH3 with a secret seed: some 20 GB/s, and nobody finds another payload with the same who does not know the seed.
+    """Return XXH3 with a secret seed: some 20 GB/s, and without the seed an attacker cannot aim for a collision.
 
     Raises:
         ConfigError: the library is missing.
@@ -39,7 +39,7 @@ def payload_digest(key: bytes) -> Digest:
 
 
 class SealedOutbox(Outbox):
-    """The frames that a link has yet to send and to seal.
+    """Send queue of a link with seals.
 
     Args:
         options: of the link.
@@ -62,7 +62,8 @@ class SealedOutbox(Outbox):
     ) -> None:
         if payload and self._digest is not None:
             head += self._digest(payload)
-        super().put(header, head + bytes(SEAL_NBYTES), payload, owner, priority)  # room, so that all lengths are right
+        # A placeholder for the seal, so that all lengths are right.
+        super().put(header, head + bytes(SEAL_NBYTES), payload, owner, priority)
 
     def take_only(self) -> Frame | None:
         """None: a frame is sealed in ``gather``."""
@@ -105,7 +106,7 @@ class SealedOutbox(Outbox):
 
 
 class SealedReader:
-    """Reads the heads of sealed frames, in order, and checks them before anything else looks at them.
+    """Reader of sealed frames, in order: it checks every head before any other code reads it.
 
     Args:
         key: of this direction.
@@ -124,7 +125,7 @@ class SealedReader:
         """See ``frame.decode_head``. A payload that is there to its end has been checked, too.
 
         Raises:
-            RemoteProtocolError: the frame is not as it was sent, or not the next one.
+            RemoteProtocolError: the frame was changed, or is not the next one.
         """
         begin = start + PREFIX_NBYTES + CHECK_NBYTES
         if end < begin:
@@ -150,7 +151,7 @@ class SealedReader:
         """Check the payload of the head that was decoded last.
 
         Raises:
-            RemoteProtocolError: it is not as it was sent.
+            RemoteProtocolError: it was changed.
         """
         if self._digest is None:
             raise RemoteProtocolError("a payload came where none is sent")
@@ -162,10 +163,10 @@ class SealedReader:
 
 
 class Seals:
-    """Both directions of one end of a connection.
+    """Seals of one end of a connection, for both directions.
 
     Args:
-        keys: of the two.
+        keys: of the two directions.
         has_payloads: whether frames have payloads.
 
     Raises:
@@ -178,7 +179,7 @@ class Seals:
         self.reader = SealedReader(keys.incoming, self._digest(keys.incoming))
 
     def outbox(self, options: StreamOptions) -> SealedOutbox:
-        """What a link sends by."""
+        """Return the send queue of a link."""
         return SealedOutbox(options, self._keys.outgoing, self._digest(self._keys.outgoing))
 
     def _digest(self, key: bytes) -> Digest | None:

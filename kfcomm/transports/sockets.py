@@ -1,11 +1,9 @@
-"""Sockets of this process: where it listens, how it connects, and which options its connections get.
-
-Whoever speaks on them before they belong to a link finds here how to wait, to read, and to tell of what fails.
+"""Sockets of this process: listening, connecting, options, and what the handshake needs before a link takes over.
 
 An *address* is ``(host, port)`` for TCP or ``"@name"`` for a Unix socket in Linux's abstract namespace, which
 leaves nothing on disk and is seen by the processes of one network namespace only (unix(7)).
 
-All sockets are non-blocking and closed on exec. What is said on them is not known here (see ``greeting``).
+All sockets are non-blocking and closed on exec. ``handshake`` defines what is sent on them first.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class DialRefused(TransportError):
     """No connection came about.
 
     Attributes:
-        nobody_listens: every address answered at once that nobody listens there: that process is gone. False
-            after a timeout, and when a process was there but refused the handshake.
+        nobody_listens: every address refused the connection at once, so that process is gone. False after a timeout,
+            and when a process was there but refused the handshake.
     """
 
     def __init__(self, message: str, *, nobody_listens: bool = False) -> None:
@@ -52,7 +50,7 @@ class DialRefused(TransportError):
 
 
 def describe(address: Address) -> str:
-    """An address as people write it."""
+    """Return an address in words."""
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address
@@ -60,7 +58,7 @@ def describe(address: Address) -> str:
 
 
 class Listener:
-    """The one port of a process, and beside it an abstract Unix socket for peers of the same host.
+    """Port of a process, with an abstract Unix socket beside it for peers of the same host.
 
     Args:
         address: IPv4 or IPv6 address of the chosen interface; only that one is bound.
@@ -87,7 +85,7 @@ class Listener:
             self.sockets: tuple[socket.socket, ...] = (tcp,) if unix is None else (tcp, _listen(unix))
 
     def close(self) -> None:
-        """Listen no more. Connections already accepted stay. Calling it again does nothing."""
+        """Stop listening. Accepted connections stay. Calling it again does nothing."""
         for sock in self.sockets:
             sock.close()
         self.sockets = ()
@@ -128,7 +126,7 @@ def _for_kernel(address: Address) -> Any:
 
 
 def tune(sock: socket.socket) -> None:
-    """Options of every connection: small frames leave at once, and a system call moves much.
+    """Set the options of every connection: small frames leave at once, and a system call moves much.
 
     TCP's buffers are left to the kernel, whose own tuning did as well as the best fixed size. A Unix socket's are
     not tuned: with 1 MiB, 64 MiB went over in 18 ms instead of 23. The kernel grants up to net.core.wmem_max.
@@ -140,7 +138,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def hold_little(sock: Stream) -> None:
-    """Let little wait in the kernel, where nothing can overtake it any more, on either side.
+    """Shrink the kernel's buffers, where no frame can be overtaken any more, on either side.
 
     An urgent all_reduce between two ranks, while a large one was under way, took as long as 2.7 of its chunks over TCP
     (5.2 with twice as much in each place), and 3.5 over a Unix socket. Throughput suffers: 64 MiB over TCP took 10 to
@@ -156,7 +154,7 @@ def hold_little(sock: Stream) -> None:
 def watch(sock: Stream, dead_after_s: float) -> None:
     """Have the kernel break a TCP connection whose peer's host has been silent for so long (tcp(7)).
 
-    A Unix socket needs no such thing: its peer cannot vanish without the kernel knowing.
+    A Unix socket needs no such timer: the kernel knows when its peer ends.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -171,7 +169,7 @@ def watch(sock: Stream, dead_after_s: float) -> None:
 
 
 async def connect(address: Address) -> socket.socket:
-    """A connection to one address, tuned. Waits as long as the system does; the caller bounds it.
+    """Connect to one address, with all options. Waits as long as the system does; the caller bounds it.
 
     Raises:
         OSError: the system's reason.
@@ -216,7 +214,7 @@ async def _connect_unix(sock: socket.socket, where: str) -> None:
 
 
 class Stream(Protocol):
-    """As much of a connected, non-blocking stream socket as links and handshakes use: it may be one inside TLS."""
+    """Part of a connected, non-blocking stream socket that links and handshakes use; it may be inside TLS."""
 
     @property
     def family(self) -> int:
@@ -279,7 +277,7 @@ class Connection:
 
 
 async def send_all(sock: Stream, data: bytes) -> None:
-    """Send ``data``, waiting for room where there is none.
+    """Send all of ``data``, waiting whenever the socket is full.
 
     Raises:
         OSError: the system's reason.
@@ -293,7 +291,7 @@ async def send_all(sock: Stream, data: bytes) -> None:
 
 
 async def receive_exactly(sock: Stream, nbytes: int) -> bytearray:
-    """The next ``nbytes``, and not one more.
+    """Read the next ``nbytes``, and not one more.
 
     Raises:
         EOFError: the other side closed the connection before.
@@ -315,7 +313,7 @@ async def receive_exactly(sock: Stream, nbytes: int) -> bytearray:
 
 @contextmanager
 def closed_on_failure(sock: Stream) -> Iterator[None]:
-    """Whatever is raised within, ``CancelledError`` included, closes the socket."""
+    """Close the socket on any exception within, ``CancelledError`` included."""
     try:
         yield
     except BaseException:
@@ -325,10 +323,10 @@ def closed_on_failure(sock: Stream) -> Iterator[None]:
 
 @contextmanager
 def told_as_lost(when: str) -> Iterator[None]:
-    """What ends a connection within becomes ``TransportError``: it was lost, or closed, ``when``, and why."""
+    """Convert the end of a connection within to a ``TransportError``: lost, or closed, ``when``, with the reason."""
     try:
         yield
-    except TransportError:  # an OSError itself, which says all
+    except TransportError:  # an OSError itself, with all details
         raise
     except OSError as error:
         raise TransportError(f"lost {when}: {why(error)}") from error
@@ -337,26 +335,26 @@ def told_as_lost(when: str) -> Iterator[None]:
 
 
 def why(error: OSError) -> str:
-    """The reason alone: for a refused connection the loops give an address instead."""
+    """Return the reason alone: for a refused connection, asyncio puts an address in its place."""
     if error.errno == errno.ECONNREFUSED:
         return os.strerror(errno.ECONNREFUSED)
     return str(error.strerror or error)
 
 
 def broken(peer: int, error: OSError) -> TransportError:
-    """What a link tells of a connection to rank ``peer`` that failed."""
+    """Return the error of a link whose connection to rank ``peer`` failed."""
     failure = TransportError(f"the connection to rank {peer} broke: {why(error)}")
     failure.__cause__ = error
     return failure
 
 
 def is_silent_host(error: BaseException) -> bool:
-    """Whether this end of a connection (see `broken`) says what `watch` waits for: the peer's host answers no more."""
+    """Return whether a connection broke (see `broken`) because the peer's host stopped answering (see `watch`)."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT
 
 
 def nobody_listens(errors: Sequence[OSError]) -> bool:
-    """Whether these failures to connect, one per address, say that the process is gone."""
+    """Return whether these failures to connect, one per address, show that the process is gone."""
     gone = {errno.ECONNREFUSED, errno.ENOENT}
     return bool(errors) and all(error.errno in gone for error in errors)

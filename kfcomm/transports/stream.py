@@ -1,8 +1,8 @@
 """A link over a connected stream socket, TCP or Unix: the same frames on both.
 
-It works on the raw non-blocking socket with readiness callbacks, not on an event loop's transports:
-those may keep a view of a buffer after a write, and then an aborted send could reach the peer torn. Here it
-is known at every moment which bytes the kernel has taken, so that exactly the rest can be dropped or copied.
+It works on the raw non-blocking socket with readiness callbacks, not on an event loop's transports: those may keep a
+view of a buffer after a write (uvloop does), and then an aborted send could reach the peer torn. Here it is known at
+every moment which bytes the kernel has taken, so that exactly the rest can be dropped or copied.
 
 Invariants:
 
@@ -11,7 +11,7 @@ Invariants:
   ``abort``; ``flush`` calls ``Owner.sent`` only. The end of a link is always reported from the reactor.
 - ``Inbound.lost`` is called exactly once, however a link ends, after every owner still queued was told.
 
-It knows nothing of keys, credit and collectives, and opens no connection (see ``sockets``).
+Keys, credit and collectives are not known here; ``sockets`` opens connections.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class StreamEndpoint(Endpoint):
 class StreamLink(Link):
     """One connection; it owns ``sock`` and begins to read at once.
 
-    Payloads are sent from where they are. What is whole on arrival is in the staging buffer, which is needed again at
-    once: nothing is lent.
+    Payloads are sent from where they are. Small payloads arrive in the staging buffer, which is reused at once: so none
+    is lent.
 
-    All calls belong to whoever drives ``reactor``. A frame that the peer must not send ends this link alone; so does
-    ``RemoteProtocolError`` raised by ``inbound``, for what only the user of the link can judge.
+    All calls belong to the driver of ``reactor``. A frame that the peer must not send ends this link alone; so does
+    ``RemoteProtocolError`` raised by ``inbound``.
 
     Args:
         sock: a connected stream socket whose handshake is over.
-        reactor: who drives it: a `Reactor`, or any asyncio loop with ``add_reader`` (uvloop, selector loops).
-        inbound: who hears what arrives.
+        reactor: drives it: a `Reactor`, or any asyncio loop with ``add_reader`` (uvloop, selector loops).
+        inbound: receives what arrives.
         peer: world rank of the other end.
         options: sizes.
         seals: of the frames in both directions; None for plain ones.
@@ -253,7 +253,7 @@ class StreamLink(Link):
         """One system call's worth of frames: bytes moved, or -1 when the kernel takes no more for now."""
         outbox = self._outbox
         batch, buffers, nbytes = outbox.gather()
-        if not batch:  # Ctrl-C came while a frame was queued: its bytes are counted, and it is not there
+        if not batch:  # Ctrl-C came while a frame was queued: its bytes are counted, and it is missing
             outbox.clear(self._done)
             return -1
         failure: OSError | None = None
@@ -271,7 +271,7 @@ class StreamLink(Link):
         return moved if moved == nbytes else -1
 
     def _cannot_send(self, error: OSError) -> None:
-        """The connection is broken: the link ends, but not before what the peer has sent until then is read."""
+        """End the broken link, after what the peer has sent until then is read."""
         self._closing = self._shut = True
         self._failure = error
         self._outbox.clear(self._done)
@@ -293,13 +293,13 @@ class StreamLink(Link):
     # Receiving.
 
     def disown(self, owner: object) -> None:
-        """Stop writing to the placement that belongs to ``owner``; the rest of its payload is thrown away."""
+        """Stop writing to the placement of ``owner``; the rest of its payload is dropped."""
         if self._rest is not None and self._placement.owner is owner:
             self._skip = len(self._rest)
             self._rest = self._placement = None
 
     def redirect(self, owner: object) -> None:
-        """Go on writing where the placement that belongs to ``owner`` is now."""
+        """Continue writing where the placement of ``owner`` is now."""
         if self._rest is not None and self._placement.owner is owner:
             self._placement.redirect()
             self._rest = self._placement.view[-len(self._rest) :]
@@ -337,7 +337,7 @@ class StreamLink(Link):
             self._inbound.burst_end(self)
 
     def _go_on_later(self) -> None:
-        """Let others have their turn. The loop calls again for what the kernel holds, but not for what TLS does."""
+        """Yield to others. The loop calls again for data in the kernel, but not for data that TLS has decrypted."""
         if self._pending is not None and self._pending():
             self._reactor.call_soon(self._readable_still)
 
@@ -346,7 +346,7 @@ class StreamLink(Link):
             self._readable()
 
     def _receive_more(self) -> tuple[int, int]:
-        """One system call, of what has begun to arrive: bytes received and bytes asked for."""
+        """Continue a payload or a head by one system call; returns bytes received and bytes asked for."""
         rest = self._rest
         if rest is not None:
             # The staging buffer is empty. A little of what follows comes along, which saves the call for its head.
@@ -409,7 +409,7 @@ class StreamLink(Link):
         self._rest = view[have:]
 
     def _skip_some(self) -> None:
-        """The placement was disowned: what is left of its payload goes nowhere."""
+        """Skip the rest of a payload whose placement was disowned."""
         dropped = min(self._skip, self._end - self._start)
         self._start += dropped
         self._skip -= dropped
@@ -427,10 +427,10 @@ class StreamLink(Link):
         return self._closing or self._fd < 0
 
     def close(self) -> None:
-        """Say goodbye after what is queued. The peer's answers are read until it closes its side too.
+        """Say goodbye after what is queued. The peer's answers are read until it closes its side, too.
 
-        Closing the socket while bytes of the peer are unread would reset the connection, and that can destroy
-        what is still on its way to the peer.
+        Closing the socket while bytes of the peer are unread would reset the connection, which can destroy bytes that
+        are still on their way to the peer.
         """
         if self.is_closing:
             return

@@ -1,13 +1,13 @@
-"""A TCP socket inside TLS that looks like one outside: what links and handshakes call, and no more.
+"""TCP socket inside TLS with the interface of a plain one, as far as links and handshakes use it.
 
 Invariants:
 
 - A call that can do nothing now raises ``BlockingIOError``, as that of a plain socket does.
-- What is said to be sent is on its way, and nothing else is. When the kernel has no room for a whole piece, its last
-  byte is said not to be sent: so the caller sends the rest of that frame before any other, and calls again as soon as
-  there is room.
-- ``recv_into`` fills the buffer as far as what has arrived goes. If it is full, more may be ``pending`` of which the
-  kernel does not tell.
+- Bytes that ``send`` reports as sent are on their way, and no others. If the kernel takes only a part of a piece, its
+  last byte is reported as unsent: so the caller sends the rest of that frame before any other, and calls again as soon
+  as the socket is writable.
+- ``recv_into`` fills the buffer with everything that has arrived. If it is full, more may be ``pending``, which the
+  kernel does not signal.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kfcomm.common.sockets import readable, writable
 from kfcomm.transports.sockets import closed_on_failure
 
 PIECE_NBYTES = 1 << 16
-"""Encrypted by one call, four records of TLS; copied once if the kernel has no room for it."""
+"""Bytes encrypted by one call, four records of TLS; copied once if the socket is full."""
 
 _NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsSocket:
-    """See the module.
+    """One TCP connection inside TLS.
 
     Args:
         sock: a connected non-blocking TCP socket, which belongs to this object from now on.
@@ -44,7 +44,7 @@ class TlsSocket:
         """The handshake of TLS.
 
         Raises:
-            OSError: it came to nothing.
+            OSError: it failed.
         """
         while True:
             try:
@@ -55,7 +55,7 @@ class TlsSocket:
                 await writable(self.fileno())
 
     def send(self, data: Any) -> int:
-        """Send as much of ``data``, which is not empty, as there is room for; for how much that is see the module."""
+        """Send as much of ``data``, which is not empty, as the socket takes; returns bytes sent, see the module."""
         moved = 0
         if self._unsent is not None:
             try:
@@ -76,7 +76,7 @@ class TlsSocket:
         return moved
 
     def sendmsg(self, buffers: Sequence[Any]) -> int:
-        """The same for several buffers; small ones share a record."""
+        """Send several buffers; small ones share a record."""
         moved = 0
         for data in _joined(buffers):
             moved += self.send(data)
@@ -85,7 +85,7 @@ class TlsSocket:
         return moved
 
     def recv_into(self, buffer: Any) -> int:
-        """Receive as much as has arrived and has room; 0 at the end."""
+        """Receive as much as has arrived and fits; returns 0 at the end."""
         view = memoryview(buffer)
         moved = 0
         while moved < len(view):
@@ -101,7 +101,7 @@ class TlsSocket:
         return moved
 
     def recvmsg_into(self, buffers: Sequence[Any]) -> tuple[int]:
-        """The same into several buffers, one after the other; as of ``socket.recvmsg_into``, only the number counts."""
+        """Receive into several buffers in turn; of the result of ``socket.recvmsg_into`` only the number is used."""
         moved = 0
         for buffer in buffers:
             try:
@@ -116,36 +116,36 @@ class TlsSocket:
         return (moved,)
 
     def pending(self) -> int:
-        """Bytes that have been decrypted and not been received."""
+        """Return the bytes that are decrypted and not received."""
         return self._sock.pending()
 
     def shutdown(self, how: int) -> None:
-        """Of the connection below: frames say which is the last one."""
+        """Shut down the connection below; the last frame marks the end for TLS users."""
         socket.socket.shutdown(self._sock, how)
 
     def fileno(self) -> int:
-        """The descriptor, -1 once closed."""
+        """Return the descriptor, -1 once closed."""
         return self._sock.fileno()
 
     def setblocking(self, flag: bool) -> None:
-        """It is, and stays, non-blocking."""
+        """Check that the socket stays non-blocking."""
         if flag:
             raise ValueError("a socket inside TLS does not block")
 
     def setsockopt(self, *arguments: Any) -> None:
-        """Of the connection below."""
+        """Set an option of the connection below."""
         self._sock.setsockopt(*arguments)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._sock.close()
 
 
 async def secured(sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> TlsSocket:
-    """The same connection inside TLS; closed on failure.
+    """Return the same connection inside TLS; closed on failure.
 
     Raises:
-        OSError: the other side does not speak TLS, or its certificate is not of this job.
+        OSError: the other side does not use TLS, or its certificate is not of this job.
     """
     with closed_on_failure(sock):
         inside = TlsSocket(sock, context, is_server=is_server)
@@ -158,7 +158,7 @@ async def secured(sock: socket.socket, context: ssl.SSLContext, *, is_server: bo
 
 
 def _joined(buffers: Sequence[Any]) -> Iterator[Any]:
-    """The same bytes in fewer buffers: a head goes with the beginning of its payload."""
+    """Yield the same bytes in fewer buffers: a head joins the beginning of its payload."""
     small: list[Any] = []
     for buffer in filter(len, buffers):
         if len(buffer) >= PIECE_NBYTES:

@@ -1,7 +1,7 @@
-"""The memory from which one process shows payloads to its peers: pieces, handed out and counted.
+"""Arena: memory from which one process shows payloads to its peers, in pieces with reference counts.
 
-The arena is cut into slabs, and a slab into pieces of one size when pieces of that size are first needed; a slab none
-of whose pieces is in use can be cut anew. The piece used last is handed out first, since it is still in the cache.
+The arena is cut into slabs, and a slab into pieces of one size when that size is first needed; a slab without pieces in
+use can be cut anew. The piece freed last is handed out first, since it is still in the cache.
 
 Invariants: a piece is in use from ``publish`` until every reader has been released; its bytes do not change
 meanwhile. This module knows neither links nor what a payload means.
@@ -25,7 +25,7 @@ PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
 
 
 def pieces_in(mapping: mmap.mmap) -> memoryview:
-    """The part of an arena's segment that holds pieces; where a piece is counts from its start."""
+    """Return the part of an arena's segment that holds pieces; offsets of pieces count from its start."""
     return memoryview(mapping)[SKEW_NBYTES:-SKEW_NBYTES]
 
 
@@ -33,15 +33,15 @@ class Arena:
     """Pieces of ``num_slabs`` MiB.
 
     Args:
-        num_slabs: how many.
-        segment: descriptor and mapping of a segment for so many, if it is not to be made.
+        num_slabs: size in slabs.
+        segment: descriptor and mapping of an existing segment of that size; a new one by default.
 
     Attributes:
         num_slabs: see above.
         descriptor: of the segment, to be passed to peers; -1 when it is closed or handed on.
         nbytes: the size of the segment.
-        num_freed: pieces that ever came free.
-        is_doubtful: a piece was taken back from a reader that has not given it back: it may read there yet.
+        num_freed: number of pieces ever freed.
+        is_doubtful: a piece was freed although its reader has not returned it: it may still read there.
     """
 
     def __init__(self, num_slabs: int, segment: tuple[int, mmap.mmap] | None = None) -> None:
@@ -59,19 +59,19 @@ class Arena:
         self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
         self._shown: dict[int, tuple[int, weakref.ref[memoryview]]] = {}
-        """Payloads by their identity, which may be another's by now: the piece, and what is there."""
+        """Piece and payload, by the identity of the payload, which another object may have by now."""
         self._payload_of: dict[int, int] = {}
 
     @property
     def pieces_in_use(self) -> int:
-        """Pieces that somebody may still read."""
+        """Number of pieces that a peer may still read."""
         return sum(map(bool, self._readers.values()))
 
     def publish(self, payload: memoryview) -> int | None:
-        """Copy a payload to a piece with one reader: its offset, or None if there is no room now.
+        """Copy a payload to a piece with one reader; returns its offset, or None if the arena is full.
 
-        The same view shown again while the piece is in use is not copied again: it gets one more reader. So until
-        then it must show the same bytes. It is not kept.
+        The same view published again while the piece is in use is not copied again: the piece gets one more reader. So
+        the view must show the same bytes until then. No reference to it is held.
         """
         piece = self._piece_of(payload)
         if piece is not None:
@@ -88,9 +88,9 @@ class Arena:
         return piece
 
     def reserve(self, nbytes: int) -> memoryview | None:
-        """A piece for a payload that is made there and published next; None if there is no room now.
+        """Return a piece for a payload that is written there and published next; None if the arena is full.
 
-        If something else is published or reserved before it, it is free again.
+        It is freed if another payload is published or reserved before it.
         """
         piece = self._take(nbytes)
         if piece is None:
@@ -101,16 +101,16 @@ class Arena:
         return view
 
     def is_there(self, payload: memoryview) -> bool:
-        """Whether this view would not be copied if it was published now."""
+        """Return whether this view is in a piece, so that ``publish`` would not copy it."""
         return self._piece_of(payload) is not None
 
     def is_reserved(self, payload: memoryview) -> bool:
-        """Whether this view is a piece that was not published yet."""
+        """Return whether this view is a piece that is reserved and not published."""
         piece = self._piece_of(payload)
         return piece is not None and not self._readers[piece]
 
     def release(self, piece: int) -> None:
-        """One reader less."""
+        """Remove one reader of a piece."""
         readers = self._readers
         left = readers[piece] - 1
         if left:
@@ -119,14 +119,14 @@ class Arena:
             self._put_back(piece)
 
     def _piece_of(self, payload: memoryview) -> int | None:
-        """Where it is. Links with little room show a payload long after others have, between which others came."""
+        """Return its piece. A slow link publishes a payload long after others, when later ones have been published."""
         if self._last is not None and self._last() is payload:
             return self._last_piece
         shown = self._shown.get(id(payload))
         return shown[0] if shown is not None and shown[1]() is payload else None
 
     def _take(self, nbytes: int) -> int | None:
-        """A piece of at least so many bytes, in use from now on."""
+        """Take a piece of at least so many bytes into use."""
         if self._readers.get(self._last_piece) == 0:
             self._put_back(self._last_piece)
         size = bisect_left(PIECE_NBYTES, nbytes)
@@ -150,10 +150,10 @@ class Arena:
         self._free[self._size_of_slab[slab]].append(piece)
 
     def handed_on(self) -> Arena | None:
-        """The same memory for other links, of which all is free; for these here there is none any more.
+        """Return a new arena with the same memory, for other links; this one is empty from then on.
 
-        So its pages, which the system takes longer to give than a copy takes, are used again. None, and nothing has
-        changed, where anybody may still read in it, or makes something there.
+        So its pages are reused, which the system takes longer to provide than a copy takes. None, without a change, if
+        any piece may still be read or written.
         """
         if self._readers or self.is_doubtful or self.descriptor < 0:
             return None
@@ -166,7 +166,7 @@ class Arena:
         return made
 
     def close(self) -> None:
-        """Nothing more is published; peers keep what they have mapped, and so does who holds a view of a piece."""
+        """Stop publishing. Peers keep their mappings, and views of pieces stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -175,7 +175,7 @@ class Arena:
                 self._mapping.close()
 
     def _cut(self, size: int) -> bool:
-        """Make pieces of one more slab; False if all are in use."""
+        """Cut one more slab into pieces; False if all are in use."""
         if not self._idle_slabs:
             self._gather_idle_slabs()
             if not self._idle_slabs:
@@ -188,7 +188,7 @@ class Arena:
         return True
 
     def _gather_idle_slabs(self) -> None:
-        """Take back slabs whose pieces are all free. Costs O(pieces), and comes when sizes change."""
+        """Collect slabs whose pieces are all free. O(pieces), but rare: when sizes change."""
         idle = {slab for slab, used in enumerate(self._used_of_slab) if not used}
         for free in self._free:
             free[:] = [piece for piece in free if piece // SLAB_NBYTES not in idle]

@@ -180,7 +180,7 @@ class ShmEndpoint(Endpoint):
 
 
 class Offer(NamedTuple):
-    """What a subscriber has mapped; slots and heap are mapped when they are first used."""
+    """Memory of a peer: link segment and arena, mapped, and slots and heap, to be mapped at their first use."""
 
     shared: Shared
     arena: memoryview

@@ -1,13 +1,12 @@
 """Symmetric memory: arrays of one process that the others of its host can read where they are.
 
-Each process has one *heap*, a segment as large as the machine's memory of which nothing is taken before it is written,
-and maps those of its peers when it first has to. An array is known by where it is in its owner's heap. It belongs to
-whoever holds it, or a view of it, as any array does; when the last view is gone, its memory is used again, or given
-back to the system.
+Each process has one *heap*, a segment as large as the machine's memory whose pages are taken when they are first
+written, and maps those of its peers when it needs them. An array is identified by its offset in its owner's heap. It
+lives as long as the array or a view of it, like any array; then its memory is reused, or returned to the system.
 
-Invariants: a heap never changes its size. What is free in it its owner alone decides, never a forked child. Peers map
-it to be read, and shared results to be written. What they find there is what the owner's program has put there: nothing
-else is kept in it, and nothing in it is believed.
+Invariants: a heap never changes its size. Its owner alone decides what is free in it, never a forked child. Peers map
+it for reading, and shared results for writing. It holds the program's arrays and nothing else, and nothing in it is
+trusted.
 """
 
 from __future__ import annotations
@@ -32,21 +31,20 @@ logger = logging.getLogger("kfcomm")
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 KEPT_NBYTES = 1 << 28
-"""Of arrays that are no more, kept to be used again; more, where as much is in use. The system takes half as long as a
-copy for each new page."""
+"""Freed arrays cached for reuse; more if more is in use. The system takes half as long as a copy for each new page."""
 NOWHERE = -1
 MAX_LOANS = 1 << 10
-"""Arrays that are lent to peers at a time."""
+"""Most arrays lent to peers at a time."""
 
 
 class Loan(NamedTuple):
-    """An array of this process that peers hold, too.
+    """Array of this process that peers hold, too.
 
     Attributes:
-        number: of the loan, from 1; no two that are open are alike modulo `MAX_LOANS`.
+        number: of the loan, from 1; open loans differ modulo `MAX_LOANS`.
         place: see ``Heap.place_of``.
         block: its bytes.
-        is_over: whether no peer holds it any more, given its number.
+        is_over: returns whether all peers have released it, given its number.
     """
 
     number: int
@@ -56,15 +54,15 @@ class Loan(NamedTuple):
 
 
 class Heap:
-    """The heap of this process. May be used by any thread.
+    """Heap of this process, for any thread.
 
     Attributes:
         descriptor: of the segment, to be passed to peers; -1 when it is closed.
-        num_arrays: that were made, and have a view.
-        used_nbytes: of these.
+        num_arrays: number of arrays with a view.
+        used_nbytes: bytes of these.
 
     Raises:
-        OSError: the system does not give such a segment.
+        OSError: the system refuses such a segment.
     """
 
     def __init__(self) -> None:
@@ -74,26 +72,26 @@ class Heap:
         self.num_arrays = self.used_nbytes = 0
         self._mapping: mmap.mmap | None = None
         self._begin = self._top = 0
-        """Where it is mapped; what was ever handed out ends there."""
+        """Address of the mapping; end of the memory ever handed out."""
         self._free: list[tuple[int, int]] = []
-        """Where and how many bytes, by their places, without memory; no two touch."""
+        """Offset and bytes of free ranges without pages, in order; no two touch."""
         self._kept: deque[tuple[int, int]] = deque()
         self._kept_nbytes = 0
         self._ended: deque[tuple[int, int]] = deque()
         self._lock = Lock()
 
     def close(self) -> None:
-        """Peers that have not mapped it will not any more. Arrays stay."""
-        self._mapping = None  # it goes with the last of them
+        """Close the descriptor: no further peer can map it. Arrays stay."""
+        self._mapping = None  # the last of them keeps it
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def empty(self, nbytes: int) -> Array | None:
-        """Bytes of unknown content, from the beginning of a page; None if the system gives no more.
+        """Allocate uninitialized bytes from the beginning of a page; None if there are no more.
 
-        None, too, in a forked child: what is free is for the parent to know. They are free again when the array, and
-        all that was made of it, is gone.
+        None also in a forked child, since only the parent knows what is free. They are freed with the last view of the
+        array.
         """
         room = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.getpid() != self._owner:
@@ -113,7 +111,7 @@ class Heap:
         return block[:nbytes]  # of which ``block`` stays the base
 
     def place_of(self, x: Array) -> int:
-        """Where an array begins in this heap; `NOWHERE` if it is elsewhere. ``x`` is contiguous. Costs 0.3 µs."""
+        """Return the offset of an array in this heap, or `NOWHERE`. ``x`` is contiguous. Costs 0.3 µs."""
         place: int = x.__array_interface__["data"][0] - self._begin
         return place if place >= 0 and place + x.nbytes <= self._top and self.num_arrays else NOWHERE
 
@@ -146,9 +144,9 @@ class Heap:
         return at
 
     def _forget(self, at: int, room: int) -> None:
-        """The last view is gone: on any thread, perhaps while this one is at work here.
+        """Free an array whose last view is gone: on any thread, perhaps while the lock is held.
 
-        In a forked child nothing is: the parent may have a view yet.
+        Not in a forked child: the parent may still have a view.
         """
         if os.getpid() != self._owner:
             return
@@ -156,7 +154,7 @@ class Heap:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back what has ended, unless somebody is about to."""
+        """Free ended arrays, unless another thread is about to."""
         while self._ended and self._lock.acquire(blocking=False):
             try:
                 while self._ended:
@@ -177,7 +175,7 @@ class Heap:
             self._add_free(at, room)
 
     def _add_free(self, at: int, room: int) -> None:
-        """One more, and one with those that it touches."""
+        """Add a free range, merged with its neighbours."""
         place = bisect(self._free, (at, room))
         after = self._free[place : place + 1]
         if after and at + room == after[0][0]:
@@ -192,16 +190,16 @@ class Heap:
 
 
 class PeerHeap:
-    """The heap of a peer, mapped when it is first needed.
+    """Heap of a peer, mapped when it is first needed.
 
     Args:
-        descriptor: of the segment; it is closed with this.
+        descriptor: of the segment; this object closes it.
 
     Attributes:
         descriptor: see above; -1 when it is closed.
 
     Raises:
-        RemoteProtocolError: it is none, or could change its size.
+        RemoteProtocolError: not a sealed segment.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -211,29 +209,29 @@ class PeerHeap:
         self._writable: mmap.mmap | None = None
 
     def close(self) -> None:
-        """Nothing more is read in it."""
+        """Close it: no further array is read."""
         self._mapping = self._writable = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def map(self) -> bool:
-        """Whether arrays in it can be read."""
+        """Map it for reading; returns whether that works."""
         if self._mapping is None:
             self._mapping = self._mapped(writable=False)
         return self._mapping is not None
 
     def map_writable(self) -> bool:
-        """Whether results in it can be written."""
+        """Map it for writing results; returns whether that works."""
         if self._writable is None:
             self._writable = self._mapped(writable=True)
         return self._writable is not None
 
     def array(self, at: int, dtype: np.dtype[Any], count: int, *, writable: bool = False) -> Array:
-        """An array in it, to be read or written.
+        """Return an array in it, for reading or writing.
 
         Raises:
-            RemoteProtocolError: there is none.
+            RemoteProtocolError: it would go beyond the heap.
         """
         mapping = self._writable if writable else self._mapping
         if mapping is None or not 0 <= at <= self._nbytes - count * dtype.itemsize:
@@ -252,7 +250,7 @@ class PeerHeap:
 
 
 class Heaps:
-    """The heap of this process and those of its peers, as far as they are known.
+    """Heap of this process and known heaps of its peers.
 
     Args:
         rank: world rank of this process.
@@ -262,17 +260,17 @@ class Heaps:
         self.rank = rank
         self._own: Heap | None = None
         self._first: dict[int, Heap] = {}
-        """By rank: the own one that was made first."""
+        """By rank: the first heap that this process has made."""
         self._peers: dict[int, PeerHeap] = {}
         self._loans: dict[int, Loan] = {}
         self._num_loans = 0
 
     def own(self) -> Heap | None:
-        """That of this process, made when it is first asked for, by any thread; None if the system gives none.
+        """Return the heap of this process, made at the first call, on any thread; None if the system refuses one.
 
-        A program makes its first array while links are opened behind its back. Peers that were shown another heap than
-        the one which arrays come from would read zeros, so there is one, whoever comes first. No lock: a child that is
-        forked meanwhile would wait for ever.
+        A program may make its first array while the engine opens links. Peers that were shown another heap than the
+        one of the arrays would read zeros, so the first heap wins. Without a lock: a child forked meanwhile would
+        wait for it for ever.
         """
         if self._own is None:
             try:
@@ -286,32 +284,32 @@ class Heaps:
         return self._own
 
     def forget(self, peer: int) -> None:
-        """A peer is gone for good. What it was lent is kept: it may still write there."""
+        """Forget a peer that is gone for good. Arrays lent to it stay allocated: it may still write there."""
         heap = self._peers.pop(peer, None)
         if heap is not None:
             heap.close()
 
     @property
     def used_nbytes(self) -> int:
-        """Of arrays in the heap of this process that have a view somewhere."""
+        """Bytes of the arrays of this process's heap that have a view."""
         self.settle()
         return 0 if self._own is None else self._own.used_nbytes
 
     def add(self, peer: int, heap: PeerHeap) -> None:
-        """A peer has shown its heap; again if it is reached over several links."""
+        """Add the heap of a peer, which is shown on each of its links."""
         if peer in self._peers:
             heap.close()
         else:
             self._peers[peer] = heap
 
     def empty(self, nbytes: int) -> Array | None:
-        """See ``Heap.empty``."""
+        """Allocate in the heap of this process, as ``Heap.empty``."""
         self.settle()
         heap = self.own()
         return None if heap is None else heap.empty(nbytes)
 
     def lend(self, nbytes: int, is_over: Callable[[int], bool]) -> Loan | None:
-        """Bytes that this process and its peers hold: kept until that ``is_over``; None if there are too many such."""
+        """Lend bytes to peers, allocated until the loan ``is_over``; None if there are too many loans."""
         block = self.empty(nbytes)
         number = self._num_loans + 1
         if block is None or self._own is None or number % MAX_LOANS in self._loans:
@@ -322,36 +320,36 @@ class Heaps:
         return loan
 
     def settle(self) -> None:
-        """Let go of what peers hold no more. May be called by any thread."""
+        """Release loans that are over. Callable on any thread."""
         for place, loan in list(self._loans.items()):
             if loan.is_over(loan.number):
                 self._loans.pop(place, None)
 
     def place_of(self, x: Array) -> int:
-        """See ``Heap.place_of``."""
+        """Return the offset of an array in this process's heap, as ``Heap.place_of``."""
         return NOWHERE if self._own is None else self._own.place_of(x)
 
     def map(self, ranks: Sequence[int]) -> bool:
-        """Whether arrays of all these can be read where they are."""
+        """Map the heaps of these ranks for reading; returns whether all can be."""
         return all(rank == self.rank or (rank in self._peers and self._peers[rank].map()) for rank in ranks)
 
     def array(self, rank: int, at: int, dtype: np.dtype[Any], count: int) -> Array:
-        """An array of a rank whose heap is mapped, to be read.
+        """Return an array of a rank whose heap is mapped, for reading.
 
         Raises:
-            RemoteProtocolError: there is none.
+            RemoteProtocolError: the rank is gone, or the array would go beyond its heap.
         """
         return self._peer(rank).array(at, dtype, count)
 
     def map_writable(self, rank: int) -> bool:
-        """Whether results can be written to the heap of this rank."""
+        """Map the heap of a rank for writing results; returns whether that works."""
         return rank == self.rank or (rank in self._peers and self._peers[rank].map_writable())
 
     def writable(self, rank: int, at: int, dtype: np.dtype[Any], count: int) -> Array:
-        """An array of another rank whose heap is mapped to be written.
+        """Return an array of another rank whose heap is mapped for writing.
 
         Raises:
-            RemoteProtocolError: there is none.
+            RemoteProtocolError: the rank is gone, or the array would go beyond its heap.
         """
         return self._peer(rank).array(at, dtype, count, writable=True)
 
@@ -362,12 +360,12 @@ class Heaps:
         return heap
 
     def close(self) -> None:
-        """Nothing more is mapped or made. What is mapped goes with its last view."""
+        """Close all heaps. Mappings live as long as their last view."""
         for heap in (self._own, *self._peers.values()):
             if heap is not None:
                 heap.close()
 
     def descriptors(self) -> list[int]:
-        """That are open."""
+        """Return the open descriptors."""
         heaps = (self._own, *self._peers.values())
         return [heap.descriptor for heap in heaps if heap is not None and heap.descriptor >= 0]

@@ -1,16 +1,15 @@
-"""All shared-memory links of one process: they are looked at together, and rest together.
+"""Hub: all shared-memory links of one process, polled together and parked together.
 
-Whoever drives the reactor looks at every ring again and again while something is awaited, or has just been. After a
-while without news it parks the hub: every link is told that its peer must ring from now on. So an idle process costs
-nothing. Between two blocking calls nobody looks for a moment, and nobody is told: calls often follow each other at
-once, and telling all peers costs more than a small collective.
+The driver of the reactor polls every ring while something is awaited, or has just been. After a while without news it
+parks the hub: the peer of every link must wake it from then on. So an idle process costs nothing. Between two blocking
+calls the links are neither polled nor parked for a moment: calls often follow each other at once, and parking costs
+more than a small collective.
 
 Invariants:
 
-- Before it rests, the hub looks once more, after all peers have been told that it parks.
-- A wake-up can be missed only between two ranks that both have nothing in flight. That is harmless: nobody waits for
-  what was sent. A rank that waits wakes, when it parks, every peer that has not read all that was sent to it, parked
-  or not.
+- Before it rests, the hub polls once more, after it has set the parked flag of every link.
+- A wake-up can be missed only between two ranks that both have nothing in flight. That is harmless: neither waits for
+  the record. A rank that waits wakes, when it parks, every peer with unread records, parked or not.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from kfcomm.transports.shm.shared import Parked, fence
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
 LOOKS_AMONG_HOSTS = 4
-"""See ``Reactor.looks``. What comes from other hosts comes by descriptors: who looks elsewhere for long is late."""
+"""See ``Reactor.looks``. Chunks from other hosts arrive on descriptors, so these must be polled often."""
 
 
 class Hub:
-    """Looks after links; see the module. Implements ``reactor.Poller``.
+    """Poller of all links; implements ``reactor.Poller``.
 
     Args:
-        reactor: by which it is driven.
+        reactor: drives it.
         is_waiting: whether something is in flight on this rank.
-        slots: what else is to be looked at.
+        slots: polled as well.
         has_far: there are ranks on other hosts.
 
     Attributes:
-        is_awake: it looks at every link again soon.
-        restless: links that are to be polled also without news, until a look finds nothing left to do.
+        is_awake: it polls every link again soon.
+        restless: links to be polled also without news, until they have nothing left to do.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class Hub:
         reactor.pollers.append(self)
 
     def add(self, link: ShmLink) -> None:
-        """A new link."""
+        """Add a link."""
         self._keep((*self._links, link))
         if self.is_awake:
             link.unpark()
         self.wake()
 
     def remove(self, link: ShmLink) -> None:
-        """A link has ended. What its peer may still read is kept until the peer has said that it does not."""
+        """Remove a link that has ended. Pieces that its peer may still read are freed when the peer releases them."""
         self._keep(tuple(one for one in self._links if one is not link))
         self.restless.discard(link)
         if isinstance(link, ShmSender):
@@ -78,7 +77,7 @@ class Hub:
             self.reclaim()
 
     def reclaim(self, gone: int | None = None) -> None:
-        """Free what nobody reads any more; ``gone``: a peer that has ended, and opens no link again."""
+        """Free pieces that are not read any more; ``gone``: a peer that has ended, and never opens a link again."""
         if gone is not None:
             self._gone.add(gone)
         for link in list(self._ended):
@@ -92,7 +91,7 @@ class Hub:
         return bool(self._is_waiting() or self._slots.pending)
 
     def wake(self) -> None:
-        """Something is in flight, or has arrived: look until it is quiet. Costs 0.2 µs when it is looked at anyway."""
+        """Poll until it is quiet: something is in flight, or has arrived. Costs 0.2 µs if it is polled anyway."""
         if self._links:
             if not self.is_awake:
                 self.unpark()
@@ -100,9 +99,9 @@ class Hub:
                 self._reactor.woken()
 
     def progress(self) -> bool:
-        """Look at every link once; whether there was anything."""
+        """Poll every link once; whether there was anything."""
         moved = False
-        for link, words, tail, ring in self._news:  # 0.1 µs for a link that needs nothing; asking it would cost 1
+        for link, words, tail, ring in self._news:  # 0.1 µs for a link without news, where calling it would cost 1
             if words[tail] != ring.head and link.poll():
                 moved = True
         if self.restless:
@@ -112,22 +111,22 @@ class Hub:
         if self._slots.pending and self._slots.look():
             moved = True
         if moved and not self._is_waiting() and not self._slots.pending:
-            self.ring_bells()  # it is there, and the program may be long at its work now
+            self.ring_bells()  # the result is there, and the program may compute for long now
         return moved
 
     def descriptors(self) -> list[int]:
-        """Of all links."""
+        """Return the descriptors of all links."""
         return [descriptor for link in self._links for descriptor in link.descriptors()]
 
     def sever(self) -> None:
-        """In a forked child: look no more, and touch nothing that the parent shares with its peers."""
+        """In a forked child: stop polling, and touch nothing that the parent shares with its peers."""
         for link in self._links:
             link.sever()
         self._keep(())
         self.restless.clear()
 
     def close(self) -> None:
-        """Look no more; a link that was opened too late for the goodbyes ends now."""
+        """Stop polling; a link that was opened too late for the goodbyes ends now."""
         for link in self._links:
             link.abort()
         self._ended.clear()
@@ -144,25 +143,25 @@ class Hub:
         return bool(self.restless) and any(link.owes_bell or not link.is_idle for link in self.restless)
 
     def unpark(self) -> None:
-        """This process looks by itself."""
+        """Poll from now on, without wake-ups."""
         self.is_awake = True
         self._slots.unpark()
         for link in self._links:
             link.unpark()
 
     def park(self) -> bool:
-        """Peers have to ring from now on; False if something came in between, and this process has to look."""
+        """Have peers wake this process from now on; False if something came in between that must be polled."""
         self.is_awake = False
         if self._ended:
             self.reclaim()
-        # What waits on one link may wait for a piece that comes back on another.
+        # A chunk that waits on one link may wait for a piece that comes back on another.
         what = Parked.FOR_RECORDS if all(link.is_idle for link in self._links) else Parked.FOR_ROOM
         for link in self._links:
             link.park(what)
         self._slots.park()
         with self._fence:
             pass
-        # What came in between is often the next collective's, which this rank has yet to post: no reason to stay up.
+        # News in between are often of the next collective, which this rank has yet to post: no reason to stay awake.
         while self.progress():
             if self.is_needed:
                 self.wake()
@@ -175,7 +174,7 @@ class Hub:
         return True
 
     def ring_bells(self) -> None:
-        """Wake peers that may sleep over something that was stored: this process may be long at other work now."""
+        """Wake peers that may sleep through stored records: this process may compute for long now."""
         for link in self.restless:
             if link.owes_bell:
                 link.ring_bell()

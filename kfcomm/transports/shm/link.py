@@ -1,4 +1,4 @@
-"""What both ends of a shared-memory link have in common: the socket that wakes, and the end.
+"""Common part of both ends of a shared-memory link: the socket that wakes, and the end.
 
 The socket carries no data. A byte on it wakes a peer that has parked; its end is the end of the peer, after which
 what the ring still holds is read first. So a goodbye is a record (BYE), as on other links.
@@ -7,9 +7,9 @@ Invariants:
 
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or ``abort``. The
   end of a link is always reported from the reactor, once.
-- A side that sees a peer parked, after it has stored what the peer waits for, wakes it before it rests itself.
-  A link that owes its peer a bell is looked at until it has settled that.
-- A peer that does not keep to the form ends this link alone, wherever that is noticed.
+- A side that sees its peer parked, after it has stored what the peer waits for, wakes it before it rests itself. A link
+  that owes its peer a wake-up is polled until that is settled.
+- A peer that breaks the protocol ends this link alone, wherever that is noticed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BYE = int(Kind.BYE)
 BURST_NBYTES = 1 << 14
-"""Of records, read before others get their turn: a peer may write as fast as this side reads."""
+"""Bytes of records read before others get their turn: a peer may write as fast as this side reads."""
 _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
@@ -42,15 +42,15 @@ _BELL_AFTER_LOOKS = 16
 
 
 class Wire(NamedTuple):
-    """What a link is made of, once both sides have mapped everything.
+    """Parts of a link, once both sides have mapped everything.
 
     Attributes:
         sock: connected to the peer.
-        reactor: who drives the link.
-        inbound: who hears what arrives.
+        reactor: drives the link.
+        inbound: receives what arrives.
         peer: world rank of the other end.
         shared: the segment of this link.
-        keeper: who looks after it.
+        keeper: polls it.
         slots: see ``transports.base.Link``.
     """
 
@@ -70,8 +70,8 @@ class ShmLink(Link, ABC):
 
     Attributes:
         peer, state: see ``transports.base.Link``.
-        news: where the peer counts what it has written (words, index), and what counts how much of it was read.
-        owes_bell: the peer may sleep over something that was stored.
+        news: counter of the peer's writes (words, index), and the reader that counts how much of it was read.
+        owes_bell: the peer may sleep through a stored record.
         is_closing: this side has said goodbye, or is about to, or the link has ended.
     """
 
@@ -115,26 +115,26 @@ class ShmLink(Link, ABC):
         received_nbytes = into.payload_nbytes + self._shown_nbytes
         return Counts(out.payload_nbytes, received_nbytes, out.num_records, into.num_records)
 
-    # What the two sides do differently.
+    # Differences between the two sides.
 
     @abstractmethod
     def poll(self) -> bool:
-        """Look at what the peer has written, and move what waits; whether there was anything."""
+        """Read what the peer has written, and move what waits; whether there was anything."""
 
     @abstractmethod
     def _advance(self) -> None:
-        """Move what waits, as far as there is room."""
+        """Move what waits, as far as it fits."""
 
     @property
     @abstractmethod
     def has_queue(self) -> bool:
-        """Whether something waits for room."""
+        """Whether something waits for space."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """The link has ended: nothing of the peer's is read, and nothing is written for it any more."""
+        """Release everything after the end: no memory of the peer is read, and none written for it, any more."""
 
-    # What they have in common.
+    # Common to both.
 
     @override
     def flush(self) -> None:
@@ -148,7 +148,7 @@ class ShmLink(Link, ABC):
                 self._settle_bell()
 
     def ring_bell(self) -> None:
-        """Wake the peer now if it has parked and waits for what was stored before this call."""
+        """Wake the peer now if it has parked and waits for a record stored before this call."""
         with self._fence:
             pass
         parked = self._words[self._far]
@@ -157,7 +157,7 @@ class ShmLink(Link, ABC):
         self.owes_bell = False
 
     def _settle_bell(self) -> None:
-        """Wake the peer if it stays parked for some looks: often it comes by itself, and a wake-up is dear."""
+        """Wake the peer if it stays parked for some polls: often it wakes by itself, and a wake-up is expensive."""
         with self._fence:
             pass
         if not self._words[self._far]:
@@ -171,7 +171,7 @@ class ShmLink(Link, ABC):
         self._bell_looks = 0
 
     def _tell_of_room(self) -> None:
-        """Wake the peer if it has parked for want of room: something that it wrote was read."""
+        """Wake the peer if it has parked because the ring was full: something of it was read."""
         with self._fence:
             pass
         if self._words[self._far] == _FOR_ROOM and self._fd >= 0:
@@ -179,13 +179,13 @@ class ShmLink(Link, ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be sent, a goodbye included."""
+        """Whether there is nothing to send, a goodbye included."""
         return not self.has_queue and (self._said_bye or not self.is_closing)
 
     def park(self, what: Parked) -> None:
-        """From now on the peer has to wake this side; it must be polled after this, and a fence.
+        """Have the peer wake this side from now on; a fence and a poll must follow.
 
-        A peer that has not read everything may be one that nobody looks for: it is woken, parked or not.
+        A peer with unread records may be one that does not poll: it is woken, parked or not.
         """
         if not self._out.is_empty:
             self.wake_peer()
@@ -193,7 +193,7 @@ class ShmLink(Link, ABC):
         self._words[self._near] = what
 
     def unpark(self) -> None:
-        """This side looks by itself."""
+        """Poll from now on, without wake-ups."""
         self._words[self._near] = Parked.AWAKE
 
     @override
@@ -212,7 +212,7 @@ class ShmLink(Link, ABC):
         self._end_with(None)
 
     def sever(self) -> None:
-        """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
+        """In a forked child: leave the link to the parent, and touch neither its memory nor the loop any more."""
         self._fd = -1
         self.is_closing = True
         self._into.close()
@@ -227,7 +227,7 @@ class ShmLink(Link, ABC):
             self._keeper.wake()
 
     def _say_bye(self) -> None:
-        """After all that waits; tried again whenever this side looks."""
+        """Say goodbye after the queue; retried at every poll."""
         if self._fd < 0 or self._said_bye:
             return
         self._advance()
@@ -259,7 +259,7 @@ class ShmLink(Link, ABC):
             self._last_words(TransportError(f"rank {self.peer} closed its connection without a goodbye"))
 
     def _last_words(self, error: TransportError | None) -> None:
-        """The peer is gone: read what it has left, and end."""
+        """Read what a peer that is gone has left, and end."""
         while self._fd >= 0 and self.poll():
             pass
         self._end_with(None if self._heard_bye or self.is_closing else error)

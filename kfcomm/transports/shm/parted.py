@@ -1,6 +1,6 @@
-"""Slots for longer messages: each rank makes its part of the result, and the others read that.
+"""Slots for longer messages: each rank folds its part of the result, and the others read that.
 
-See ``slots`` for the protocol, and ``heap`` for arrays that are read where they are.
+See ``slots`` for the protocol, and ``heap`` for arrays that are read in place.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kfcomm.transports.shm.slots import (
 from kfcomm.types import override
 
 WINDOWS_AT_A_TIME = 16
-"""Before others have their turn."""
+"""Windows before others have their turn."""
 MAX_KNOWN = 64
-"""Arrays in place of which a slot keeps views."""
+"""Views of arrays in place that a slot caches."""
 
 
 class PartedSlot(Slot):
-    """One for long messages: each rank folds its part of a window, and the others copy that.
+    """Slot for long messages: each rank folds its part of a window, and the others copy that.
 
-    What a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
-    is its part of the result, if that does, which is there until all have read it.
+    A contribution in symmetric memory is not copied, and is posted as a whole at once. Nor is a part of the result in
+    symmetric memory, which stays until all have read it.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class PartedSlot(Slot):
         self._whole, self._shown = [], []
 
     def _fold_next(self, out: Array) -> bool:
-        """Whether there was a window to be folded."""
+        """Fold the next window; returns whether there was one."""
         window = self._folded
         if window == self.num_words or not (self._is_result_in_place or window < self._copied + 2):
             return False
@@ -160,7 +160,7 @@ class PartedSlot(Slot):
             return False
         if not window:
             self._begin(out)
-        # Who posts a window has copied what was shared for the last but one, unless it has posted all at once.
+        # A rank that posts a window has copied the one before the last, unless it has posted everything at once.
         if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
             return False
         begin, end = self._bounds(window, self._rank)
@@ -171,21 +171,21 @@ class PartedSlot(Slot):
             if whole is not None:
                 given[rank] = whole[begin:end]
         there = (out if self._into is None else self._into)[begin:end]
-        # In the place of what is given nothing can be folded: it would be gone before it is its turn.
+        # The fold cannot write over a contribution: it would be destroyed before its turn.
         is_made_there = self._is_result_in_place and not self._is_over_given
         made = there if is_made_there else self._made[word & 1][: end - begin]
         self.combine([given[rank] for rank in self._order], made)
         if self._is_result_in_place and self._is_over_given:
             there[:] = made
         if self._whole and not self.has_come(self.posted(), word):
-            return False  # it was taken away meanwhile
+            return False  # a contribution in place was withdrawn meanwhile
         self._folded = window + 1
         self._tell(SHARED, word)
         self._stored()
         return True
 
     def _copy_next(self, out: Array) -> bool:
-        """Whether there was a window of the result to be copied."""
+        """Copy the next window of the result; returns whether there was one."""
         window = self._copied
         if window == self._folded:
             return False
@@ -207,15 +207,15 @@ class PartedSlot(Slot):
         self._tell(READ, word)
         if not self._is_in_place and window + 2 < self.num_words:
             self._show(window + 2)
-        self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
+        self._stored()  # even without news: a rank without a link to the last one is woken by one that has it
         return True
 
     def _is_read(self) -> bool:
-        """Whether nobody reads the result any more where it is."""
+        """Return whether all ranks have read the result in place."""
         return not self._is_result_in_place or min(self._their[READ]()) >= self._first + self.num_words - 1
 
     def _begin(self, out: Array) -> None:
-        """All have posted, and nobody is in an earlier use any more."""
+        """Find arrays in place: all ranks have posted, so none is in an earlier use any more."""
         place = self._place_of(out)
         self._is_result_in_place = place != NOWHERE
         self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)
@@ -223,7 +223,7 @@ class PartedSlot(Slot):
         self._whole = self._arrays(GIVEN, self._given)
 
     def _arrays(self, kind: int, own: Array | None) -> list[Array | None]:
-        """By rank, what is in place of what they give or show; empty if nothing is."""
+        """Return by rank the arrays in place that they give or show; empty if there are none."""
         places = self._their[kind]()
         if not any(places):
             return []
@@ -243,7 +243,7 @@ class PartedSlot(Slot):
         return found
 
     def _place_of(self, x: Array) -> int:
-        """Where it is in the heap of this process, if all can read it there."""
+        """Return the offset of an array in this process's heap, if all ranks can read it there."""
         place = self.memory.heaps.place_of(x)
         if place == NOWHERE:
             return NOWHERE
@@ -253,7 +253,7 @@ class PartedSlot(Slot):
         return place if min(self._their[READY]()) else NOWHERE
 
     def _show(self, window: int) -> None:
-        """To each of the others its piece; the own one is folded where it is."""
+        """Copy the pieces of the other ranks to the buffer; the own one is folded in place."""
         word, given = self._first + window, self._given
         if given is not None:
             buffer = self._buffers[word & 1]
@@ -265,7 +265,7 @@ class PartedSlot(Slot):
         self._tell(POSTED, word)
 
     def _bounds(self, window: int, rank: int) -> tuple[int, int]:
-        """Where the piece of a rank begins and ends in the message; it may be empty."""
+        """Return begin and end of the piece of a rank in the message; it may be empty."""
         start, length = self._parts[rank]
         stop = start + length
         begin = start + window * self._piece
@@ -282,10 +282,10 @@ class PartedSlot(Slot):
 
 
 class SharedResultSlot(PartedSlot):
-    """One whose results are single arrays in the heap of the first rank, to which each rank writes its part.
+    """Slot whose results are single arrays in the heap of the first rank, to which each rank writes its part.
 
-    Such an array is lent to the others: the first rank keeps it until the last of them has told that nothing of it is
-    left there, and for ever if one fails before that.
+    Such an array is lent to the others: it stays allocated until each of them has released its last view, and for ever
+    if one fails before that.
     """
 
     __slots__ = ("_lent", "_loan", "_place", "_result")
@@ -323,7 +323,7 @@ class SharedResultSlot(PartedSlot):
 
     def _begin(self, out: Array) -> None:
         super()._begin(out)
-        self._place = self._their[RESULT]()[0] - 1  # when this use is complete, the next one's may be there
+        self._place = self._their[RESULT]()[0] - 1  # read now: after this use, that of the next one may be there
         if self._place < 0:
             return
         if self._lent is not None:
@@ -357,7 +357,7 @@ class SharedResultSlot(PartedSlot):
         self._result = self._lent = None
 
     def _seen(self) -> Array:
-        """The result, as this rank's program gets it."""
+        """Return the result as this rank's program gets it."""
         if self._lent is not None:
             seen, self._lent = self._lent.view(self._dtype), None
             seen.flags.writeable = False
@@ -369,6 +369,6 @@ class SharedResultSlot(PartedSlot):
 
 
 def _release(words: memoryview, at: int, loan: int, holder: int) -> None:
-    """Nothing of what was lent is left on this rank; in a forked child of its process that is not for it to say."""
+    """Release a loan whose last view on this rank is gone; a forked child must not."""
     if os.getpid() == holder:
         words[at] = loan

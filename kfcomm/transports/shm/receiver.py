@@ -1,8 +1,8 @@
-"""The end of a shared-memory link that a peer opened: it reads chunks where the peer has put them.
+"""Receiving end of a shared-memory link, which a peer opened: it reads chunks in the peer's memory.
 
-A payload is shown to ``Inbound.receive`` in the peer's arena, and its piece goes back when the call returns, unless it
-was lent for longer. How much is lent is bounded, so that other pieces always go back at once. Otherwise a sender could
-wait for a receiver that itself waits for another sender.
+``Inbound.receive`` reads a payload in the peer's arena, and its piece goes back when the call returns, unless it was
+lent for longer. Loans are bounded, so that other pieces always go back at once. Otherwise a sender could wait for a
+receiver that itself waits for another sender.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORTH_TAIL, _SENDER_PARKED = int(Word.FORTH_TAIL), int(Word.SENDER_PARKED)
 
 
 class ShmReceiver(ShmLink):
-    """Implements ``transports.base.Link``. ``arena`` is the peer's, ``max_lent`` how many of its pieces may be kept."""
+    """Receiving end; ``arena`` is the peer's, ``max_lent`` bounds its pieces on loan."""
 
     _near, _far, _tail = Word.RECEIVER_PARKED, Word.SENDER_PARKED, Word.FORTH_TAIL
 
@@ -145,7 +145,7 @@ class ShmReceiver(ShmLink):
         raise self._too_late()
 
     def _show(self, piece: int, nbytes: int, header: Header) -> None:
-        """A chunk in the peer's arena."""
+        """Take a chunk in the peer's arena."""
         if piece + nbytes > len(self._arena) or piece in self._lent:
             raise RemoteProtocolError(f"rank {self.peer} sent a chunk of {nbytes} bytes at {piece}")
         self._shown = piece, nbytes
@@ -189,6 +189,6 @@ class ShmReceiver(ShmLink):
             self.slots.close()
 
     def _say_closed(self) -> None:
-        """The link has ended: once nothing of the peer's arena is read any more, it may use that again."""
+        """After the end, tell the peer when its arena is not read any more, so that it can reuse it."""
         if not self._lent and self._shown is None:
             self._words[Word.CLOSED] = 1

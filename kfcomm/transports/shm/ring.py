@@ -1,9 +1,9 @@
-"""A ring of records from one process to another: one writes, one reads, and neither waits.
+"""Ring of records from one process to another: one writes, one reads, and neither waits.
 
 ::
 
     control:  tail (bytes ever written) | head (bytes ever read), each in a cache line of its own
-    memory:   records, one after the other, each in one piece; the last before the end may leave room unused
+    memory:   records, one after the other, each in one piece; bytes before the end may stay unused
 
     record:   its size | place | payload nbytes | kind | seven integers | payload, if it travels here
               (unsigned 64-bit words; 96 bytes with the padding; sizes are multiples of 64; 0: go to the start)
@@ -11,11 +11,11 @@
 ``place`` is 0 for a payload in the ring, else one more than its offset in the sender's arena. A record of kind 0 holds
 an encoded header of ``core.frame``; a chunk's header goes in plain words, which saves 1 µs of msgpack.
 
-A record is complete before the tail that covers it is stored, and it is done with before the head is: on x86 other
+A record is complete before the tail that covers it is stored, and fully read before the head is: on x86 other
 processors see stores in their order, and one item of a cast memoryview is one store.
 
-Invariants: nothing that the other side wrote is believed. Sizes, places and counters out of bounds raise
-``RemoteProtocolError``; each word is read once.
+Invariants: nothing that the other side wrote is trusted. Sizes, places and counters out of bounds raise
+``RemoteProtocolError``; each word is read once, so that it cannot change between check and use.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ RECORD = struct.Struct("@11Q")
 HEAD_NBYTES = 96
 ALIGN_NBYTES = 64
 PLACE_NBYTES = 128
-"""Of a record whose payload is elsewhere, or empty."""
+"""Bytes of a record whose payload is elsewhere, or empty."""
 SLACK_NBYTES = 64
-"""Beyond the last record, so that a head can be read anywhere."""
+"""Bytes beyond the last record, so that a head can be read anywhere."""
 
 _CHUNK = int(Kind.CHUNK)
 _NO_FIELDS = (0,) * 8
 Take: TypeAlias = "Callable[[tuple[Any, ...], memoryview | None], object]"
-"""Given the integers of a record, and its payload if that travels in the ring."""
+"""Callback with the integers of a record, and its payload if that is in the ring."""
 TakeChunk: TypeAlias = "Callable[[Header, memoryview], object]"
-"""Given the header of a chunk and its payload."""
+"""Callback with the header of a chunk and its payload."""
 _ROUND_UP = HEAD_NBYTES + ALIGN_NBYTES - 1
 _PACK_INTO, _UNPACK_FROM = RECORD.pack_into, RECORD.unpack_from
 
 
 class RingWriter:
-    """The writing side.
+    """Writing side.
 
     Args:
         memory: ``nbytes`` (a power of two) and the slack.
@@ -55,8 +55,8 @@ class RingWriter:
         head: index of the word that the reader writes.
 
     Attributes:
-        num_records: ever written.
-        payload_nbytes: of their payloads, wherever those are.
+        num_records: number of records ever written.
+        payload_nbytes: bytes of their payloads, in the ring or elsewhere.
     """
 
     __slots__ = (
@@ -73,14 +73,14 @@ class RingWriter:
         self._tail_word, self._head_word = int(tail), int(head)
         self._tail = self._head = 0
         self._end = self._nbytes
-        """Up to here there is room in one piece, as far as is known."""
+        """End of the contiguous free space that is known."""
         self.num_records = self.payload_nbytes = 0
 
     def put(self, header: Header, place: int, nbytes: int, payload: memoryview | bytes | None) -> bool:
-        """Write a record whose header is eight integers; False if there is no room for it now.
+        """Write a record whose header is eight integers; False if it does not fit now.
 
         Raises:
-            RemoteProtocolError: the reader's counter makes no sense.
+            RemoteProtocolError: the reader's counter is out of bounds.
         """
         size = PLACE_NBYTES if payload is None else (nbytes + _ROUND_UP) & -ALIGN_NBYTES
         at = self._tail & self._mask
@@ -100,23 +100,23 @@ class RingWriter:
         return True
 
     def put_encoded(self, data: bytes) -> bool:
-        """Write a record that holds an encoded header; False if there is no room for it now."""
+        """Write a record that holds an encoded header; False if it does not fit now."""
         return self.put(_NO_FIELDS, 0, len(data), data)
 
     @property
     def has_room_for_place(self) -> bool:
-        """Whether there is room for a record whose payload is elsewhere."""
+        """Whether a record whose payload is elsewhere fits."""
         unused = -self._tail & (self._nbytes - 1)
         size = PLACE_NBYTES if unused >= PLACE_NBYTES or not unused else PLACE_NBYTES + unused
         return self._tail + size - self._head <= self._nbytes or self._has_room(size)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the reader has read all."""
+        """Whether the reader has read every record."""
         return bool(self._control[self._head_word] == self._tail)
 
     def _make_room(self, at: int, size: int) -> int:
-        """Where a record ends that does not fit behind the last one; 0 if there is no room for it now."""
+        """Return the end of a record for which the head must be read again, or that wraps; 0 if it does not fit now."""
         unused = self._nbytes - at if at + size > self._nbytes else 0
         if not self._has_room(unused + size):
             return 0
@@ -135,14 +135,14 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading side; see `RingWriter`.
+    """Reading side; see `RingWriter`.
 
     Attributes:
         head: bytes ever read.
-        is_open: reading goes on.
-        take_chunk: given what ``read`` finds of chunks whose payload is in the ring.
-        num_records: ever read.
-        payload_nbytes: of those payloads that were in the ring.
+        is_open: reading continues.
+        take_chunk: gets the chunks that ``read`` finds with a payload in the ring.
+        num_records: number of records ever read.
+        payload_nbytes: bytes of the payloads that were in the ring.
     """
 
     __slots__ = (
@@ -155,7 +155,7 @@ class RingReader:
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
         self._no_size = ~(2 * self._nbytes - ALIGN_NBYTES)
-        """Bits that no number of bytes to be read has."""
+        """Bits that are clear in every valid number of bytes to be read."""
         self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
         self.is_open = True
@@ -163,13 +163,13 @@ class RingReader:
         self.num_records = self.payload_nbytes = 0
 
     def read(self, limit: int, take: Take) -> None:
-        """Show records that are there, at least one and not many more bytes of them than ``limit``.
+        """Read records, at least one and not many more bytes than ``limit``.
 
-        Chunks whose payload is in the ring go to ``take_chunk``, with that; all else to ``take``. A record is done with
-        when that returns; so it is when it raises, which ends the reading, as does ``is_open`` when it is cleared.
+        Chunks with their payload in the ring go to ``take_chunk``, others to ``take``. A record is freed when the
+        callback returns, or raises; that ends the reading, as does clearing ``is_open``.
 
         Raises:
-            RemoteProtocolError: the writer does not keep to the form.
+            RemoteProtocolError: the writer broke the format.
         """
         control, memory, capacity, no_size = self._control, self._memory, self._nbytes, self._no_size
         head = self.head
@@ -215,10 +215,10 @@ class RingReader:
             raise
 
     def close(self) -> None:
-        """Read no more: what is being read is the last."""
+        """Stop reading after the present record."""
         self.is_open = False
         self.take_chunk = _nobody_takes
 
 
 def _nobody_takes(header: Header, payload: memoryview) -> None:
-    """The link has ended, or has yet to begin."""
+    """Drop a chunk: the link has ended, or has yet to begin."""

@@ -1,8 +1,8 @@
-"""Memory without a name that two processes share: made by one, handed over as a descriptor, mapped by both.
+"""Anonymous shared memory: made by one process, passed as a descriptor, mapped by both.
 
-Invariants: a segment never changes its size. It is sealed when it is made, and whoever maps one of a peer's
-looks at the seals first: a segment that shrank under a mapping would kill its reader with SIGBUS (memfd_create(2)).
-Nothing of it is on disk or below /dev/shm, and nothing is left behind by a crash.
+Invariants: a segment never changes its size. It is sealed when it is made, and the seals of a peer's segment are
+checked before it is mapped: a segment that shrank under a mapping would kill its reader with SIGBUS (memfd_create(2)).
+It has no name on disk or below /dev/shm, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if sys.platform == "linux":
 
 
 def why_unsupported() -> str | None:
-    """Why this process cannot share memory, or None if it can.
+    """Return why this process cannot share memory, or None.
 
-    Other processors than x86 may show a peer the word that says "there is a record" before the record itself, and
-    plain Python has no store that is ordered; 32-bit ones may show half a word.
+    Other processors than x86 may show a peer the counter of a record before the record itself, and plain Python has no
+    ordered store; 32-bit processors may show half a word.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
@@ -46,10 +46,10 @@ def why_unsupported() -> str | None:
 
 
 def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
-    """A new segment: its descriptor, which is the caller's to close, and its mapping.
+    """Make a segment; returns its descriptor, which the caller closes, and its mapping.
 
     Raises:
-        LinkRefused: the system does not give the memory.
+        LinkRefused: the system refuses the memory.
     """
     try:
         descriptor = make(name, nbytes)
@@ -77,7 +77,7 @@ def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
 
 
 def check(descriptor: int, nbytes: int) -> None:
-    """Refuse what is no segment of ``nbytes``.
+    """Check that a descriptor is a sealed segment of ``nbytes``.
 
     Raises:
         RemoteProtocolError: it is not a segment of that size, or could still change its size.
@@ -88,26 +88,26 @@ def check(descriptor: int, nbytes: int) -> None:
 
 
 def size_of(descriptor: int) -> int:
-    """Bytes of a segment.
+    """Return the bytes of a segment.
 
     Raises:
-        RemoteProtocolError: it is none, or could still change its size.
+        RemoteProtocolError: not a segment, or it could still change its size.
     """
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
     except OSError as error:
-        raise RemoteProtocolError(f"what was passed is no shared memory: {error.strerror}") from error
+        raise RemoteProtocolError(f"expected a shared-memory descriptor: {error.strerror}") from error
     if sealed & _SEALS != _SEALS or size < 1:
         raise RemoteProtocolError(f"shared memory of {size} bytes, seals {sealed:#x}, which could change its size")
     return size
 
 
 def make(name: str, nbytes: int) -> int:
-    """A new segment: its descriptor.
+    """Make a segment; returns its descriptor.
 
     Raises:
-        OSError: the system does not give it.
+        OSError: the system refuses the memory.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

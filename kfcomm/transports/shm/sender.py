@@ -1,12 +1,12 @@
-"""The end that opened a shared-memory link, and sends chunks.
+"""Sending end of a shared-memory link, which this process opened.
 
-A chunk leaves as soon as there is room: its payload is copied to the ring or to a piece of the arena, unless it was
-made there (``reserve``) or is there for another peer, and with that the caller's memory is free again. What finds no
-room waits, in the order that ``transports.order`` describes, but results go before contributions of one priority.
+A chunk leaves as soon as it fits: its payload is copied to the ring or to a piece of the arena, unless it was written
+there (``reserve``) or is there for another peer, and then the caller's memory is free again. Other chunks wait, in the
+order that ``transports.order`` describes, but of one priority, results go before contributions.
 
 Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
-larger one for what came of them, partial results and results. There can be no more of these than contributions
-were taken. If they had to wait, each would have to be copied once more for each peer.
+larger one for partial results and results, of which there are no more than contributions that were taken. If these had
+to wait, each would have to be copied once more for each peer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from kfcomm.types import override
 INLINE_NBYTES = 1 << 12
 """A payload up to this size travels in the ring: one copy, no piece to be returned."""
 WINDOW_NBYTES = 1 << 20
-"""Bytes in pieces under way to one peer, beyond which contributions wait. Those do not count that the peer has read and
-keeps for longer."""
+"""Bytes in pieces under way to one peer, beyond which contributions wait. Pieces on loan do not count."""
 LOW_LATENCY_WINDOW_NBYTES = 1 << 19
-"""The only window of a low-latency link: one large piece, so that something urgent waits for 2 chunks on its
-way there and back. With more ranks than cores it costs throughput: see "Priorities"."""
+"""The only window of a low-latency link: one large piece, so that an urgent chunk waits for 2 others on its
+way there and back. With more ranks than cores it costs throughput."""
 
 _CHUNK, _SIGNATURE, _LEFT = int(Kind.CHUNK), int(Kind.SIGNATURE), int(Kind.LEFT)
 _BACK_TAIL, _RECEIVER_PARKED = int(Word.BACK_TAIL), int(Word.RECEIVER_PARKED)
@@ -45,7 +44,7 @@ payload, owner."""
 
 
 class ShmSender(ShmLink):
-    """Implements ``transports.base.Link``; ``arena`` holds what it shows, ``large_nbytes`` is the larger window."""
+    """Sending end; ``arena`` holds the payloads, ``large_nbytes`` is the larger window."""
 
     _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
 
@@ -127,7 +126,7 @@ class ShmSender(ShmLink):
         return
 
     def give_back(self, loan: None) -> None:
-        """Nothing is lent."""
+        """Nothing is lent: answers have no payload."""
 
     @override
     def withdraw(self, owner: Owner) -> Sequence[Header]:
@@ -177,7 +176,7 @@ class ShmSender(ShmLink):
         return tuple(self._pieces)
 
     def _say(self, header: Header) -> None:
-        """Send what is no chunk, ahead of all chunks that wait."""
+        """Send another frame than a chunk, ahead of all chunks that wait."""
         data = self._packed(header)
         if header[0] == _SIGNATURE:
             if header[1] in self._defined:
@@ -197,7 +196,7 @@ class ShmSender(ShmLink):
         self._restless.add(self)
 
     def _hold_all_behind(self) -> None:
-        """What comes later overtakes nothing of what waits now."""
+        """Let no later chunk overtake those that wait now."""
         self._waiting = [(_FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self._waiting)]
 
     def _put(self, header: Any, payload: memoryview | None) -> bool:
@@ -223,7 +222,7 @@ class ShmSender(ShmLink):
         return True
 
     def _is_behind(self, header: Header, payload: memoryview | None, priority: int) -> bool:
-        """Whether what waits goes before this chunk. What is in the arena goes first of its level."""
+        """Return whether waiting chunks go before this one. A payload in the arena goes first of its level."""
         if not self._waiting:
             return False
         first: int = self._waiting[0][0]
@@ -233,7 +232,7 @@ class ShmSender(ShmLink):
         return first <= level
 
     def _has_room(self, nbytes: int, window: int) -> bool:
-        """Whether a piece of so many bytes can go now: what is not read alone may be of any size."""
+        """Return whether a piece of so many bytes can go now; a single unread piece may have any size."""
         if len(self._pieces) >= MAX_PIECES or not self._out.has_room_for_place:
             return False
         if self._nbytes + nbytes <= window:
@@ -242,7 +241,7 @@ class ShmSender(ShmLink):
         return unread <= 0 or unread + nbytes <= window
 
     def _room(self) -> tuple[int, int, int, int]:
-        """What has to change before there is room for what found none: trying again would cost ten times as much."""
+        """Return the counters that must change before a waiting chunk may fit: a retry would cost ten times as much."""
         words = self._words
         return words[Word.LENT], words[Word.FORTH_HEAD], self._num_returned, self._arena.num_freed
 
@@ -264,7 +263,7 @@ class ShmSender(ShmLink):
         return bool(self._waiting)
 
     def _take_back(self) -> None:
-        """The pieces that the peer has read."""
+        """Free the pieces that the peer has read."""
         upto = self._words[Word.RETURNED]
         if not 0 < upto - self._num_returned <= len(self._pieces):
             raise RemoteProtocolError(f"rank {self.peer} returned {upto - self._num_returned} pieces")
@@ -299,11 +298,11 @@ class ShmSender(ShmLink):
         self._waiting.clear()
 
     def may_reuse(self) -> bool:
-        """Whether the peer reads nothing of the arena any more, as it has said; for a link that has ended."""
+        """Return whether the peer of a link that has ended has released the arena."""
         return not self._pieces or bool(self._words[Word.CLOSED] == 1)
 
     def free_pieces(self) -> None:
-        """The peer reads them no more: it has said so, or it is gone, as far as is known."""
+        """Free all pieces: the peer has released them, or is believed gone."""
         if not self.may_reuse():
             self._arena.is_doubtful = True
         for piece in self._pieces:

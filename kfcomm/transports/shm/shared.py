@@ -1,13 +1,13 @@
-"""What the two ends of one link share: where everything is in its segment, and the words that tell of it.
+"""Layout of the segment that the two ends of one link share, and its control words.
 
 ::
 
-    words      counters of both rings, of returned pieces, and who is parked; each in a cache line of its own
+    words      counters of both rings, of returned pieces, and parked flags; each in a cache line of its own
     returned   offsets of pieces that the receiver has read, as a ring of words
     forth      ring of records from the sender of chunks
     back       ring of records from the receiver: credit, and what it has posted
 
-The segment is made by the sender, which opened the link. Both write it, so nothing in it is believed.
+The sender, which opened the link, makes the segment. Both write it, so nothing in it is trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINE = 8  # words
 MAX_PIECES = 1024
 """Pieces under way on one link; a power of two."""
 MAX_LENT_NBYTES = 1 << 20
-"""Of one peer's pieces, kept for longer. They do not count in its window, so that always moves."""
+"""Bytes of one peer's pieces on loan. They do not count in its window, so that always moves."""
 FORTH_NBYTES = 1 << 19
 BACK_NBYTES = 1 << 16
 
@@ -43,16 +43,16 @@ class Word(IntEnum):
     CLOSED = 7 * _LINE
     """1 once the receiver reads the sender's arena no more."""
     LENT = 8 * _LINE
-    """Bytes in pieces that the receiver has borrowed for longer."""
+    """Bytes in pieces on loan to the receiver."""
 
 
 class Parked(IntEnum):
-    """What wakes a side."""
+    """Events that wake a side."""
 
     AWAKE = 0
     FOR_RECORDS = 1
     FOR_ROOM = 2
-    """Also pieces that come back, and room in the ring."""
+    """Also returned pieces, and free space in the ring."""
 
 
 _RETURNED_AT = len(Word) * _LINE * 8
@@ -74,14 +74,14 @@ class Shared:
         self._back = memory[_BACK_AT : _BACK_AT + BACK_NBYTES + SLACK_NBYTES]
 
     def sender_rings(self) -> tuple[RingWriter, RingReader]:
-        """Of the side that sends chunks."""
+        """Return the rings of the side that sends chunks."""
         return (
             RingWriter(self._forth, self.words, tail=Word.FORTH_TAIL, head=Word.FORTH_HEAD),
             RingReader(self._back, self.words, tail=Word.BACK_TAIL, head=Word.BACK_HEAD),
         )
 
     def receiver_rings(self) -> tuple[RingWriter, RingReader]:
-        """Of the other side."""
+        """Return the rings of the other side."""
         return (
             RingWriter(self._back, self.words, tail=Word.BACK_TAIL, head=Word.BACK_HEAD),
             RingReader(self._forth, self.words, tail=Word.FORTH_TAIL, head=Word.FORTH_HEAD),
@@ -89,8 +89,8 @@ class Shared:
 
 
 def fence() -> Lock:
-    """What orders what a thread stores before what it reads next, when entered and left: 0.1 µs.
+    """Return a memory fence: entering and leaving it orders earlier stores before later loads. 0.1 µs.
 
-    Taking and giving an uncontended lock is a full barrier on x86.
+    Acquiring and releasing an uncontended lock is a full barrier on x86.
     """
     return Lock()

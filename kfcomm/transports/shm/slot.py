@@ -1,4 +1,4 @@
-"""Slots that carry a message at once: what every rank reads as a whole, or in parts.
+"""Slots that carry a message at once, read by every rank as a whole or in parts.
 
 See ``slots`` for the protocol, and ``parted`` for longer messages.
 """
@@ -29,30 +29,30 @@ def kind_of(cut: Cut) -> type[Slot]:
 
 
 class Slot:
-    """One slot, as one of its ranks uses it: for messages that everybody reads as a whole.
+    """One slot, as one of its ranks uses it, for messages that every rank reads as a whole.
 
     Attributes:
-        memory: that it is in.
-        number: in that.
+        memory: its memory.
+        number: in that memory.
         places: of the regions of its ranks.
-        members, others: world ranks of those, all and without this one.
-        posted: the latest words of all ranks.
-        num_words: of each use.
-        combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
-            is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
-        is_dead: this rank uses it no more.
-        num_uses: that were completed in it by this rank.
-        at, room: where in each region its buffers are, and their bytes.
-        users: world ranks that may use it; kept by who has handed it out.
-        told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
-        root: world rank of who has handed it out; ``is_root``: this one.
-        parked: who has to be woken, of all ranks of the memory, read now.
-        late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
-        outcome: the result of the latest use, if it is not in the array that it was to be made in.
-        board: for who looks at many slots at a time.
-        awaited: the word that they should have been; 0 for the use's first.
-        has_moved: something has come of a use that is not complete; to be cleared by who reads it.
-        has_news: this rank has stored something, and somebody sleeps, who may have to be woken.
+        members, others: their world ranks, all and without this one.
+        posted: reads the latest words of all ranks.
+        num_words: words of each use.
+        combine, views, use: folds contributions; contributions of even and of odd uses; which of them this rank's
+            latest use has. If it ``is_whole``, a use is complete when they are folded, else see ``look``.
+        is_dead: this rank does not use it any more.
+        num_uses: uses completed by this rank.
+        at, room: offset and bytes of its buffers in each region.
+        users: world ranks that may use it; maintained by the rank that handed it out.
+        told_from: use from which on all ranks were told to stop; maintained by the rank that handed it out.
+        root: world rank that handed it out; ``is_root``: this one.
+        parked: reads the parked flags of all ranks of the memory.
+        late: words seen when some were missing, for a use that has waited; its reader clears it.
+        outcome: result of the latest use, if it is not in the array that was given for it.
+        board: reserved for a poller of many slots.
+        awaited: word that all ranks should have had in ``late``; 0 for the use's first.
+        has_moved: a use that is not complete has progressed; its reader clears it.
+        has_news: this rank has stored something, and a peer sleeps that may have to be woken.
     """
 
     __slots__ = (
@@ -97,9 +97,9 @@ class Slot:
         self.views = tuple(memory.arrays(one + begin * dtype.itemsize, dtype, end - begin, places) for one in ats)
 
     def post(self, x: Array, word: int) -> bool:
-        """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken.
+        """Show the contribution to the next use; returns whether a peer sleeps and may have to be woken.
 
-        ``x`` is not to be changed until the use is over.
+        ``x`` must not change until the use is over.
         """
         self.use = use = 1 - self.use
         self._buffers[use][:] = x
@@ -109,21 +109,22 @@ class Slot:
         return 1 in self.parked()
 
     def look(self, word: int, out: Array) -> bool:
-        """Whether the use of this word, this rank's latest, is complete; if so, its result has been made in ``out``.
+        """Return whether this rank's latest use, with this word, is complete; if so, its result is in ``out``.
 
-        ``out`` may be what this rank gave.
+        ``out`` may be the contribution.
         """
         words = self.posted()
-        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):  # mostly no call
+        # Checked here first, since that usually avoids the call.
+        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
             self.late = words
             return False
         self.combine(self.views[self.use], out)
         return True
 
     def has_come(self, words: list[int], word: int) -> bool:
-        """Whether ranks have posted the use of this word, given their latest words: this one, or a later use's.
+        """Return whether ranks have posted the use of this word, given their latest words: it, or one of a later use.
 
-        One with the same number and of another generation is none: those ranks do not agree.
+        The same number with another generation does not count: those ranks disagree.
         """
         if min(words) == word and max(words) - word < GENERATION:
             return True
@@ -131,32 +132,32 @@ class Slot:
         return all(other == word or other % GENERATION > number for other in words)
 
     def awaits(self, word: int) -> tuple[int, int]:
-        """With which words of all, posted or shared, something may come of the use of this word; see ``look``."""
+        """Return the posted and the shared word of all ranks that let the use of this word progress; see ``look``."""
         return word, NEVER
 
     def behind(self, word: int) -> list[int]:
-        """Ranks that keep the use of this word waiting."""
+        """Return the group ranks that keep the use of this word waiting."""
         return [rank for rank, other in enumerate(self.posted()) if not self.has_come([other], word)]
 
     def take_outcome(self, value: Array) -> Array:
-        """What is there in place of a value that was to be made."""
+        """Return the result that replaces the array given for it, if there is one, else that array."""
         made, self.outcome = self.outcome, None
         return value if made is None else made.reshape(value.shape)
 
     @property
     def is_relayed(self) -> bool:
-        """Whether what is given is sent on from here, so that a use is not over when all have given."""
+        """Whether contributions are forwarded from here, so that a use is not over when all have posted."""
         return False
 
     @property
     def nbytes_of_all(self) -> int | None:
-        """The bytes that each reads of each other in a use; None if that is not the same of all."""
+        """Bytes that each rank reads of each other in a use; None if they differ."""
         return self._gives * self._itemsize if isinstance(self._gives, int) else None
 
     def moved(self, uses: int) -> Iterator[tuple[int, int, int]]:
-        """By world rank of the others, the bytes that they read of this rank, and this rank of them, in so many uses.
+        """Yield world rank, bytes read of this rank, and bytes read by this rank, of each other rank in so many uses.
 
-        On any thread. What is read where it lies, in symmetric memory, counts as what is copied does.
+        On any thread. Bytes read in place, in symmetric memory, count like copied ones.
         """
         gives, each, own = self._gives, uses * self._itemsize, self._rank
         given = (lambda *_: gives) if isinstance(gives, int) else gives
@@ -165,11 +166,11 @@ class Slot:
                 yield world, each * given(own, place), each * given(place, own)
 
     def forget(self) -> None:
-        """The latest use is over, or goes on elsewhere."""
+        """Release the latest use, which is over or continues on another path."""
 
 
 class SilentSlot(Slot):
-    """One in which this rank gives nothing, whatever array it has."""
+    """Slot in which this rank contributes nothing, whatever array it has."""
 
     __slots__ = ()
 
@@ -179,12 +180,12 @@ class SilentSlot(Slot):
 
 
 class HubSlot(Slot):
-    """One for the ranks of a host among several: what they give is read by the hub, who has handed it out.
+    """Slot for the ranks of one host among several: the hub, which handed it out, reads their contributions.
 
-    What comes of it with the other hosts the hub shows to all. A rank but the hub says that it shares with the word by
-    which it posts: so all have shared a use when the hub has, and the hub begins it when all have posted. No buffer is
-    written too early: who posts has got the result of the use before, for which the hub had read what all gave; and the
-    hub makes the next result when all have posted, who had thus read the last one.
+    The hub shows the result of all hosts. The other ranks share with the word by which they post: so all have shared a
+    use when the hub has, and the hub begins it when all have posted. No buffer is written too early: a rank that posts
+    has the result of the use before, for which the hub had read all contributions; and the hub makes the next result
+    when all have posted, and so had read the last one.
     """
 
     __slots__ = ("_hub", "_shared", "_shared_at")
@@ -225,15 +226,15 @@ class HubSlot(Slot):
         return True
 
     def given(self, place: int) -> memoryview:
-        """The bytes that one of the others gives for the latest use."""
+        """Return the bytes of another rank's contribution to the latest use."""
         return self.views[self.use][place].view(np.uint8).data
 
     def show(self, begin: int, end: int, result: Array) -> None:
-        """Some elements of the result, by the hub."""
+        """Show some elements of the result; only the hub does."""
         self._buffers[self.use][begin:end] = result[begin:end]
 
     def share(self, word: int) -> bool:
-        """All of the result is there; whether anybody sleeps, and may have to be woken."""
+        """Mark the result as complete; returns whether a peer sleeps and may have to be woken."""
         self._words[self._shared_at] = word
         with self._fence:
             pass
@@ -250,9 +251,9 @@ class HubSlot(Slot):
 
 
 class OneWindowSlot(Slot):
-    """One for messages of middling length, which go at once: each rank folds its part, and the others copy that.
+    """Slot for messages of medium length, in one window: each rank folds its part, and the others copy that.
 
-    What ``PartedSlot`` does, but in less time: nothing is in place, and there are no windows.
+    Faster than ``PartedSlot``, since it has neither arrays in place nor windows.
     """
 
     __slots__ = ("_folded", "_given", "_made", "_places", "_rows", "_shared", "_shared_at", "_shares")
@@ -301,7 +302,7 @@ class OneWindowSlot(Slot):
         else:
             for part, share in zip(self._places, self._shares[self.use], strict=True):
                 out[part] = share
-        if 1 in self.parked():  # who has no link to the last to come is woken by who has one
+        if 1 in self.parked():  # a rank without a link to the last one is woken by one that has it
             self.has_news = True
         return True
 

@@ -1,32 +1,32 @@
-"""Slots: collectives of one host without messages. Each rank shows what it gives in memory that all of them read.
+"""Slots: collectives of one host without messages, in memory that every rank of the host reads.
 
 ::
 
-    of each rank, a region that only it writes, and all have mapped:
+    region of each rank, written by that rank alone, mapped by all:
 
-    parked      1 while it sleeps with a use of a slot under way
-    posted      by slot, the latest word: what it gives for that is there
-    shared      by slot, the latest word for which its part of the result is there
-    read        by slot, the latest word for which it has read what all have shared
-    given       by slot, where in its heap lies what it gives, if it does; and so of what it shows
-    buffers     by slot: for even and for odd words, of what it gives and of its part of the result
+    parked      1 while the rank sleeps with a use of a slot under way
+    posted      by slot, latest word for which its contribution is there
+    shared      by slot, latest word for which its part of the result is there
+    read        by slot, latest word for which it has read the parts of all
+    given       by slot, offset of its contribution in its heap, if it is there; likewise of its result
+    buffers     by slot, for even and for odd words: its contribution, and its part of the result
 
-A slot belongs to one name with one signature. *A use* is to copy what this rank gives to its buffer and then to store
-the word of the use. When the words of all ranks have come, everybody reads what it needs of all buffers. Of longer
-messages that all fold, each folds its part, which the others copy. There is no order of names, no credit and no
-acknowledgement. What is longer still goes through the same two buffers in *windows*, each with a word of its own: so it
-stays in the cache, and what a slot takes is bounded. While one window is waited for the next is there already. A window
-is a piece of each rank's part.
+A slot belongs to one name with one signature. In a *use* a rank copies its contribution to its buffer and then stores
+the word of the use. When the words of all ranks are there, every rank reads what it needs of all buffers. For longer
+reductions each rank folds its part of the message, which the others copy. Uses need neither an order of names, nor
+credit, nor acknowledgements. Still longer messages go through the same two buffers in *windows*, a piece of each rank's
+part at a time, each window with its own word: so they stay in the cache, and a slot has a bounded size. While one
+window is waited for, the next is there already.
 
-Two buffers suffice: who posts word w + 2 has completed w, for which all had shared their parts, so nobody reads what
-was posted for w any more. Who shares its part for w + 2 has seen that all have posted that, who had thus completed w
-and read the parts. What is not in parts needs only this: who posts use s + 2 has completed use s + 1, which all had
-posted, who had thus completed use s. So a rank whose use fails may never use the slot again, and neither may one that
-goes another way once. That nobody completes a use whose first word one rank has not stored is what lets all ranks go
-the ordinary way instead.
+Two buffers suffice. A rank that posts word w + 2 has completed w, for which all ranks had shared their parts: so no
+rank reads a contribution for w any more. A rank that shares its part for w + 2 has seen that all ranks posted w + 2,
+and so had completed w and read the parts. Messages without parts need only this: a rank that posts use s + 2 has
+completed use s + 1, which all ranks had posted, and so had completed use s. Therefore a rank whose use fails, or takes
+another path once, may never use the slot again. No rank completes a use whose first word one rank has not stored: so
+all ranks can still take the ordinary path instead.
 
-The memory is made by who hands out its slots, and passed to peers with each link. Nothing in it is believed: a wrong
-word or buffer of a peer spoils results as a wrong message would, and nothing else.
+The rank that hands out the slots makes the memory, and passes it to peers with each link. Nothing in it is trusted: a
+wrong word or buffer of a peer spoils results as a wrong message would, and nothing else.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Arrays: TypeAlias = "Array | list[Array]"
 """One of each rank, as the rows of an array if possible."""
 Combine: TypeAlias = Callable[[Arrays, Array], object]
-"""Folds what all ranks gave, some elements of it, into the result, which is none of it."""
+"""Function that folds some elements of all contributions into the result, which is separate memory."""
 Words: TypeAlias = Callable[[], list[int]]
-"""The words of all ranks of a group, read now."""
+"""Function that reads the words of all ranks of a group."""
 Gives: TypeAlias = "int | Callable[[int, int], int]"
 """Elements that one rank reads of another in a use: the same of all pairs, or by the rank that gives and the reader."""
 
 MAX_SLOTS = 1 << 14
-"""Of one memory."""
+"""Most slots of one memory."""
 WINDOW_NBYTES = 1 << 19
-"""What a rank gives at a time: that of four ranks and its result fit in a cache."""
+"""Contribution of a rank at a time: those of four ranks and the result fit in a cache."""
 MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES = 1 << 16, 1 << 20
-"""With many ranks it is more, so that pieces are worth a call of NumPy's; but no more than this."""
+"""Bounds with many ranks: a piece must be worth a call of NumPy, and a window fit in a cache."""
 BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 29, 1 << 24
-"""Of all ranks together, and of each at the least. It is taken as it is used."""
+"""Buffers of all ranks together, and the least of each. Pages are taken as they are used."""
 MAX_SHARE = 4
-"""No slot takes more than this part of the buffers."""
+"""A slot takes at most one part in so many of the buffers."""
 GENERATION = 1 << 40
-"""A word is the number of a use, from 1, and so many times the generation of its strategy."""
+"""A word is the number of a use, from 1, plus this times the generation of its strategy."""
 _MAX_GENERATIONS = 1 << 22
 
 
 class Cut:
-    """How a message is cut for a slot.
+    """Division of a message for a slot.
 
     Args:
-        count: elements that each rank gives, at most.
-        itemsize: their bytes.
+        count: elements of each contribution, at most.
+        itemsize: bytes of each.
         num_ranks: of the group.
         is_turned: it is long: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own
             contribution last, as along a chain to it. Else all is folded from rank 0 on.
@@ -88,15 +88,15 @@ class Cut:
         is_whole: it is not cut, however long it is. By default only what is short is not.
         shows: elements that this rank gives, if not ``count``: those, or none.
         reads: where begins and ends what this rank reads of what each gives; only of what is not cut.
-        has_hub: who hands the slot out is given all, and shows the result: see ``HubSlot``.
+        has_hub: the rank that handed the slot out reads all contributions, and shows the result: see ``HubSlot``.
         gives: see ``Gives``; by default each reads all of each, or its part of it and what each has made of its own.
 
     Attributes:
-        parts: one for each rank: where it begins, and its length.
-        piece: elements of a part that go at a time: all, unless it is turned. A *window* is a piece of each part.
-        num_windows: each has a word.
+        parts: begin and length of the part of each rank.
+        piece: elements of a part at a time: all, unless it is turned. A *window* is a piece of each part.
+        num_windows: number of windows, each with its own word.
         count, is_turned, is_shared, is_whole, shows, reads, has_hub, gives: see above.
-        room: bytes that a slot takes in each region.
+        room: bytes of a slot in each region.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Cut:
         self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
 
     def _gives_part(self, giver: int, reader: int) -> int:
-        """The part that the reader folds, and the giver's part of the result unless that is one array for all."""
+        """Return the elements of the reader's part, and of the giver's part of the result unless that is one array."""
         return self.parts[reader][1] + (0 if self.is_shared else self.parts[giver][1])
 
 
@@ -161,50 +161,50 @@ class SlotSpec(NamedTuple):
 
 
 NEVER, WITHDRAWN = (1 << 63) - 1, -1
-"""A word that does not come, and one that is less than all."""
+"""A word larger than all, and one smaller than all."""
 POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN, RELEASED = (
     mmap.PAGESIZE // 8 + kind * MAX_SLOTS for kind in range(9)
 )
-"""The words of a rank, by kind and slot; `RELEASED` by loan."""
+"""Index of the words of a rank, by kind; add the slot, or for `RELEASED` the loan."""
 _KINDS = (POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN)
 MAPPED, WRITABLE = 1, 2
-"""What `READY` says of the heaps of the others, and of the first rank's."""
+"""Values of `READY`: the heaps of the others are mapped; that of the first rank also for writing."""
 _LINE = 64
 _BUFFERS_AT = 8 * (RELEASED + MAX_SLOTS)
 
 
 def word_of(number: int, generation: int) -> int:
-    """The word of window ``number``, from 0, of all uses of a name."""
+    """Return the word of window ``number``, from 0, counted over all uses of a name."""
     return (generation % _MAX_GENERATIONS) * GENERATION + number + 1
 
 
 def generation_of(word: int, latest: int) -> int:
-    """The generation in which a word was stored, where ``latest`` is the present one."""
+    """Return the generation in which a word was stored, where ``latest`` is the present one."""
     return latest - (latest - word // GENERATION) % _MAX_GENERATIONS
 
 
 def nbytes_of_regions(num_ranks: int) -> int:
-    """Of each."""
+    """Return the bytes of the region of each rank."""
     room = max(MIN_BUFFERS_NBYTES, BUFFERS_NBYTES // num_ranks)
     return _BUFFERS_AT + room // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 class SlotMemory:
-    """The slots that one process hands out, as seen by one that may use them. It is mapped when the first is.
+    """Slots that one process hands out, as seen by one that may use them. It is mapped when the first slot is used.
 
     Args:
-        descriptor: of the segment; it is closed with this, or when that of a peer is mapped.
+        descriptor: of the segment; closed with this object, or when the memory of a peer is mapped.
         ranks: world ranks that have a region, all of this host, in their order.
         heaps: of this process and its peers.
-        is_own: it is passed to peers.
+        is_own: this process hands out the slots, and passes the memory to peers.
 
     Attributes:
         descriptor: see above; -1 when it is closed.
         heaps: see above.
-        num_slots: that were ever handed out here.
+        num_slots: number of slots ever handed out here.
 
     Raises:
-        RemoteProtocolError: the segment is none of this size.
+        RemoteProtocolError: the segment has another size.
     """
 
     def __init__(self, descriptor: int, ranks: Sequence[int], heaps: Heaps, *, is_own: bool = False) -> None:
@@ -225,23 +225,23 @@ class SlotMemory:
 
     @classmethod
     def make(cls, ranks: Sequence[int], heaps: Heaps) -> SlotMemory:
-        """New memory.
+        """Make the memory of this process.
 
         Raises:
-            LinkRefused: the system does not give the memory.
+            LinkRefused: the system refuses the memory.
         """
         descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         mapping.close()
         return cls(descriptor, ranks, heaps, is_own=True)
 
     def close(self) -> None:
-        """No slot of it is used from now on, unless one was."""
+        """Close the descriptor: memory without a used slot is never mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def _mapped(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """All regions, to be read, and that of this process, to be written.
+        """Map all regions for reading, and that of this process for writing.
 
         Raises:
             KfcommError, OSError: it cannot be mapped.
@@ -258,22 +258,22 @@ class SlotMemory:
         return self._mapping
 
     def park(self, *, is_parked: bool) -> None:
-        """Whether peers have to wake this process when they post; see ``Slot.post``."""
+        """Set whether peers must wake this process when they post; see ``Slot.post``."""
         self._words[0] = is_parked
 
     def sleeping(self) -> list[int]:
-        """World ranks that have to be woken."""
+        """Return the world ranks that must be woken."""
         parked = self.parked()
         return [world for world, place in self._places.items() if parked[place]]
 
     def hand_out(self, cut: Cut) -> tuple[int, int] | None:
-        """Number and place of a slot for messages that are cut so; None if there is no room."""
+        """Return number and offset of a new slot for messages of this cut; None if the memory is full."""
         room, end = cut.room, self._stride
         vacant = self._vacant.get(room)
         if vacant:
             if self._is_clear(vacant[0][0]):
                 return vacant.popleft()
-            vacant.rotate(-1)  # who has to clear it may be gone
+            vacant.rotate(-1)  # a rank that must clear it may be gone
         if self.num_slots >= MAX_SLOTS or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
             return None
         handed_out = self.num_slots, self._next_at
@@ -282,12 +282,12 @@ class SlotMemory:
         return handed_out
 
     def take_in(self, slot: Slot) -> None:
-        """Nobody uses a slot of this process any more: it is handed out again when all have cleared their words."""
+        """Take back a slot of this process: it is handed out again when all ranks have cleared their words."""
         self.clear(slot.number)
         self._vacant.setdefault(slot.room, deque()).append((slot.number, slot.at))
 
     def clear(self, number: int) -> None:
-        """What this process has stored for a slot holds no longer."""
+        """Clear the words of this process for a slot."""
         if self._mapping is not None:
             for kind in _KINDS:
                 self._words[kind + number] = 0
@@ -315,18 +315,18 @@ class SlotMemory:
         return kind_of(spec.cut)(self, spec)
 
     def everywhere(self, kind: int) -> Array:
-        """The latest words of all slots, by rank and slot."""
+        """Return the latest words of all slots, by rank and slot."""
         strides = (self._stride, 8)
         return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], 8 * kind, strides)
 
     def is_everywhere(self, slot: Slot) -> bool:
-        """Whether all ranks of this memory use a slot, in their order."""
+        """Return whether all ranks of this memory use a slot, in their order."""
         return slot.places == self._everywhere
 
-    # What slots are made of.
+    # Parts of slots.
 
     def own_words(self) -> memoryview:
-        """What this process stores its words in, by ``POSTED`` or another kind and slot."""
+        """Return the words that this process stores, by ``POSTED`` or another kind, plus slot."""
         return self._words
 
     def places_of(self, members: Sequence[int]) -> tuple[int, ...]:
@@ -334,15 +334,15 @@ class SlotMemory:
         return tuple(self._places[world] for world in members)
 
     def words(self, kind: int, number: int, places: tuple[int, ...]) -> Words:
-        """Of one slot."""
+        """Return the function that reads the words of one slot."""
         return self._words_at(8 * (kind + number), places)
 
     def own_array(self, at: int, dtype: np.dtype[Any], count: int) -> Array:
-        """In the region of this process."""
+        """Return an array in the region of this process."""
         return np.frombuffer(self._mapped()[1], dtype, count, at)
 
     def arrays(self, at: int, dtype: np.dtype[Any], count: int, places: tuple[int, ...]) -> Arrays:
-        """Of all ranks, to be read: one array of two dimensions if their regions are equally far apart."""
+        """Return the arrays of all ranks, for reading: one two-dimensional array if their regions are evenly spaced."""
         step, everything = _step(places), self._mapped()[0]
         if step:
             strides = (step * self._stride, dtype.itemsize)
@@ -360,11 +360,11 @@ class SlotMemory:
 
 
 def _step(places: tuple[int, ...]) -> int:
-    """How far apart they are; 0 if not equally."""
+    """Return the distance between neighbouring places; 0 if uneven."""
     step = places[1] - places[0] if len(places) > 1 else 1
     return step if step > 0 and places == tuple(range(places[0], places[-1] + 1, step)) else 0
 
 
 def lines(nbytes: int) -> int:
-    """So many bytes in whole cache lines."""
+    """Round up to whole cache lines."""
     return -(-nbytes // _LINE) * _LINE
