@@ -87,7 +87,7 @@ class Spec:
         return share_out(self.count, shares) if shares else split(self.count, len(self.pairs))
 
     def program(self, rank: int) -> Program:
-        """What one rank does."""
+        """The program of one rank."""
         rooted = self.strategy.rooted
         match self.verb:
             case Verb.ALL_REDUCE:
@@ -112,7 +112,7 @@ class Spec:
                 return programs.barrier(rank, self.pairs[0])
 
     def source(self, rank: int) -> np.ndarray:
-        """What a rank gives: numbers of very different sizes, so that the order of adding shows."""
+        """Contribution of a rank: numbers of very different sizes, so that the order of addition matters."""
         length = self._input_count(rank)
         seed = hashlib.blake2b(repr((self.name, self.salt, rank)).encode(), digest_size=8).digest()
         numbers = np.random.default_rng(int.from_bytes(seed))

@@ -36,7 +36,7 @@ def test_two_whole_passes_have_the_same_names_as_often_in_any_order() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 99), st.integers(0, 9))
-def test_whatever_repeats_is_found(names: list[int], seed: int, before: int) -> None:
+def test_repeated_sequence_is_found(names: list[int], seed: int, before: int) -> None:
     """Also after other names; never later than two passes after them, if nothing shorter repeats within it."""
     rng = random.Random(seed)
     watched: Cycles[int] = Cycles(is_first=False, shortest=len(names))
@@ -48,7 +48,7 @@ def test_whatever_repeats_is_found(names: list[int], seed: int, before: int) -> 
     assert not any(found[: before + len(names)])
 
 
-def test_what_does_not_repeat_takes_bounded_memory(monkeypatch) -> None:
+def test_sequence_without_repetition_takes_bounded_memory(monkeypatch) -> None:
     monkeypatch.setattr(cycles, "MAX_CYCLE", 4)
     watched: Cycles[int] = Cycles()
     assert not any(watched.add(number) for number in range(20))

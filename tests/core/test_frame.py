@@ -43,7 +43,7 @@ def decode(head):
 
 
 @given(st.lists(st.tuples(headers(), st.integers(0, MAX_PAYLOAD_NBYTES)), max_size=5))
-def test_what_is_encoded_comes_back(frames):
+def test_header_round_trip(frames):
     encode = make_encoder()
     for header, payload_nbytes in frames:
         assert decode(encode(header, payload_nbytes)) == (header, payload_nbytes)

@@ -191,7 +191,7 @@ def test_a_link_that_comes_up_late_brings_the_news():
     assert len(net.heard[1]) == 3
 
 
-def test_who_is_gone_is_told_however_much_came_after():
+def test_late_link_reports_gone_ranks_after_many_floods():
     gossip = Gossip(0, 4)
     gossip.flood([Body.LOST, 3, "gone", False])
     for _ in range(2 * MAX_RECENT):
@@ -201,7 +201,7 @@ def test_who_is_gone_is_told_however_much_came_after():
     assert told[0] == (Effect.SEND, 1, (Kind.GOSSIP, 0, 0, [Body.LOST, 3, "gone", False]))
 
 
-def test_that_a_process_has_ended_is_told_though_it_was_lost_before():
+def test_end_of_lost_process_is_reported():
     gossip = Gossip(0, 4)
     for has_ended in (False, True, False):
         gossip.flood([Body.LOST, 3, "gone", has_ended])
@@ -284,7 +284,7 @@ BAD = {
     "seq that is true": (1, [Body.ABORT, b"", "key", True, CAUSE]),
     "cause missing": (1, [Body.ABORT, b"", "key", 0, None]),
     "cause too short": (1, [Body.ABORT, b"", "key", 0, []]),
-    "cause names a stranger": (1, [Body.ABORT, b"", "key", 0, ["timeout", 4, "", [], []]]),
+    "cause names an unknown rank": (1, [Body.ABORT, b"", "key", 0, ["timeout", 4, "", [], []]]),
     "cause with strangers": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [4], []]]),
     "cause with a crowd": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [], [0] * (MAX_NAMED_RANKS + 1)]]),
     "cause without list": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", {}, []]]),
@@ -296,12 +296,12 @@ BAD = {
     "an agreement in words": (1, [Body.AGREE, 1, "all right"]),
     "lost without reason": (1, [Body.LOST, 1, None, False]),
     "leaving for another": (1, [Body.LEAVING, 2]),
-    "query to a stranger": (1, [Body.QUERY, 4, []]),
+    "query to an unknown rank": (1, [Body.QUERY, 4, []]),
     "query without list": (1, [Body.QUERY, 0, None]),
     "query too long": (1, [Body.QUERY, 0, [[b"", "", 0]] * (MAX_QUERY_OPS + 1)]),
     "query with half an op": (1, [Body.QUERY, 0, [[b"", ""]]]),
     "query with no op": (1, [Body.QUERY, 0, ["abc"]]),
-    "status of a stranger": (1, [Body.STATUS, 4, [], ""]),
+    "status of an unknown rank": (1, [Body.STATUS, 4, [], ""]),
     "status without list": (1, [Body.STATUS, 0, None, ""]),
     "status with numbers": (1, [Body.STATUS, 0, [1], ""]),
     "status too long": (1, [Body.STATUS, 0, [True] * (MAX_QUERY_OPS + 1), ""]),
@@ -309,7 +309,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_a_failure_of_that_neighbour_alone(name):
+def test_invalid_message_fails_that_neighbour_alone(name):
     origin, body = BAD[name]
     gossip = Gossip(0, 4)
     gossip.neighbour_joined(2)

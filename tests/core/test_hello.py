@@ -46,7 +46,7 @@ def test_the_bytes_of_a_hello_stay_what_they_are():
 
 
 @given(st.binary(max_size=400))
-def test_whatever_comes_is_a_message_or_none(data):
+def test_any_bytes_are_message_or_error(data):
     try:
         message = read(data.ljust(PREFIX_NBYTES, b"?"))
     except RemoteProtocolError:
@@ -78,7 +78,7 @@ def test_a_message_with_a_changed_byte_is_a_message_or_none(message, data):
     ],
     ids=["http", "no kind", "another kind", "longer welcome", "long hello", "long refusal", "tls"],
 )
-def test_what_is_too_long_or_no_message_is_refused_before_its_body(data):
+def test_invalid_length_is_refused_before_body(data):
     with pytest.raises(RemoteProtocolError):
         decode_prefix(data)
 

@@ -307,7 +307,7 @@ def test_a_slow_program_is_doubted_ever_more_slowly() -> None:
         (0, 1, (FROZEN, 0, "far")),
     ],
 )
-def test_what_cannot_be_is_a_violation(rank: int, sender: int, message: Any) -> None:
+def test_invalid_message_is_violation(rank: int, sender: int, message: Any) -> None:
     order = Devices([range(3)]).orders[0, rank]
     effects: list[Any] = []
     order.received(sender, message, 0.0, effects)

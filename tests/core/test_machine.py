@@ -113,7 +113,7 @@ def test_the_middle_of_a_chain_passes_partials_up_and_results_down():
     assert bench.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r"), (Do.SEND, (2,), 0, 0, DOWN, RESULT, None)]
 
 
-def test_what_is_not_kept_is_passed_on_as_it_came():
+def test_forwarded_payload_is_not_stored():
     bench = Bench(programs.gather(1, CHAIN, [1, 1, 1], 4))
     assert bench.take() == [(Do.SEND, (0,), 1, 0, DOWN, INPUT, None)]
     assert bench.arrive("x", DOWN, 2, lane=2) == [(Do.SEND, (0,), 2, 0, DOWN, PAYLOAD, "x"), (Do.RELEASE, "x")]
@@ -145,7 +145,7 @@ def test_alone_it_is_done_at_once(program, effects):
     assert Bench(program).take() == [*effects, (Do.DONE,)]
 
 
-def test_what_is_done_elsewhere_is_done_when_that_is_said():
+def test_done_elsewhere_completes_program_without_lanes():
     machine, effects = Machine(programs.elsewhere(0, 3)), []
     machine.start(effects)
     assert not machine.awaits(1)
@@ -161,7 +161,7 @@ def test_chunks_without_payload_are_neither_folded_nor_kept():
     assert bench.sent(2) == [(Do.DONE,)]
 
 
-def test_what_does_not_belong_is_refused():
+def test_invalid_chunk_is_refused():
     bench = root()
     assert not bench.accepts(UP, 0)  # no child of itself
     assert not bench.accepts(UP, 9)
@@ -215,7 +215,7 @@ def test_held_payloads_can_be_taken_back():
     assert bench.machine.take_held() == []
 
 
-def test_who_still_has_to_send_is_awaited():
+def test_awaits_sender_with_missing_chunk():
     bench = root()  # of 6 elements in chunks of 4
     assert [bench.machine.awaits(rank) for rank in range(4)] == [False, True, True, True]
     bench.arrive("b", sender=2)
@@ -303,7 +303,7 @@ class Twins:
 
 @settings(max_examples=150)
 @given(size=st.integers(1, 7), seed=st.integers(0, 2**32 - 1))
-def test_what_is_taken_has_the_same_effects_and_only_what_was_here_is_refused(size, seed):
+def test_take_matches_arrived_and_refuses_repeats(size, seed):
     rnd = random.Random(seed)
     spec = specs.spec(rnd, "key", tuple(range(size)))
     twins = Twins(spec.program(rnd.randrange(size)))

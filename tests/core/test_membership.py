@@ -121,7 +121,7 @@ class World:
             self.news[other].append((rank, False))
 
     def check(self) -> None:
-        """What has to hold at any moment."""
+        """Check the invariants of any moment."""
         told = [*self.living(), *self.left]
         values = {self.ranks[rank].value for rank in told} - {None}
         assert len(values) <= 1
@@ -132,7 +132,7 @@ class World:
                     assert dict(value)[rank] == b"part %d" % rank
 
     def check_end(self) -> None:
-        """What has to hold once nothing more can happen."""
+        """Check the invariants of the end, when nothing more can happen."""
         for rank in self.living():
             one = self.ranks[rank]
             assert one.value is not None or one.is_cut_off, f"rank {rank} waits for ever"
@@ -212,7 +212,7 @@ def nobody_is_waited_for(self: Decision) -> tuple[int, ...]:
 
 
 def decisions_are_not_passed_on(self: Decision, said: Any) -> None:
-    """Nothing is said."""
+    """No message follows."""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_search_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch, method
         search()
 
 
-def test_nothing_is_decided_before_all_have_entered_and_who_is_missing_is_known() -> None:
+def test_no_decision_before_all_entered_and_missing_is_known() -> None:
     one, two, three = (Decision(rank, 3) for rank in range(3))
     (said,) = one.enter(b"1")
     assert two.receive(0, said) == []
@@ -265,7 +265,7 @@ def test_half_of_the_ranks_are_cut_off_until_the_others_are_known_to_have_ended(
     assert one.value == ((0, b""),)
 
 
-def test_who_leaves_has_said_what_was_decided_with_one_that_dies() -> None:
+def test_leaving_rank_repeats_decision_shared_with_dying_one() -> None:
     one, two, three = (Decision(rank, 3) for rank in range(3))
     entered = [rank.enter(b"")[0] for rank in (one, two, three)]
     for rank in (1, 2):
@@ -291,7 +291,7 @@ def test_a_vote_for_what_is_not_known_yet_counts_when_it_is() -> None:
     assert two.receive(0, (Tag.ACCEPT, 0, [], ())) == []
 
 
-def test_who_leads_proposes_what_may_have_been_decided() -> None:
+def test_leader_proposes_value_that_may_be_decided() -> None:
     two = Decision(1, 3)
     two.enter(b"mine")
     two.receive(2, (Tag.ENTER, b""))
@@ -343,5 +343,5 @@ def test_messages_travel(message: membership.Message) -> None:
         [5, 1], [5, [[0, "text"]]], [4, 1, 1],
     ],
 )  # fmt: skip
-def test_what_is_no_message_is_a_fault(fields: list[Any]) -> None:
+def test_invalid_message_is_fault(fields: list[Any]) -> None:
     assert fault(fields, 3)

@@ -92,7 +92,7 @@ def series(known, name="a", signature=ONE, *, group=GROUP, count=1, sizes=SIZES)
     return known.series(group, known.used(group.id, name), signature, program, sizes)
 
 
-def test_what_uses_have_in_common_is_one_object_for_each_key_and_signature():
+def test_one_series_per_key_and_signature():
     known = Names()
     first = series(known)
     assert (first.group, first.key, first.key_id) == (GROUP, known.find(b"group", "a"), 0)
@@ -113,7 +113,7 @@ def test_what_uses_have_in_common_is_one_object_for_each_key_and_signature():
     [{"count": 2}, {"sizes": ItemSizes(4, 8)}, {"group": GroupView(b"group", (0, 2), 0)}],
     ids=["program", "sizes", "members"],
 )
-def test_what_is_worked_out_from_something_else_is_another_object(change):
+def test_changed_program_makes_another_series(change):
     known = Names()
     first = series(known)
     second = series(known, **change)

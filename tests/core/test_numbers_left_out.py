@@ -56,7 +56,7 @@ def test_early_chunks_of_numbers_left_out_are_dropped_and_their_credit_is_owed()
     assert incoming.window.owed_headers == 3
 
 
-def test_tombstones_of_numbers_left_out_are_forgotten():
+def test_aborts_of_numbers_left_out_are_forgotten():
     router, _ = receiver()
     for seq in range(3):
         router.on_abort(PAIR.id, "x", seq, CAUSE, [])

@@ -94,7 +94,7 @@ def test_barrier_carries_nothing():
 
 
 @pytest.mark.parametrize(("size", "neighbours"), [(1, set()), (2, {1}), (5, {1, 4})])
-def test_what_is_done_elsewhere_has_no_lanes_but_neighbours(size, neighbours):
+def test_elsewhere_has_neighbours_and_no_lanes(size, neighbours):
     program = programs.elsewhere(0, size)
     assert not program.lanes
     assert program.num_slots == 1

@@ -125,7 +125,7 @@ def sent(desk, spec):
     return kinds(before), chunk[1], chunk[3]
 
 
-def test_what_was_sent_before_needs_no_definitions_until_a_signature_number_means_something_else(monkeypatch):
+def test_definitions_repeat_when_signature_number_is_reused(monkeypatch):
     monkeypatch.setattr(names, "MAX_SIGNATURES", 2)
     desk = Desk(1)
     a, b, c = (replace(SUM, name=name, chunk=4 + place) for place, name in enumerate("abc"))
@@ -141,7 +141,7 @@ def test_what_was_sent_before_needs_no_definitions_until_a_signature_number_mean
     assert sent(desk, b) == ([Kind.SIGNATURE], 1, 0)
 
 
-def test_what_was_sent_before_is_forgotten_when_its_key_number_means_something_else(monkeypatch):
+def test_definitions_repeat_when_key_number_is_reused(monkeypatch):
     monkeypatch.setattr(names, "MAX_ID", 2)
     desk = Desk(1)
     a, b, c = (replace(SUM, name=name) for name in "abc")
@@ -216,7 +216,7 @@ def test_the_short_way_is_there_before_the_first_use():
     assert [effect[1] for effect in desk.take(Do.SEND)] == [first]
 
 
-def test_what_came_early_is_had_on_the_short_way_too():
+def test_post_again_replays_early_chunks():
     desk = Desk(rank=0)
     desk.router.complete(desk.post())
     desk.define(1)
@@ -227,7 +227,7 @@ def test_what_came_early_is_had_on_the_short_way_too():
 
 
 @pytest.mark.parametrize("what", ["tombstone", "loss"])
-def test_what_is_unusual_goes_the_long_way(what):
+def test_post_again_declines_after_abort_or_loss(what):
     desk = Desk(rank=1)
     desk.router.complete(desk.post())
     series = desk.series()

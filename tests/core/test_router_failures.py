@@ -1,4 +1,4 @@
-"""A router and what fails: aborts and their tombstones, lost peers, broken links."""
+"""Failures at one router: aborts before and after the post, lost peers, broken links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kfcomm.core.machine import Do
 from tests.core import specs
 from tests.core.desk import SUM, TIMEOUT, Desk, admit
 
-# ---------------------------------------------------------------- aborts and tombstones
+# ---------------------------------------------------------------- aborts
 
 
 def test_the_first_news_of_an_abort_counts():
@@ -28,7 +28,7 @@ def test_the_first_news_of_an_abort_counts():
     assert desk.take() == []
 
 
-def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombstones(monkeypatch):
+def test_foreign_aborts_leave_no_key_and_are_bounded(monkeypatch):
     monkeypatch.setattr(aborted, "MAX_ABORTED", 4)
     desk = Desk()
     for number in range(10):
@@ -183,7 +183,7 @@ def test_the_next_link_tells_the_receiver_whose_chunks_may_be_lost():
     assert desk.take() == []
 
 
-def test_who_leaves_a_group_forgets_what_it_has_defined_for_it():
+def test_leaving_group_forgets_its_definitions():
     desk = Desk(1)
     other = replace(SUM, members=(1, 2), pairs=specs.pairs(random.Random(1), 2), name="other")
     outgoing = desk.outgoing[0] = desk.router.open(0)[0]
@@ -226,7 +226,7 @@ def test_a_new_link_tells_again_of_groups_that_were_left():
     assert not desk.router.owes(0)
 
 
-def test_what_waits_for_a_peer_that_has_left_the_group_waits_in_vain():
+def test_waiting_for_peer_that_left_group_fails():
     desk = Desk()
     specs_ = [replace(SUM, overlapping=True, salt=number) for number in range(2)]
     waiting, whole = [desk.post(one) for one in specs_]
@@ -259,7 +259,7 @@ def test_the_receiver_of_a_broken_link_asks_its_sender_to_notice():
     assert desk.take() == [(Tell.BROKEN, 0, 7, "broke")]
 
 
-def test_nobody_is_told_who_is_gone():
+def test_gone_peer_is_owed_nothing():
     desk = Desk(1)
     collective = desk.post()
     admit(desk, desk.take(Do.SEND)[0])

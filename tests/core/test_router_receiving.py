@@ -76,7 +76,7 @@ def test_late_chunks_go_to_the_sink_and_return_their_credit():
     assert desk.incoming[1].window.owed_headers == 1
 
 
-def test_what_a_failed_collective_holds_is_dropped():
+def test_held_payloads_of_failed_collective_are_dropped():
     desk = Desk()
     desk.define(2)
     collective = desk.post()
@@ -86,7 +86,7 @@ def test_what_a_failed_collective_holds_is_dropped():
     assert desk.take() == [(Tell.DROPPED, "second child"), (Tell.FAILED, collective, TIMEOUT)]
 
 
-def test_who_asks_has_posted():
+def test_ask_implies_posted():
     desk = Desk()
     collective = desk.post()
     desk.define(2)
@@ -122,14 +122,14 @@ def test_questions_and_chunks_for_what_is_aborted_before_it_is_posted_are_buried
     assert isinstance(desk.post(), Collective)
 
 
-def test_what_is_aborted_hinders_nothing_else():
+def test_aborted_collective_does_not_affect_others():
     desk = Desk()
     desk.told()
     assert isinstance(desk.post(replace(SUM, name="other")), Collective)
     assert desk.post() == TIMEOUT
 
 
-def test_what_begins_may_be_the_callers_own():
+def test_post_accepts_own_collective_instance():
     class Own(Collective):
         pass
 
@@ -215,7 +215,7 @@ def test_a_chunk_like_one_before_it_goes_the_short_way():
 
 
 @pytest.mark.parametrize("charged", [0, 1])
-def test_what_the_short_way_takes_owes_its_credit_back(charged):
+def test_fast_path_owes_credit(charged):
     desk = primed_desk()
     assert desk.receive(1, seq=1, charged=charged) in desk.router.live
     window = desk.incoming[1].window
@@ -223,7 +223,7 @@ def test_what_the_short_way_takes_owes_its_credit_back(charged):
     assert window.settle() == Credit(1000 + charged * NBYTES, 1 + charged)
 
 
-def test_what_the_short_way_takes_beyond_the_credit_breaks_its_link():
+def test_fast_path_beyond_credit_is_violation():
     desk = primed_desk()
     desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
     assert desk.receive(1, seq=1, charged=1) in desk.router.live
@@ -264,7 +264,7 @@ def test_of_several_chunks_each_has_its_size():
     assert desk.receive(1, seq=1, index=0) is second
 
 
-def test_what_waits_for_the_word_that_its_receiver_has_posted_goes_when_a_chunk_comes():
+def test_chunk_from_receiver_releases_deferred_sends():
     desk = Desk(1, Credit(NBYTES, 10))
     spec = replace(SUM, pairs=(GraphPair.of(Graph.from_parents([0, 0, 1])),), overlapping=True)  # 0 - 1 - 2
     desk.define(2, spec)
@@ -285,7 +285,7 @@ def test_what_waits_for_the_word_that_its_receiver_has_posted_goes_when_a_chunk_
     assert first.missing_ranks() == second.missing_ranks() == ()
 
 
-def test_what_is_passed_on_goes_the_long_way_always():
+def test_forwarded_chunks_skip_fast_path():
     """It has to be kept for long, and what comes the short way may be read during the call only."""
     desk = Desk(1)
     chain = (GraphPair.of(Graph.from_parents([0, 0, 1])),)
@@ -346,7 +346,7 @@ def test_a_use_that_was_compiled_anew_is_looked_up_anew(monkeypatch):
     assert desk.receive(1, "z", seq=2) is third
 
 
-def test_what_is_known_of_a_link_is_bounded(monkeypatch):
+def test_known_arrivals_per_link_are_bounded(monkeypatch):
     monkeypatch.setattr(matching, "MAX_ARRIVALS", 3)
     desk = Desk()
     most = 0

@@ -186,7 +186,7 @@ def test_more_early_chunks_than_credit():
 
 
 def junk(rnd: random.Random, depth: int = 0):
-    """Whatever a header can carry."""
+    """Values that a header can carry."""
     kind = rnd.randrange(7 if depth < 3 else 6)
     if kind == 6:
         return [junk(rnd, depth + 1) for _ in range(rnd.randrange(4))]

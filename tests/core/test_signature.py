@@ -70,7 +70,7 @@ def said(one, other, generations=(0, 0)):
     return disagreement(("rank 0", one, generations[0]), ("rank 1", other, generations[1]))
 
 
-def test_what_differs_is_named():
+def test_differing_fields_are_named():
     assert said(WHOLE, WHOLE._replace(root=2, op="max")).startswith(" (op, root): rank 0 has all_to_all of")
     assert said(WHOLE, WHOLE, (3, 4)) == (
         " (generation): rank 0 has all_to_all of float32 (2, 3), op sum, root 1, strategy ring, generation 3; "
@@ -81,7 +81,7 @@ def test_what_differs_is_named():
     )
 
 
-def test_what_differs_only_since_something_else_does_is_not():
+def test_derived_differences_are_not_named():
     other = WHOLE._replace(dtype="float64", strategy="star", graphs=b"other", chunk_elements=64)
     assert said(WHOLE, other, (3, 4)).startswith(" (dtype): ")
     assert "star" not in said(WHOLE, other)
@@ -117,7 +117,7 @@ def test_of_several_arrays_those_that_differ_are_named_with_what_they_are():
         MANY[:-1],
     ],
 )
-def test_where_no_array_can_be_named_both_sides_are_shown(other):
+def test_both_sides_are_shown_without_array_list(other):
     words = said(MANY, other)
     assert words.startswith(" (")
     assert "rank 0 has all_reduce of a list of 3" in words

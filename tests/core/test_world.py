@@ -179,7 +179,7 @@ def variants(rnd: random.Random, key: Spec) -> list[Spec]:
 
 
 def disagreement(rnd: random.Random, size: int, name: str = "bad") -> list[Spec]:
-    """What each rank of a world means by one key; two at least mean different things."""
+    """Specs of one key by rank; at least two differ."""
     key = specs.of_verb(
         rnd, rnd.choice(VERBS) if size == 2 else rnd.choice(VERBS[:-2]), name, tuple(range(size)),
         specs.pairs(rnd, size), 12,
@@ -406,7 +406,7 @@ def test_news_of_a_break_however_late_harms_nothing_that_was_posted_when_the_sen
 
 
 @pytest.mark.parametrize("noticed_by", ["sender", "receiver", "both"])
-def test_who_waits_for_what_a_broken_link_has_lost_is_told_whoever_notices(noticed_by):
+def test_lost_chunks_of_broken_link_fail_both_ends(noticed_by):
     ways = (GraphPair.of(specs.tree(random.Random(0), 2, root=1)),)
     first, lost = (Spec(name, Verb.ALL_REDUCE, (0, 1), ways, (3,)) for name in ("first", "lost"))
     world = World(2)

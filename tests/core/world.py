@@ -34,7 +34,7 @@ Reader = tuple[int, tuple[int, ...], int, int, int]
 
 
 def reader(effect: Effect) -> Reader:
-    """What a SEND to one destination is, also when it comes again."""
+    """Identity of a SEND to one destination, the same when it is emitted again."""
     _, collective, to, lane, index, phase, _, _ = effect
     return id(collective), to, lane.number, index, phase
 
@@ -243,7 +243,7 @@ class World:
         self.run()
 
     def announce(self) -> None:
-        """Whatever waits anywhere announces itself."""
+        """Announce every waiting collective."""
         for node in self.nodes:
             for collective in list(node.router.live) if not node.dead else ():
                 for to in collective.unheard():
@@ -273,7 +273,7 @@ class World:
         return posted
 
     def abort(self, rank: int, spec: Spec, seq: int, kind: CauseKind = CauseKind.TIMEOUT) -> None:
-        """The caller at ``rank`` gives up, if it waits."""
+        """Cancel the call at ``rank``, if it waits."""
         memory = self.memories.get((spec, seq, rank))
         if isinstance(memory, Memory):
             effects: list[Effect] = []
@@ -345,7 +345,7 @@ class World:
     # ---------------------------------------------------------------- what must hold when nothing moves
 
     def outcomes(self, spec: Spec) -> list[Memory | Cause]:
-        """What became of the uses of a spec, on every rank that posted it."""
+        """Outcomes of the uses of a spec, on every rank that posted it."""
         return [outcome for (one, _, _), outcome in self.memories.items() if one == spec]
 
     def check_done(self, specs: Iterable[Spec]) -> None:
@@ -373,7 +373,7 @@ class World:
         return causes
 
     def check_at_rest(self, tombstones: int = 0) -> None:
-        """Nothing is left but names: no memory, no early arrivals, no tombstones; all credit is back."""
+        """Nothing is left but names: no memory, no early arrivals, no aborted calls; all credit is back."""
         for node in self.nodes:
             if node.dead:
                 continue

@@ -27,7 +27,7 @@ MAX_LINE_NBYTES = 1 << 24
 
 
 class Actor:
-    """What a role may use.
+    """State that a role may use.
 
     Attributes:
         label: the name under which the test knows this process: its rank, unless the test gave another.

@@ -118,7 +118,7 @@ MAKERS: dict[str, Callable[[Array], Any]] = {
 
 
 def as_numpy(result: Any) -> Array:
-    """What a library's array holds."""
+    """Return the content of a library's array."""
     if hasattr(result, "detach"):
         import torch
 

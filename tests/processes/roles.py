@@ -1,4 +1,4 @@
-"""What an actor can be told to do: see `actor`. Arguments and results are what JSON can hold."""
+"""Commands of an actor, see `actor`. Arguments and results are JSON values."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def stop(me: Actor) -> None:
 
 
 async def listening(me: Actor) -> dict[str, Any]:
-    """Where this rank listens, and what it says of itself."""
+    """Return where this rank listens, and its description."""
     network = me.comm._session.network
     assert isinstance(network, SocketNetwork)
     return asdict(network.peers[me.comm.rank])

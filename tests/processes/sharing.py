@@ -1,4 +1,4 @@
-"""What an actor can be told of its shared memory: see `roles`."""
+"""Commands of an actor about its shared memory; see `roles`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def memfds(me: Actor) -> int:
 
 
 async def below_dev_shm(me: Actor) -> list[str]:
-    """What is mapped of the file system below /dev/shm."""
+    """Return the mapped files below /dev/shm."""
     with open("/proc/self/maps") as maps:  # noqa: ASYNC230
         return [line for line in maps if "/dev/shm" in line]
 

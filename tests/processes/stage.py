@@ -60,7 +60,7 @@ class Call:
         self._number = number
 
     def result(self) -> Any:
-        """What the role returned, once it has."""
+        """Wait for the result of the role."""
         answer = self.actor.answer(self._number)
         if "error" in answer:
             raise Failed(f"on {self.actor.label}: {answer['error']['kinds'][0]}: {answer['error']['message']}")
@@ -116,7 +116,7 @@ class Actor:
             self._hear()
 
     def logged(self) -> list[str]:
-        """What it has logged, up to now: that is, until a role that does nothing has ended."""
+        """Return its log up to now: until a role that does nothing has ended."""
         self.do(roles.nothing).result()
         lines, self._logs = self._logs, []
         return lines
@@ -169,7 +169,7 @@ class Actor:
 
 
 class Stage:
-    """Where processes of a job connect to the test.
+    """Listener to which processes of a job connect.
 
     Attributes:
         path: name of the socket: a file, which processes in other network namespaces find too.
@@ -245,7 +245,7 @@ class World(Sequence[Actor]):
         return do(self._actors, role, **args)
 
     def said(self) -> str:
-        """What the processes have written to their standard streams."""
+        """Return the output of the processes."""
         return self._errors.read_text()
 
     def finish(self) -> None:

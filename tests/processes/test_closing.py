@@ -78,13 +78,13 @@ def test_it_says_for_whom_it_waits_and_ctrl_c_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("body", [WAITS, WAITS_IN_WITH])
-def test_who_was_interrupted_does_not_wait_for_others(body: str) -> None:
+def test_interrupted_rank_does_not_wait_for_others(body: str) -> None:
     with pair(body) as (first, _):
         first.send_signal(signal.SIGINT)
         assert first.wait() == -signal.SIGINT
 
 
-def test_who_knows_of_a_dead_rank_does_not_wait_for_it() -> None:
+def test_close_does_not_wait_for_dead_rank() -> None:
     with pair(WAITS) as (first, other):
         other.kill()
         assert first.stderr is not None
@@ -93,7 +93,7 @@ def test_who_knows_of_a_dead_rank_does_not_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
-def test_who_waits_for_its_message_to_be_received_can_be_reached(transport: str) -> None:
+def test_rank_waiting_to_send_stays_reachable(transport: str) -> None:
     with pair(SENDS, RECEIVES, CONNECTS_LATE, KFCOMM_TRANSPORT=transport) as (first, other):
         assert first.stderr is not None
         assert "close() waits for rank 1 to receive a message" in first.stderr.readline()

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their devices when they join, and what comes of it."""
+"""Devices that ranks report to each other at join, and the routes that follow."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_rank_that_names_a_transport_decides_for_all(world: World) -> None:
     assert routes(world, {"device": gpu(0), "transport": "nccl"}, {"device": gpu(1)}) == [nccl] * 2
 
 
-def test_where_nccl_cannot_be_all_ranks_say_the_same_and_may_try_again(world: World) -> None:
+def test_unavailable_nccl_is_same_error_on_all_ranks(world: World) -> None:
     asks = {"device": gpu(0), "transport": "nccl"}
     assert refused(world, asks, {"device": gpu(1, 22803)}) == (
         "transport 'nccl' cannot work: NCCL 2.32.7 on rank 0, NCCL 2.28.3 on rank 1; the version must be the same "

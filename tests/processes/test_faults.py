@@ -45,7 +45,7 @@ def others(world: World, rank: int = VICTIM) -> list[Actor]:
 
 
 @pytest.mark.parametrize(("strategy", "elements", "transport", "way"), KILLED)
-def test_who_waits_for_a_rank_that_dies_is_told(strategy: str, elements: int, transport: str, way: str) -> None:
+def test_killed_rank_raises_peer_lost(strategy: str, elements: int, transport: str, way: str) -> None:
     with joined(4, strategy=strategy, transport=transport) as world:
         assert len(set(world.do(roles.all_reduce, name="before", elements=elements))) == 1
         # it has begun everywhere but on rank 0, and cannot end before the victim does
@@ -125,7 +125,7 @@ def test_a_rank_stopped_in_the_middle_of_moving_data_corrupts_nothing() -> None:
         world.finish()
 
 
-def test_who_leaves_in_good_order_spoils_nothing_that_it_took_part_in() -> None:
+def test_clean_leave_keeps_finished_collectives() -> None:
     with joined(4, strategy="tree") as world:
         # the victim closes as soon as its own "x" is done; it never posts "later"
         late = start(others(world), roles.all_reduce, name="later")

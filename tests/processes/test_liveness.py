@@ -1,4 +1,4 @@
-"""Who is slow, blocked or forked is neither dead nor in the way, and a wait says whom it waits for."""
+"""Slow, blocked and forked processes are neither dead nor in the way, and a wait names the missing ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def watched(world: World) -> live.Job | None:
 
 
 def read(world: World) -> list[Statistics]:
-    """What all ranks say."""
+    """Return the statistics of all ranks."""
     job = watched(world)
     assert job is not None
     return live.read(job)
@@ -47,7 +47,7 @@ def sent_and_received(said: list[Statistics]) -> tuple[dict[Any, Any], dict[Any,
     return sent, received
 
 
-def test_what_is_sent_is_what_is_received(world: World, transport: str) -> None:
+def test_sent_bytes_equal_received_bytes(world: World, transport: str) -> None:
     for strategy in ("ring", "clique"):
         world.do(roles.strategy, name=strategy)
         for elements in (8, 5000, 1 << 20):  # in the ring, in a piece; from the staging buffer, and past it

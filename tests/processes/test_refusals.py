@@ -1,4 +1,4 @@
-"""Who cannot join is told why, at once; strangers get nowhere; both leave the others as they are."""
+"""A refused rank gets the reason at once, garbage connections get nowhere, and both leave the others intact."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kfcomm.errors import ConfigError, RendezvousError
-from tests.processes import roles, strangers
+from tests.processes import garbage, roles
 from tests.processes.stage import joined, start, unjoined
 
 
-def test_what_cannot_join_is_told_and_may_try_again() -> None:
+def test_refused_rank_gets_reason_and_may_retry() -> None:
     with unjoined(3) as world, contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         first, second, stranger = world
         port = taken.getsockname()[1]
@@ -56,17 +56,17 @@ def test_what_cannot_join_is_told_and_may_try_again() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_strangers_at_the_door_of_a_job_that_works() -> None:
+def test_garbage_connections_do_not_disturb_job() -> None:
     with joined(3) as world:
         for _ in range(3):
             world.do(roles.all_reduce, name="x")
         here = world.do(roles.listening)
         # whatever is needed once, for the first of them, is there before the measurement
-        strangers.knock(here[0], here[1], 400, seed=0)
+        garbage.knock(here[0], here[1], 400, seed=0)
         before = world[0].do(roles.memory, reset=True).result()
         working = world.start(roles.work)
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda seed: strangers.knock(here[0], here[1], 2500, seed), range(1, 5)))
+            list(pool.map(lambda seed: garbage.knock(here[0], here[1], 2500, seed), range(1, 5)))
         world[2].do(roles.stop).result()
         assert len({call.result() for call in working}) == 1
         after = world[0].do(roles.memory).result()

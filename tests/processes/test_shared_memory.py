@@ -57,7 +57,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_links() -> None:
         world.finish()
 
 
-def test_where_one_rank_cannot_share_memory_unix_sockets_serve_and_that_is_said_once() -> None:
+def test_unix_sockets_replace_shared_memory_with_one_warning() -> None:
     with unjoined(3) as world:
         world[0].do(sharing.unable).result()
         world.do(roles.join)

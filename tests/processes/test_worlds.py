@@ -1,4 +1,4 @@
-"""What works, works among real processes: over every transport, with every strategy, kind of array and API."""
+"""Real processes over every transport, with every strategy, kind of array and API."""
 
 from __future__ import annotations
 

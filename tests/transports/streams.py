@@ -1,4 +1,4 @@
-"""What the tests of stream links share: pairs of sockets, and an engine that only takes notes."""
+"""Pairs of sockets for tests of stream links, and an engine that only takes notes."""
 
 from __future__ import annotations
 

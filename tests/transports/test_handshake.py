@@ -120,7 +120,7 @@ async def test_two_come_together_and_nothing_that_follows_is_lost(kind):
     ],
     ids=["token", "epoch", "rank", "uid", "purpose", "peer"],
 )
-async def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why, told):
+async def test_refusal_reaches_both_sides_with_reason(differs, why, told):
     async with serving() as reception:
         with pytest.raises(DialRefused, match=why) as caught:
             await call(reception.addresses, **differs)
@@ -132,7 +132,7 @@ async def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why
 
 
 @on_every_loop
-async def test_where_one_address_is_dead_the_next_is_taken():
+async def test_next_address_is_tried():
     async with serving() as reception:
         connection = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
         assert connection.sock.family == socket.AF_INET
@@ -238,7 +238,7 @@ async def test_garbage_costs_its_own_connection_only(data, error):
 @on_every_loop
 @settings(max_examples=30)
 @given(st.binary(max_size=300))
-async def test_whatever_comes_ends_in_one_of_two_errors(data):
+async def test_any_bytes_end_in_one_of_two_errors(data):
     ours, theirs = sockets()
     theirs.sendall(data)
     theirs.close()
@@ -294,7 +294,7 @@ async def test_ten_thousand_garbage_connections_and_one_who_belongs():
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_who_comes_while_no_descriptor_is_left_is_told_so_and_gets_in_later(monkeypatch):
+async def test_peer_without_descriptor_is_told_and_admitted_later(monkeypatch):
     real = accepting._accept
     troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
 

@@ -104,7 +104,7 @@ async def test_a_poller_is_looked_at_until_it_is_quiet_and_then_parked() -> None
 
 
 @on_every_loop
-async def test_what_is_awaited_is_looked_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_awaited_news_are_polled_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
     monkeypatch.setattr(loop_driver, "LINGER_S", -1.0)
     with driven() as (reactor, _):
@@ -157,7 +157,7 @@ async def test_an_error_reaches_the_handler_of_the_loop_and_the_rest_goes_on() -
 
 
 @on_every_loop
-async def test_nothing_is_left_when_it_is_closed() -> None:
+async def test_close_leaves_nothing() -> None:
     loop = asyncio.get_running_loop()
     with driven() as (reactor, driver):
         reactor.call_later(0.0, lambda: 1 // 0)

@@ -213,7 +213,7 @@ def test_the_average_of_one_rank_is_its_sum() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("?", 4), ("i2", 8), ("c16", 64), ("bfloat16", 8)])
-def test_what_only_moves_is_bytes(dtype: str, nbytes: int) -> None:
+def test_moving_verbs_move_bytes(dtype: str, nbytes: int) -> None:
     bench = Bench(rank=1)
     parts = [Part(memory(4, dtype), memory(12, dtype, 0x2000))]
     assert bench.launch(Verb.ALL_GATHER, parts) == [("allGather", 0x1000, 0x2000, nbytes, 1, 0x57)]
@@ -348,7 +348,7 @@ def test_a_group_of_launches_that_fails() -> None:
         (Verb.SCATTER, "f4", None, "NCCL has no scatter"),
     ],
 )
-def test_what_nccl_cannot(verb: Verb, dtype: str, op: Op | None, said: str) -> None:
+def test_unsupported_by_nccl(verb: Verb, dtype: str, op: Op | None, said: str) -> None:
     with pytest.raises(TransportError, match=said):
         Bench().launch(verb, sum_of(dtype), op)
 

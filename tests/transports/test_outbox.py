@@ -86,7 +86,7 @@ steps = st.lists(
 
 
 @given(steps, st.integers(1, 5), st.integers(1, 5000), st.integers(0, 50))
-def test_whatever_is_taken_and_withdrawn_the_frames_arrive_whole_and_by_urgency(script, frames, nbytes, small):
+def test_frames_arrive_whole_and_by_urgency(script, frames, nbytes, small):
     sender = Sender(gather_nbytes=nbytes, gather_frames=frames, small_nbytes=small)
     owners = [Owner(0), Owner(1), None]
     memory = {}
@@ -140,7 +140,7 @@ def test_a_withdrawn_owner_is_not_done():
 
 
 @pytest.mark.parametrize("cut_in", ["head", "payload"])
-def test_nothing_more_of_a_cut_frame_may_be_taken_for_a_while(cut_in):
+def test_cut_frame_survives_calls_without_progress(cut_in):
     sender = Sender()
     owner = Owner(1)
     sender.put(0, b"x" * 100, owner)

@@ -113,7 +113,7 @@ def test_a_call_that_asks_for_itself_again_leaves_others_their_turn(reactor: Rea
     assert times == 3
 
 
-def test_whoever_drives_is_told_once_when_there_is_something_to_do(reactor: Reactor) -> None:
+def test_driver_is_woken_once(reactor: Reactor) -> None:
     wakes = counted(reactor)
     for _ in range(3):
         reactor.call_soon(lambda: reactor.call_soon(int))
@@ -314,7 +314,7 @@ def test_readers_and_writers_are_called_while_a_descriptor_is_ready(
     reactor.remove_reader(one.fileno())
 
 
-def test_what_a_wait_has_found_is_not_asked_for_again_and_may_be_out_of_date(
+def test_findings_of_wait_are_used_and_may_be_stale(
     reactor: Reactor, socks: tuple[socket.socket, socket.socket]
 ) -> None:
     one, other = socks
@@ -529,7 +529,7 @@ def test_all_pollers_park_or_none(reactor: Reactor, refusing: int) -> None:
     assert [one.is_awake for one in pollers] == [True, True]
 
 
-def test_nothing_parks_while_calls_wait(reactor: Reactor) -> None:
+def test_deferred_calls_prevent_parking(reactor: Reactor) -> None:
     poller = Fake()
     reactor.pollers.append(poller)
     reactor.call_soon(int)

@@ -31,7 +31,7 @@ PAYLOADS = [b"", b"x", b"some more", bytes(3000)]
 
 
 async def heard_of(data, *, options=BUSY):
-    """What a sealed link hears whose peer sends ``data`` and hangs up: the frames, and how it ended."""
+    """Return the frames and the end of a sealed link whose peer sends ``data`` and hangs up."""
     ours, theirs = sockets(buffer_nbytes=1 << 20)
     notes = Notes()
     link = StreamLink(ours, asyncio.get_running_loop(), notes, 1, options=options, seals=both(THEIR_KEYS))
@@ -54,7 +54,7 @@ def frames():
 
 
 @on_every_loop
-async def test_what_nobody_touched_arrives():
+async def test_untouched_frames_arrive():
     whole = frames()
     heard, end = await heard_of(b"".join(data for data, _ in whole))
     assert heard == [frame for _, frame in whole]
@@ -108,7 +108,7 @@ async def test_the_other_direction_has_another_key():
 
 
 @pytest.mark.asyncio
-async def test_what_the_kernel_did_not_take_is_sealed_again_with_the_number_it_has_then():
+async def test_unsent_frame_is_sealed_again_with_new_number():
     async with against_raw(options=BUSY, buffer_nbytes=1) as (link, _, raw):
         plain_outbox = link._outbox
         link._outbox = both(KEYS).outbox(BUSY)

@@ -80,7 +80,7 @@ def test_a_port_can_be_taken_again_at_once():
         ("not an address", None, "not 'not an address'"),
     ],
 )
-def test_what_cannot_be_bound_is_named(address, unix, why):
+def test_bind_error_names_address(address, unix, why):
     with pytest.raises(ConfigError, match=why):
         Listener(address, unix=unix)
 
@@ -155,7 +155,7 @@ async def test_a_full_unix_backlog_is_waited_out(name):
 
 
 @on_every_loop
-async def test_where_nobody_listens(name):
+async def test_connect_without_listener(name):
     errors = []
     for address in (name, ("127.0.0.1", free_port())):
         with pytest.raises(ConnectionRefusedError) as caught:
@@ -221,7 +221,7 @@ def test_the_kernel_can_be_told_to_hold_little(kind):
 
 
 def limits(sock, kind, change):
-    """What the kernel holds of a connection at most, after a change."""
+    """Return the most bytes that the kernel holds of a connection, after a change."""
     change(sock)
     if kind == "unix":
         return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)

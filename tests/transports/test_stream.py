@@ -107,7 +107,7 @@ async def test_a_huge_payload_fits_through_tiny_buffers(kind):
 
 @on_every_loop
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind):
+async def test_urgent_frame_overtakes_unsent_ones(kind):
     async with against_raw(kind, buffer_nbytes=1 << 14) as (link, _, raw):
         payload = noise(1 << 16)
         for index in range(20):
@@ -296,7 +296,7 @@ async def test_a_frame_that_must_not_be_ends_the_link(data):
 @on_every_loop
 @settings(max_examples=30)
 @given(st.binary(min_size=1, max_size=2000))
-async def test_whatever_arrives_the_link_ends_once_and_cleanly(data):
+async def test_any_bytes_end_link_once_and_cleanly(data):
     async with against_raw() as (_, notes, raw):
         raw.send(data)
         raw.close()
@@ -416,7 +416,7 @@ async def test_a_reset_is_noticed_while_only_reading(kind, closing):
 
 @on_every_loop
 @pytest.mark.parametrize("kind", ["pair", "unix"])
-async def test_what_a_peer_said_before_it_closed_is_heard_although_nothing_can_be_sent(kind):
+async def test_last_frames_of_closed_peer_are_read(kind):
     """A process that was stopped goes on: it writes first, to a connection that is closed, and has not read yet."""
     async with against_raw(kind) as (link, notes, raw):
         encode = make_encoder()
@@ -490,7 +490,7 @@ async def test_both_sides_may_close_at_once():
 
 
 @on_every_loop
-async def test_what_is_sent_after_the_goodbye_is_dropped():
+async def test_frames_after_goodbye_are_dropped():
     async with linked() as (link, _, other, heard):
         link.close()
         link.send(chunk(1), memoryview(b"abc"), owner := Owner())

@@ -1,4 +1,4 @@
-"""What the tests of shared-memory links share: two ends in one process, looked after by hubs as in two."""
+"""Two ends of shared-memory links in one process, with a hub each as in two."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Threads:
 
 
 class _Entered:
-    """What is entered anew each time."""
+    """A context that is entered anew each time."""
 
     def __init__(self, make):
         self.make = make

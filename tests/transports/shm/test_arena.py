@@ -136,7 +136,7 @@ def test_the_piece_used_last_is_handed_out_first(arena):
     assert arena.publish(NOISE[:5000]) == pieces[3]
 
 
-def test_what_is_made_in_a_reserved_piece_is_not_copied(arena):
+def test_reserved_piece_is_not_copied(arena):
     made = arena.reserve(5000)
     made[:] = NOISE[:5000]
     piece = arena.publish(made)
@@ -202,7 +202,7 @@ def test_closing_gives_back_the_memory_but_not_what_a_peer_has_mapped():
     assert arena.pieces_in_use == 0
 
 
-def test_what_is_in_use_is_not_copied_again_whatever_came_in_between(arena):
+def test_piece_in_use_is_not_copied_again(arena):
     one, other = NOISE[:5000], NOISE[1:5001]
     piece, between = arena.publish(one), arena.publish(other)
     assert arena.is_there(one)
@@ -241,7 +241,7 @@ def inode(arena):
     return os.fstat(arena.descriptor).st_ino
 
 
-def test_what_nobody_reads_goes_on_and_is_free():
+def test_unread_arena_is_handed_on():
     arena = Arena(1)
     pieces = [arena.publish(NOISE[start : start + 5000]) for start in range(3)]
     for piece in pieces:
@@ -261,7 +261,7 @@ def test_what_nobody_reads_goes_on_and_is_free():
 
 
 @pytest.mark.parametrize("keep", ["publish", "reserve"])
-def test_what_is_read_or_made_keeps_an_arena_where_it_is(arena, keep):
+def test_arena_in_use_is_not_handed_on(arena, keep):
     kept = getattr(arena, keep)(NOISE[:5000] if keep == "publish" else 5000)
     assert arena.handed_on() is None
     assert arena.descriptor >= 0
@@ -274,7 +274,7 @@ def test_what_is_read_or_made_keeps_an_arena_where_it_is(arena, keep):
     after.close()
 
 
-def test_where_a_reader_may_be_that_is_given_up_nothing_is_written_again(arena):
+def test_arena_with_doubtful_reader_is_not_handed_on(arena):
     arena.is_doubtful = True
     assert arena.handed_on() is None
     assert arena.descriptor >= 0

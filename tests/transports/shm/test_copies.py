@@ -1,4 +1,4 @@
-"""What a long all_reduce moves in memory, in bytes for each rank: figures that no noise can move.
+"""Memory traffic of a long all_reduce, in bytes for each rank: figures without noise.
 
 A copy counts what it reads and what it writes, a fold all that it reads and its result.
 """

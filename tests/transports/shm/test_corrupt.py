@@ -110,7 +110,7 @@ WRONG_FORTH = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", WRONG_FORTH)
-async def test_what_a_sender_of_chunks_does_wrong(name):
+async def test_protocol_violations_of_sender(name):
     async with two_pairs() as (bad, _):
         bad.link.send(chunk(3))
         bad.link.flush()
@@ -174,7 +174,7 @@ WRONG_BACK = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", WRONG_BACK)
-async def test_what_a_receiver_of_chunks_does_wrong(name):
+async def test_protocol_violations_of_receiver(name):
     async with two_pairs() as (bad, _):
         bad.heard.on_frame = lambda link, header: link.lend()  # so that it returns nothing itself
         for index in range(2):

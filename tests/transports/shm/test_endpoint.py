@@ -100,7 +100,7 @@ def arena():
 
 
 async def carries(link, heard):
-    """What is sent over the link arrives whole."""
+    """Send a payload over the link, and check that it arrives whole."""
     payload = noise(MIB)
     link.send(chunk(1), memoryview(payload))
     link.flush()
@@ -125,7 +125,7 @@ async def test_a_link_comes_about_and_works():
 
 
 def in_dev_shm():
-    """What this process has open or mapped of the file system below /dev/shm."""
+    """Return the files below /dev/shm that this process has open or mapped."""
     names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -134,7 +134,7 @@ def in_dev_shm():
 
 
 @pytest.mark.asyncio
-async def test_nothing_of_it_has_a_name():
+async def test_shared_memory_has_no_name():
     before = in_dev_shm()
     async with two() as ((here, there), _, (near, far)):
         there.adopt(over(far), 0)
@@ -148,7 +148,7 @@ async def test_nothing_of_it_has_a_name():
 
 
 @pytest.mark.asyncio
-async def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
+async def test_late_links_end_with_endpoint():
     async with two() as ((here, there), (notes, heard), (near, far)):
         there.adopt(over(far), 0)
         link = await here.connect(over(near), 1)
@@ -166,7 +166,7 @@ async def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("unable", [0, 1])
-async def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
+async def test_reason_of_refusal_reaches_other_side(unable, monkeypatch):
     async with two() as ((here, there), (_, heard), (near, far)):
         answers = iter([None] * unable + ["not on this host"] * 2)  # the side that connects asks first
         monkeypatch.setattr(endpoint, "why_unsupported", lambda: next(answers))
@@ -247,7 +247,7 @@ OFFERS = [
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("data", "sizes"), [pytest.param(*rest, id=name) for name, *rest in OFFERS])
-async def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
+async def test_invalid_offer_is_refused_and_leaves_nothing(data, sizes):
     with pair() as (sock, peer):
         passed = [memory(abs(nbytes), sealed=nbytes > 0) for nbytes in sizes]
         socket.send_fds(peer, [data], passed)
@@ -337,7 +337,7 @@ async def test_a_connection_without_an_offer_is_given_up():
 
 
 @pytest.mark.asyncio
-async def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
+async def test_offer_waits_for_busy_peer(monkeypatch):
     monkeypatch.setattr(endpoint, "OFFER_WITHIN_S", 0.0)
     with pair() as (sock, peer), arena() as mine, slots() as shown:
         offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
@@ -348,7 +348,7 @@ async def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
 
 
 @pytest.mark.asyncio
-async def test_greetings_under_way_end_with_the_sharing():
+async def test_offers_under_way_end_with_endpoint():
     async with two() as ((here, there), _, (near, far)):
         there.adopt(over(far), 0)
         await there.close()
@@ -367,7 +367,7 @@ async def test_greetings_under_way_end_with_the_sharing():
 
 
 @pytest.mark.asyncio
-async def test_a_link_that_is_made_after_its_memory_was_handed_on_has_other_memory():
+async def test_link_after_handover_gets_new_memory():
     async with two() as ((here, there), (_, heard), (near, far)):
         there.adopt(over(far), 0)
         await here.connect(over(near), 1)

@@ -47,7 +47,7 @@ def test_it_is_free_when_the_last_view_is_gone(heap: Heap) -> None:
     assert heap.place_of(taken(heap, 3 * PAGE)) == place
 
 
-def test_where_an_array_is(heap: Heap) -> None:
+def test_place_of_array(heap: Heap) -> None:
     assert heap.place_of(np.empty(3)) == NOWHERE
     block = taken(heap, 2 * PAGE)
     other = taken(heap, 1)
@@ -77,7 +77,7 @@ def test_a_peer_reads_it_where_it_is(heap: Heap) -> None:
     peer.close()
 
 
-def test_what_was_not_mapped_in_time_is_not_mapped(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_peer_heap_is_not_mapped(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, broken = PeerHeap(os.dup(heap.descriptor)), PeerHeap(os.dup(heap.descriptor))
     closed.close()
     assert not closed.map()
@@ -218,7 +218,7 @@ def test_threads_that_ask_for_it_at_once_get_the_same_heap(monkeypatch: pytest.M
             os.fstat(descriptor)
 
 
-def test_what_ends_while_another_is_made_is_taken_back_afterwards(heap: Heap) -> None:
+def test_array_freed_during_allocation_is_reclaimed(heap: Heap) -> None:
     """A collector may run at any line, also while the lock is held."""
     block = taken(heap, PAGE)
     with heap._lock:
@@ -228,7 +228,7 @@ def test_what_ends_while_another_is_made_is_taken_back_afterwards(heap: Heap) ->
     assert heap.num_arrays == 0
 
 
-def test_what_is_lent_is_kept_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loan_stays_until_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heaps, "MAX_LOANS", 3)
     own = Heaps(0)
     over: set[int] = set()

@@ -118,7 +118,7 @@ class Model:
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
 @pytest.mark.parametrize(("size", "uses", "gone"), [(2, 4, 0), (2, 4, 2), (3, 3, 0), (3, 3, 1), (3, 2, 2), (4, 2, 0)])
-def test_nothing_is_read_torn_and_nobody_waits_for_ever(size: int, uses: int, gone: int, num_buffers: int) -> None:
+def test_no_torn_read_and_no_lost_wakeup(size: int, uses: int, gone: int, num_buffers: int) -> None:
     assert Model(size, uses, gone, num_buffers=num_buffers).search() > 50
 
 

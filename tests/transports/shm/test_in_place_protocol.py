@@ -213,7 +213,7 @@ def _set(cells: Cells, place: int, value: int) -> Cells:
 @pytest.mark.parametrize(
     ("size", "uses", "windows", "failures"), [(2, 2, 2, 1), (2, 3, 2, 0), (2, 2, 3, 0), (3, 2, 1, 1), (3, 1, 2, 0)]
 )
-def test_nothing_is_read_torn(size: int, uses: int, windows: int, failures: int, kind: str) -> None:
+def test_no_torn_read(size: int, uses: int, windows: int, failures: int, kind: str) -> None:
     model = Model(
         size, uses, windows, is_over=kind == "over what is given", has_buffers=kind == "in buffers", failures=failures
     )
@@ -226,7 +226,7 @@ def test_results_that_are_not_waited_for_by_their_readers_would_tear() -> None:
 
 
 @pytest.mark.parametrize("has_buffers", [False, True])
-def test_what_is_taken_away_after_a_failure_would_be_believed_without_another_look(has_buffers: bool) -> None:
+def test_model_without_second_check_reads_withdrawn_array(has_buffers: bool) -> None:
     with pytest.raises(TornError):
         Model(2, 1, 1, failures=1, looks_again=False, has_buffers=has_buffers).search()
 

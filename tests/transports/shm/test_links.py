@@ -183,7 +183,7 @@ async def test_an_urgent_chunk_overtakes_those_that_wait_and_only_those():
 
 
 @pytest.mark.asyncio
-async def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
+async def test_definitions_go_ahead_of_chunks():
     async with linked() as pair:
         count = fill(pair.link)
         assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
@@ -267,7 +267,7 @@ async def test_some_pieces_are_lent_and_a_window_of_others_goes_on():
 
 
 @pytest.mark.asyncio
-async def test_what_is_lent_does_not_stop_what_follows_on_a_low_latency_link():
+async def test_loans_do_not_block_low_latency_link():
     async with linked() as pair:
         keeping = Keeping(pair)
         pair.link.set_low_latency()
@@ -331,7 +331,7 @@ async def test_bytes_that_are_lent_do_not_change():
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_lent_of_what_travels_in_the_ring_or_outside_of_the_call():
+async def test_only_arena_payloads_are_lent_during_the_call():
     async with linked() as pair:
         keeping = Keeping(pair)
         pair.link.send(chunk(0), memoryview(HALF)[:INLINE_NBYTES])
@@ -345,7 +345,7 @@ async def test_nothing_is_lent_of_what_travels_in_the_ring_or_outside_of_the_cal
 
 
 @pytest.mark.asyncio
-async def test_what_is_lent_may_be_given_back_within_the_call():
+async def test_loan_may_be_returned_within_the_call():
     async with linked() as pair:
         pair.heard.on_frame = lambda link, header: link.give_back(link.lend())
         for index in range(40):
@@ -417,7 +417,7 @@ async def test_the_receiver_may_close_alone():
 
 
 @on_every_loop
-async def test_what_is_sent_after_the_goodbye_is_dropped():
+async def test_frames_after_goodbye_are_dropped():
     async with linked() as pair:
         pair.link.close()
         pair.other.close()
@@ -538,7 +538,7 @@ async def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says
 
 
 @pytest.mark.asyncio
-async def test_what_is_kept_for_a_peer_that_is_gone_is_free_at_once_and_later_too():
+async def test_pieces_of_gone_peer_are_freed():
     async with processes() as (here, there):
         one, two = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(1, 0))
         for pair in (one, two):

@@ -92,7 +92,7 @@ actions = st.one_of(
 
 
 class Script:
-    """What programs do on both sides, and what must come of it, for each link."""
+    """Programs of both sides, and their expected results, for each link."""
 
     def __init__(self, threads, here, there, pairs):
         self.threads = threads
@@ -131,7 +131,7 @@ class Script:
 
 
 @given(st.lists(actions, max_size=40), st.booleans(), st.booleans(), st.lists(st.integers(0, 3), max_size=200))
-def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(actions, closing, in_turns, choices):
+def test_frames_arrive_though_both_sides_park(actions, closing, in_turns, choices):
     picks = iter(choices)
     with stepped(lambda: next(picks, 0), links=2, slabs=2) as (threads, here, there, pairs):
         near, far = threads.sides
@@ -206,7 +206,7 @@ def test_a_goodbye_that_finds_no_room_is_said_later(filling):
 
 
 @pytest.mark.parametrize("before", range(8))
-def test_what_is_sent_while_the_other_side_goes_to_rest_is_not_slept_over(before):
+def test_frame_sent_during_parking_wakes_peer(before):
     choices = iter([])
     with stepped(lambda: next(choices, 0)) as (threads, _, there, (pair,)):
         near, _ = threads.sides

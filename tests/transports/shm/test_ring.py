@@ -22,7 +22,7 @@ class Ring:
         self.reader = RingReader(self.memory, self.control, tail=TAIL, head=HEAD)
 
     def read(self):
-        """What the next record says, or None."""
+        """Return the next record, or None."""
         had_news, taken = self.control[TAIL] != self.reader.head, self.records(1)
         assert had_news == bool(taken)
         return (taken[0][0][1], taken[0][0][2], taken[0][0][3:], taken[0][1]) if taken else None
@@ -49,7 +49,7 @@ payloads = st.one_of(st.none(), st.integers(0, 300), st.integers(0, 1900))
 
 
 @given(st.lists(st.one_of(st.tuples(st.just("put"), payloads), st.tuples(st.just("read"), st.integers(1, 20)))))
-def test_what_is_written_is_read_in_order_in_any_interleaving(script):
+def test_records_are_read_in_order_in_any_interleaving(script):
     ring = Ring()
     expected, found = [], []
     for number, (verb, size) in enumerate(script):

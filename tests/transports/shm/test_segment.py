@@ -14,7 +14,7 @@ from tests.leaks import descriptors
 PAGE = mmap.PAGESIZE
 
 
-def test_what_one_writes_the_other_reads():
+def test_segment_is_shared():
     descriptor, mine = create("test", PAGE)
     theirs = attach(descriptor, PAGE, writable=True)
     os.close(descriptor)
@@ -23,7 +23,7 @@ def test_what_one_writes_the_other_reads():
     assert theirs[:7] == mine[:7] == b"\0\0\0\0\0\7\10"
 
 
-def test_what_is_only_read_cannot_be_written():
+def test_read_only_mapping_cannot_be_written():
     descriptor, _ = create("test", PAGE)
     theirs = attach(descriptor, PAGE, writable=False)
     os.close(descriptor)
@@ -43,7 +43,7 @@ def test_a_segment_cannot_change_its_size():
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
-def test_what_could_shrink_is_not_mapped(seals):
+def test_unsealed_segment_is_not_mapped(seals):
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -1,4 +1,4 @@
-"""How messages are cut for slots, and that these have room."""
+"""Division of messages for slots, and the memory of these."""
 
 from __future__ import annotations
 

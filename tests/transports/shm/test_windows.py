@@ -1,4 +1,4 @@
-"""What may be under way to a peer, in which order it leaves, and payloads that are made where they are sent from."""
+"""Windows of a shared-memory link, order of its chunks, and payloads written in place."""
 
 import pytest
 
@@ -38,7 +38,7 @@ async def test_a_payload_can_be_made_where_it_is_sent_from():
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_reserved_where_the_payload_could_not_go_at_once():
+async def test_reserve_requires_immediate_send():
     async with linked() as pair:
         assert pair.link.reserve(INLINE_NBYTES, 0) is None
         assert pair.link.reserve(SLAB_NBYTES + 1, 0) is None
@@ -59,7 +59,7 @@ async def test_nothing_is_reserved_where_the_payload_could_not_go_at_once():
 
 
 @pytest.mark.asyncio
-async def test_what_was_made_in_the_arena_is_not_lost_if_it_has_to_wait():
+async def test_reserved_payload_survives_waiting():
     async with linked() as pair:
         signature = [SIGNATURE, 7, ["a"]]
         pair.link.send(signature)

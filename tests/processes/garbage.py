@@ -1,4 +1,4 @@
-"""Connections that are none: what a scanner, a broken peer or an attacker sends to a listening port."""
+"""Garbage connections, as a scanner, a broken peer or an attacker opens them to a listening port."""
 
 from __future__ import annotations
 
