@@ -27,8 +27,8 @@ from jax.experimental import io_callback
 
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
+from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.put_off import before_close
-from kfcomm.sync.skin import Skin
 
 Tree = TypeVar("Tree")
 
@@ -89,7 +89,7 @@ def all_gather(tree: Tree, comm: Any, *, name: str = "tree") -> Tree:
 
 
 def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, option: Any) -> Any:
-    if not isinstance(comm, Skin):
+    if not isinstance(comm, Adapter):
         raise ConfigError(f"collectives of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, verb(comm, checked_name(name), option, [jnp.asarray(leaf) for leaf in leaves]))

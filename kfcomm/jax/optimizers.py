@@ -25,7 +25,7 @@ from jax import numpy as jnp
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.jax.collectives import all_reduce, broadcast, called
-from kfcomm.sync.skin import Skin
+from kfcomm.sync.adapter import Adapter
 from kfcomm.train.agreement import alpha_problem, count_problem, introduction, refuse
 from kfcomm.train.local import accumulate, accumulator_problem, direction, nesterov, outer_problem, pseudo_gradient
 from kfcomm.train.pair_averaging import PairAveraging, pairs_problem
@@ -303,7 +303,7 @@ class _Algorithm:
     """An algorithm on this rank: its description, its comparison with the other ranks, and its collectives."""
 
     def __init__(self, comm: Any, name: str, said: str, problem: str | None) -> None:
-        if not isinstance(comm, Skin):
+        if not isinstance(comm, Adapter):
             raise ConfigError(f"optimizers of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
         self._comm: Any = comm
         self._name = checked_name(name)

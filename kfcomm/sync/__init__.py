@@ -13,8 +13,9 @@ A thin skin over ``kfcomm.Communicator``, whose engine the callers drive themsel
 from typing import TYPE_CHECKING
 
 from kfcomm.common.lazy import imported_when_used
-from kfcomm.sync.communicator import Communicator, Queue, init
+from kfcomm.sync.communicator import Communicator, init
 from kfcomm.sync.handle import Handle
+from kfcomm.sync.verbs import Queue
 
 if TYPE_CHECKING:
     from kfcomm.sync.adaptation import Adaptation

@@ -12,12 +12,12 @@ from typing import Self
 from kfcomm.adapt import Adaptation as Async
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetrics
 from kfcomm.errors import EpochChanged, KfcommError, PeerLost
+from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.communicator import Communicator
-from kfcomm.sync.skin import Skin
 from kfcomm.sync.tracebacks import outermost
 
 
-class Adaptation(Skin[Async]):
+class Adaptation(Adapter[Async]):
     """Policies that watch a program's steps and change its communication. See ``kfcomm.adapt.Adaptation``.
 
     ::

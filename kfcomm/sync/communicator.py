@@ -16,24 +16,22 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
-from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.blobs import as_array
-from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.common.tracebacks import bare, terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.joining import Init, is_full, prepare
 from kfcomm.monitor.whereabouts import program_line
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.settings import Arguments
-from kfcomm.strategies import AnyStrategy, StrategySpec
-from kfcomm.sync.again import again
+from kfcomm.strategies import StrategySpec
+from kfcomm.sync.adapter import plain
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.signals import Signals
-from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
 from kfcomm.sync.tracebacks import outermost
+from kfcomm.sync.verbs import BlockingVerbs, Queue
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout, Seconds, Verb
+from kfcomm.types import Seconds
 from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from kfcomm.rendezvous.settings import Settings
 
 
-class Communicator(Skin[Async]):
+class Communicator(BlockingVerbs):
     """The collectives of one group of ranks, blocking. Made by ``kfcomm.sync.init``, ``group`` and ``split``.
 
     Each verb has the parameters, the result and the errors of the async one. Its ``*_async`` form returns a
@@ -62,102 +60,7 @@ class Communicator(Skin[Async]):
     def __repr__(self) -> str:
         return repr(self._inner)
 
-    # ---------------------------------------------------------------- collectives
-
-    all_reduce = again(blocking(Async.all_reduce, ARRAY), Verb.ALL_REDUCE)
-    """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element."""
-    all_reduce_async = begun(Async.all_reduce, ARRAY)
-    """Begin an ``all_reduce``."""
-    all_reduce_many = blocking(Async.all_reduce_many, MANY)
-    """``all_reduce`` of every value under its key as the name."""
-    all_reduce_many_async = begun(Async.all_reduce_many, MANY)
-    """Begin an ``all_reduce_many``."""
-    monitored_all_reduce = blocking(Async.monitored_all_reduce, ARRAY)
-    """An ``all_reduce`` whose throughput is recorded."""
-    monitored_all_reduce_async = begun(Async.monitored_all_reduce, ARRAY)
-    """Begin a ``monitored_all_reduce``."""
-    reduce = again(blocking(Async.reduce, ARRAY), Verb.REDUCE)
-    """Rank ``root`` gets what ``all_reduce`` would give; the others get None."""
-    reduce_async = begun(Async.reduce, ARRAY)
-    """Begin a ``reduce``."""
-    broadcast = again(blocking(Async.broadcast, ARRAY), Verb.BROADCAST)
-    """Every rank gets the ``x`` of rank ``root``."""
-    broadcast_async = begun(Async.broadcast, ARRAY)
-    """Begin a ``broadcast``."""
-    gather = again(blocking(Async.gather, ARRAY), Verb.GATHER)
-    """Rank ``root`` gets the arrays of all ranks; the others get None."""
-    gather_async = begun(Async.gather, ARRAY)
-    """Begin a ``gather``."""
-    all_gather = again(blocking(Async.all_gather, ARRAY), Verb.ALL_GATHER)
-    """Every rank gets the arrays of all ranks."""
-    all_gather_async = begun(Async.all_gather, ARRAY)
-    """Begin an ``all_gather``."""
-    scatter = blocking(Async.scatter, PARTS)
-    """Rank r gets the r-th part of the root's array."""
-    scatter_async = begun(Async.scatter, PARTS)
-    """Begin a ``scatter``."""
-    reduce_scatter = again(blocking(Async.reduce_scatter, ARRAY), Verb.REDUCE_SCATTER)
-    """Rank r gets the r-th part of what ``all_reduce`` would give."""
-    reduce_scatter_async = begun(Async.reduce_scatter, ARRAY)
-    """Begin a ``reduce_scatter``."""
-    all_to_all = again(blocking(Async.all_to_all, PARTS), Verb.ALL_TO_ALL)
-    """Rank i gets the i-th part of every rank's ``x``."""
-    all_to_all_async = begun(Async.all_to_all, PARTS)
-    """Begin an ``all_to_all``."""
-    barrier = again(blocking(Async.barrier), Verb.BARRIER)
-    """Returns when every rank has called it."""
-    barrier_async = begun(Async.barrier)
-    """Begin a ``barrier``."""
-    consensus = blocking(Async.consensus, ARRAY)
-    """Whether all ranks hold the same: arrays, numbers, strings, bytes, dicts, lists or sets."""
-    consensus_async = begun(Async.consensus, ARRAY)
-    """Begin a ``consensus``."""
-
-    # ---------------------------------------------------------------- objects
-
-    broadcast_object = blocking(Async.broadcast_object)
-    """Every rank gets the root's ``value``."""
-    broadcast_object_async = begun(Async.broadcast_object, OBJECT)
-    """Begin a ``broadcast_object``."""
-    all_gather_object = blocking(Async.all_gather_object)
-    """Every rank gets the list of all ranks' values."""
-    all_gather_object_async = begun(Async.all_gather_object, OBJECT)
-    """Begin an ``all_gather_object``."""
-    gather_object = blocking(Async.gather_object)
-    """Rank ``root`` gets the list of all ranks' values; the others get None."""
-    gather_object_async = begun(Async.gather_object, OBJECT)
-    """Begin a ``gather_object``."""
-    scatter_object = blocking(Async.scatter_object)
-    """Rank r gets ``values[r]`` of the root's list."""
-    scatter_object_async = begun(Async.scatter_object, OBJECTS)
-    """Begin a ``scatter_object``."""
-
-    # ---------------------------------------------------------------- between two ranks
-
-    send = blocking(Async.send, ARRAY)
-    """Send an array to rank ``to``; returns when that rank has received it."""
-    send_async = begun(Async.send, ARRAY)
-    """Begin a ``send``."""
-    recv = blocking(Async.recv)
-    """The next message with this tag from rank ``source``, or from any rank."""
-    recv_async = begun(Async.recv)
-    """Begin a ``recv``."""
-    recv_any = blocking(Async.recv_any)
-    """As ``recv``; returns ``(array, rank of the sender)``."""
-    recv_any_async = begun(Async.recv_any)
-    """Begin a ``recv_any``."""
-    send_object = blocking(Async.send_object)
-    """Send anything that msgpack can carry to rank ``to``."""
-    send_object_async = begun(Async.send_object, OBJECT)
-    """Begin a ``send_object``."""
-    recv_object = blocking(Async.recv_object)
-    """The next object with this tag from rank ``source``, or from any rank."""
-    recv_object_async = begun(Async.recv_object)
-    """Begin a ``recv_object``."""
-    request = blocking(Async.request)
-    """A copy of what rank ``source`` saved as ``name``."""
-    request_async = begun(Async.request)
-    """Begin a ``request``."""
+    # ---------------------------------------------------------------- what one rank keeps for others
 
     @outermost
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
@@ -171,43 +74,7 @@ class Communicator(Skin[Async]):
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
         return Queue(self._driver, self._inner.queue(name, source, target, capacity=capacity), self._inner)
 
-    # ---------------------------------------------------------------- to be started again and again
-
-    all_reduce_init = prepared(Async.all_reduce_init)
-    """Prepare an ``all_reduce``."""
-    all_reduce_many_init = prepared(Async.all_reduce_many_init)
-    """Prepare an ``all_reduce_many``; each start takes the arrays that the mapping holds then."""
-    monitored_all_reduce_init = prepared(Async.monitored_all_reduce_init)
-    """Prepare a ``monitored_all_reduce``."""
-    reduce_init = prepared(Async.reduce_init)
-    """Prepare a ``reduce``."""
-    broadcast_init = prepared(Async.broadcast_init)
-    """Prepare a ``broadcast``."""
-    gather_init = prepared(Async.gather_init)
-    """Prepare a ``gather``."""
-    all_gather_init = prepared(Async.all_gather_init)
-    """Prepare an ``all_gather``."""
-    scatter_init = prepared(Async.scatter_init)
-    """Prepare a ``scatter``."""
-    reduce_scatter_init = prepared(Async.reduce_scatter_init)
-    """Prepare a ``reduce_scatter``."""
-    all_to_all_init = prepared(Async.all_to_all_init)
-    """Prepare an ``all_to_all``."""
-    barrier_init = prepared(Async.barrier_init)
-    """Prepare a ``barrier``."""
-    consensus_init = prepared(Async.consensus_init)
-    """Prepare a ``consensus``."""
-    send_init = prepared(Async.send_init)
-    """Prepare a ``send``; each start sends one message."""
-    recv_init = prepared(Async.recv_init)
-    """Prepare a ``recv``; each start receives the next message."""
-
-    # ---------------------------------------------------------------- when a rank dies
-
-    agree = blocking(Async.agree)
-    """The conjunction of what all ranks that live say, whoever dies meanwhile."""
-    agree_async = begun(Async.agree)
-    """Begin an ``agree``."""
+    # ---------------------------------------------------------------- groups
 
     @outermost
     def shrink(self, *, timeout: Seconds | None = None) -> Communicator:
@@ -215,13 +82,6 @@ class Communicator(Skin[Async]):
         self._check_open()
         inner = self._io.wait_for(lambda: self._inner.shrink(timeout=timeout))
         return Communicator(self._driver, inner, owns_io=self._owns_io)
-
-    # ---------------------------------------------------------------- groups and graphs
-
-    set_strategy = blocking(Async.set_strategy)
-    """Change the graphs of this group while it works."""
-    set_strategy_async = begun(Async.set_strategy)
-    """Begin a ``set_strategy``."""
 
     @outermost
     def group(
@@ -259,79 +119,17 @@ class Communicator(Skin[Async]):
         """One use of a name fails, on every rank. See ``kfcomm.Communicator.mismatched``."""
         self._driver.run(lambda: self._inner.mismatched(name, seq, message), self._session)
 
-    # ---------------------------------------------------------------- who and where
-
     @property
     def name(self) -> str:
         """Name of the group."""
         return self._inner.name
 
     @property
-    def rank(self) -> int:
-        """Rank of this process in the group."""
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return self._inner.size
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process among those of the group on its host."""
-        return self._inner.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks of the group on this host."""
-        return self._inner.local_size
-
-    @property
-    def layout(self) -> Layout:
-        """Hosts of the ranks of the group."""
-        return self._inner.layout
-
-    @property
-    def epoch(self) -> int:
-        """Number of the membership."""
-        return self._inner.epoch
-
-    @property
-    def births(self) -> tuple[int, ...]:
-        """The rank that each rank of the group had in the first epoch."""
-        return self._inner.births
-
-    @property
     def outlives(self) -> bool:
         """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
         return self._inner.outlives
 
-    @property
-    def strategy(self) -> AnyStrategy:
-        """The strategy in force in this group."""
-        return self._inner.strategy
-
-    @property
-    def route(self) -> Choice | None:
-        """Which way device memory goes in this group, and why; None in a world where no rank has a device."""
-        return self._inner.route
-
-    # ---------------------------------------------------------------- diagnosis and the end
-
-    synchronize = blocking(Async.synchronize)
-    """Wait until every collective of device memory is complete."""
-    synchronize_async = begun(Async.synchronize)
-    """Begin to wait for that."""
-
-    probe = blocking(Async.probe)
-    """Measure latency and bandwidth between every two ranks, in both directions."""
-    probe_async = begun(Async.probe)
-    """Begin a ``probe``."""
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ``empty`` gives memory that the other ranks can read. See ``kfcomm.Communicator.shares_memory``."""
-        return self._inner.shares_memory
+    # ---------------------------------------------------------------- memory, diagnosis and the end
 
     @outermost
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
@@ -411,19 +209,6 @@ class Communicator(Skin[Async]):
             self._hurry()
         with contextlib.suppress(KfcommError, OSError):
             self.close()
-
-
-class Queue(Skin[AsyncQueue]):
-    """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""
-
-    put = blocking(AsyncQueue.put, PLAIN)
-    """Append a copy of ``x``; waits while ``capacity`` arrays have not been taken."""
-    put_async = begun(AsyncQueue.put, PLAIN)
-    """Begin a ``put``; ``x`` is not to be modified before the handle is done."""
-    get = blocking(AsyncQueue.get)
-    """The next array, as NumPy."""
-    get_async = begun(AsyncQueue.get)
-    """Begin a ``get``."""
 
 
 def init(**arguments: Unpack[Arguments]) -> Communicator:

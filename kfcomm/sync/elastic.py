@@ -20,9 +20,9 @@ from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.steps import Step, Walk, following
 from kfcomm.errors import KfcommError
+from kfcomm.sync.adapter import Adapter, begun, blocking
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver
-from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, Given, Skin, begun, blocking
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
@@ -31,14 +31,9 @@ if TYPE_CHECKING:
 
 SWIFT = ("all_reduce", "all_gather", "barrier")
 """Verbs that take the short way: fewer can do them, and all get the same. ``out`` is given by its name."""
-_GIVEN: dict[str, Given | None] = {
-    "all_reduce_many": MANY, "scatter": PARTS, "all_to_all": PARTS, "barrier": None, "broadcast_object": OBJECT,
-    "all_gather_object": OBJECT, "gather_object": OBJECT, "scatter_object": OBJECTS,
-}  # fmt: skip
-"""What each verb reads on the caller's thread; the others an array."""
 
 
-class ElasticCommunicator(Skin[Async]):
+class ElasticCommunicator(Adapter[Async]):
     """The blocking ``kfcomm.elastic.ElasticCommunicator``: it has all that a ``kfcomm.sync.Communicator`` has.
 
     Made by ``kfcomm.sync.init(elastic=True)``. While an ``Elastic`` is open, the collectives of the world outlive a
@@ -175,10 +170,9 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _verb in KINDS:
-    _given = _GIVEN.get(_verb, ARRAY)
-    _long = blocking(getattr(Async, _verb), _given)
-    setattr(ElasticCommunicator, _verb, _swift(_verb, _long) if _verb in SWIFT else _long)
-    setattr(ElasticCommunicator, f"{_verb}_async", begun(getattr(Async, _verb), _given))
+    _inner = getattr(Async, _verb)
+    setattr(ElasticCommunicator, _verb, _swift(_verb, blocking(_inner)) if _verb in SWIFT else blocking(_inner))
+    setattr(ElasticCommunicator, f"{_verb}_async", begun(_inner))
 
 
 class Elastic:

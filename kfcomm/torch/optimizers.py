@@ -25,7 +25,7 @@ import torch
 
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
-from kfcomm.sync.skin import Skin
+from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from kfcomm.torch.steps import closure_of, is_outermost, mean_loss, with_closure
 from kfcomm.train.agreement import Agreement, introduction
@@ -280,7 +280,7 @@ def agreeing(
 
 
 def _check(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
-    if not isinstance(comm, Skin):
+    if not isinstance(comm, Adapter):
         raise ConfigError(f"optimizers need a communicator of kfcomm.sync, not a {type(comm).__name__}")
     if isinstance(optimizer, Agreeing):
         raise ConfigError(f"this {_own_class(optimizer).__name__} agrees already, by {optimizer.agreement!r}")

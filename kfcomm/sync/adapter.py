@@ -1,15 +1,16 @@
-"""From an asynchronous verb to its blocking forms: the signature is taken over, the caller drives the engine.
+"""Blocking forms of asyncio verbs, derived from the verbs' own signatures.
 
 Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy. After
-a ``*_async`` verb has returned, the caller may change what it gave, except where the async verb says otherwise.
+a ``*_async`` verb has returned, the caller may change what it gave, except where the asyncio verb says otherwise.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,9 +18,12 @@ import numpy as np
 from kfcomm.arrays import adapt, holds_arrays, is_list
 from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.objects import packed, unpacked
+from kfcomm.collectives.specs import SPECS
 from kfcomm.errors import KfcommError
+from kfcomm.sync.cached import cached
 from kfcomm.sync.handle import Handle
 from kfcomm.sync.tracebacks import outermost
+from kfcomm.types import Verb
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
@@ -34,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The parameter of a verb, its first, that holds data; ``read`` takes it on the caller's thread."""
+    """The first parameter of a verb, which holds data; ``read`` reads that on the caller's thread."""
 
     name: str
     read: Callable[[Any], Any]
@@ -81,21 +85,41 @@ def _read_object(value: Any) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """An array of any kind as NumPy's."""
+    """Return an array of any kind as NumPy's."""
     array = adapt(x)
     return array.flat.reshape(array.shape)
 
 
-ARRAY = Given("x", _read_array)
-PARTS = Given("x", _read_parts)
-PLAIN = Given("x", plain)
-MANY = Given("arrays", _read_many)
-OBJECT = Given("value", _read_object)
-OBJECTS = Given("values", _read_object)
+_GIVEN = {
+    given.name: given
+    for given in (
+        Given("x", _read_array),
+        Given("arrays", _read_many),
+        Given("value", _read_object),
+        Given("values", _read_object),
+    )
+}
+_GIVEN_TO = {"scatter": Given("x", _read_parts), "all_to_all": Given("x", _read_parts), "put": Given("x", plain)}
+"""By verb, where the name of the parameter does not say how its data is read."""
 
 
-class Skin(Generic[A_co]):
-    """Something asynchronous that belongs to a communicator, and the driver of that one's engine."""
+@cache
+def _signature(verb: Callable[..., Any]) -> inspect.Signature:
+    """Of all forms of a verb; made once, since that is most of what it costs to import them."""
+    return inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
+
+
+def _given_to(verb: Callable[..., Any], *, is_awaited: bool) -> Given | None:
+    """How the data of a verb is read; an object only where the call returns before it is packed."""
+    first = [*_signature(verb).parameters, ""][1]
+    is_object = verb.__name__.endswith("_object")
+    if first.startswith("value") and (is_awaited or not is_object):
+        return None
+    return _GIVEN_TO.get(verb.__name__) or _GIVEN.get(first)
+
+
+class Adapter(Generic[A_co]):
+    """Blocking interface to an asyncio object of a communicator, through the driver of that one's engine."""
 
     def __init__(self, driver: Driver, inner: A_co, comm: Communicator) -> None:
         self._driver = driver
@@ -107,15 +131,15 @@ class Skin(Generic[A_co]):
 
 
 def blocking(
-    verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
-) -> Callable[Concatenate[Skin[A_co], P], T]:
-    """The form of ``verb`` that returns its result.
+    verb: Callable[Concatenate[A_co, P], Awaitable[T]],
+) -> Callable[Concatenate[Adapter[A_co], P], T]:
+    """Return the form of ``verb`` that waits for its result.
 
-    What has several steps of its own, a coroutine, runs on the I/O thread; all else is done by the caller.
+    A coroutine, which has several steps of its own, runs on the I/O thread; everything else is done by the caller.
     """
-    is_coroutine = inspect.iscoroutinefunction(verb)
+    is_coroutine, given = inspect.iscoroutinefunction(verb), _given_to(verb, is_awaited=True)
 
-    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
         is_held = self._io.signals.hold()
         try:
             self._check_open()
@@ -132,12 +156,13 @@ def blocking(
 
 
 def begun(
-    verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
-) -> Callable[Concatenate[Skin[A_co], P], Handle[T]]:
-    """The form of ``verb`` that returns a handle at once."""
+    verb: Callable[Concatenate[A_co, P], Awaitable[T]],
+) -> Callable[Concatenate[Adapter[A_co], P], Handle[T]]:
+    """Return the form of ``verb`` that returns a handle at once."""
     is_coroutine, name = inspect.iscoroutinefunction(verb), verb.__name__
+    given = _given_to(verb, is_awaited=False)
 
-    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         is_held = self._io.signals.hold()
         try:
             self._check_open()
@@ -161,11 +186,11 @@ def begun(
 
 def prepared(
     init: Callable[Concatenate[A_co, P], AsyncPersistent[T]],
-) -> Callable[Concatenate[Skin[A_co], P], PersistentCollective[T]]:
-    """The form of an ``*_init`` method whose starts are waited for."""
+) -> Callable[Concatenate[Adapter[A_co], P], PersistentCollective[T]]:
+    """Return the form of an ``*_init`` method whose persistent collective blocks."""
 
     @outermost
-    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
+    def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
         from kfcomm.sync.persistent import PersistentCollective
 
         return PersistentCollective(self._driver, self._session, init(self._inner, *args, **kwargs))
@@ -173,17 +198,46 @@ def prepared(
     return _dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
 
 
+def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str] = ()) -> None:
+    """Give a class the blocking forms of everything in an asyncio class that is awaited, prepared or a property.
+
+    Args:
+        cls: gets ``verb``, ``verb_async`` and ``verb_init``; what it has already stays.
+        inner: the class of what an instance wraps.
+        by_hand: names of coroutines that have no blocking form here: their results need one of their own.
+    """
+    for name in dict.fromkeys(name for one in reversed(inner.__mro__) for name in vars(one)):
+        member = inspect.getattr_static(inner, name)
+        if name.startswith("_") or name in by_hand:
+            continue
+        if isinstance(member, property):
+            setattr(cls, name, property(attrgetter(f"_inner.{name}"), doc=member.__doc__))
+        elif name.endswith("_init"):
+            setattr(cls, name, prepared(member))
+        elif is_awaited(member):
+            form = blocking(member)
+            setattr(cls, name, cached(form, SPECS[Verb(name)]) if name in SPECS else form)
+            setattr(cls, f"{name}_async", begun(member))
+
+
+def is_awaited(member: Any) -> bool:
+    """Whether this is a method whose result is to be awaited: a coroutine, or one that returns a handle."""
+    if inspect.iscoroutinefunction(member):
+        return True
+    return inspect.isfunction(member) and str(member.__annotations__.get("return")).startswith(("Handle[", "Steps"))
+
+
 def _bound(
-    verb: Callable[..., Awaitable[T]], given: Given | None, skin: Skin[Any], args: tuple[Any, ...], kwargs: Any
+    verb: Callable[..., Awaitable[T]], given: Given | None, adapter: Adapter[Any], args: tuple[Any, ...], kwargs: Any
 ) -> Callable[[], Awaitable[T]]:
     if given is not None:
         args = given.take(args, kwargs)
-    return partial(verb, skin._inner, *args, **kwargs)
+    return partial(verb, adapter._inner, *args, **kwargs)
 
 
 def _dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
-    """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
+    """Give a form the parameters and the text of its verb, which ``help`` shows, after a line on what differs."""
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"
-    call.__dict__["__signature__"] = inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
+    call.__dict__["__signature__"] = _signature(verb)
     return call

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.sync import Communicator, skin
+from kfcomm.sync import Communicator, adapter
 from kfcomm.testing import run_threads, sync_world
 from tests.conformance.worlds import same_bits
 
@@ -54,7 +54,7 @@ def test_a_call_like_the_one_before_goes_the_short_way(case: str, monkeypatch: p
     with sync_world(SIZE) as comms:
         for number in range(4):
             if number == 1:
-                monkeypatch.setattr(skin, "_bound", never)
+                monkeypatch.setattr(adapter, "_bound", never)
             results = run_threads(comms, lambda comm: call(comm, XS[comm.rank]))
             for result, one in zip(results, wanted, strict=True):
                 assert_right(result, one)
