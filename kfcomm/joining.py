@@ -1,4 +1,4 @@
-"""How a program joins a world: ``kfcomm.init``, from its arguments and environment to a communicator."""
+"""Joining a world: ``kfcomm.init``, from arguments and environment to a communicator."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; 
 
 
 class Init:
-    """What ``kfcomm.init`` returns: await it, or use it in ``async with``.
+    """Result of ``kfcomm.init``: await it, or use it in ``async with``.
 
     Args:
         settings: what was found.
-        reactor: driven by whoever gives it; by the event loop, if none is given.
-        exchange: how the ranks learn of each other, if not by a store of kfcomm's.
+        reactor: the caller drives it; None for one that the event loop drives.
+        exchange: where the ranks find each other; None for a store of kfcomm.
 
     Attributes:
         settings: what was found.

@@ -1,4 +1,4 @@
-"""The verbs of kfcomm for programs without an event loop: blocking, from any thread.
+"""Blocking interface of kfcomm, for programs without an event loop; callable from any thread.
 
 ::
 
@@ -7,7 +7,7 @@
         h = comm.all_reduce_async(x, name="grad/1")
         y = h.wait()
 
-A thin skin over ``kfcomm.Communicator``, whose engine the callers drive themselves.
+An adapter over ``kfcomm.Communicator``: each caller drives the engine itself.
 """
 
 from typing import TYPE_CHECKING

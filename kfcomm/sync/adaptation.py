@@ -1,4 +1,4 @@
-"""The blocking form of ``kfcomm.adapt.Adaptation``: the same one, on the I/O thread of its communicator."""
+"""Blocking form of ``kfcomm.adapt.Adaptation``, which runs on the I/O thread of its communicator."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Adaptation(Adapter[Async]):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """Those that are not switched off."""
+        """Policies in force: all but those that are switched off."""
         return self._inner.policies
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was decided, with the evidence; the same on every rank."""
+        """Decisions so far, each with its evidence; the same on every rank."""
         return self._inner.decisions
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """Of the last step at whose end the ranks met; None before."""
+        """Metrics of the latest step at whose end the ranks met; None before the first."""
         return self._inner.metrics
 
     @property
@@ -64,37 +64,37 @@ class Adaptation(Adapter[Async]):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What holds; the same object for as long as nothing changes."""
+        """Hyperparameters in force; the same object for as long as nothing changes."""
         return self._inner.hyperparameters
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a step, of all ranks together; None if the program has given none."""
+        """Samples of a step, over all ranks; None if the program gave no batch size."""
         return self._inner.batch_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """This rank's share of it."""
+        """This rank's share of the batch."""
         return self._inner.local_batch_size
 
     @property
     def learning_rate(self) -> float | None:
-        """None if the program has given none."""
+        """Learning rate in force; None if the program gave no rate."""
         return self._inner.learning_rate
 
     @property
     def agreement(self) -> str | None:
-        """The name of the way in which the replicas agree; None if the program has given none."""
+        """Name of the algorithm by which the replicas agree; None if the program gave no name."""
         return self._inner.agreement
 
     @property
     def wire_dtype(self) -> str | None:
-        """As which gradients travel."""
+        """Dtype in which gradients travel."""
         return self._inner.wire_dtype
 
     @outermost
     def observe(self, /, **values: float) -> None:
-        """Tell the other ranks what this one has found out. See ``kfcomm.adapt.Adaptation.observe``."""
+        """Share values that this rank has measured with the other ranks. See ``kfcomm.adapt.Adaptation.observe``."""
         self._inner.observe(**values)
 
     @contextmanager
@@ -120,7 +120,7 @@ class Adaptation(Adapter[Async]):
 
     @outermost
     def close(self) -> None:
-        """Call ``on_end``, and meet no more."""
+        """Call ``on_end`` and end the exchange with the other ranks."""
         if not self._io.is_inherited and not self._io.is_stopped:
             self._io.wait_for(self._inner.close)
 

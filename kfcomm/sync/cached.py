@@ -1,6 +1,6 @@
 """Fast path of blocking verbs, for a name whose last call was alike: see ``collectives.compiled``.
 
-The caller takes the engine lock, begins the operation itself and looks until it is over: there is no handle.
+The caller takes the engine lock, begins the operation itself and polls it to its end, without a handle.
 """
 
 from __future__ import annotations

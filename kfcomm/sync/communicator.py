@@ -1,4 +1,4 @@
-"""The blocking communicator: the verbs of ``kfcomm.Communicator`` for programs without an event loop.
+"""Blocking communicator: the verbs of ``kfcomm.Communicator`` for programs without an event loop.
 
 Every method may be called from any thread, by many at once. A call that blocks does the work of the engine itself; an
 I/O thread does it while none does; sub-groups share it. Calls of one thread are posted in the order of the calls.
@@ -78,7 +78,7 @@ class Communicator(BlockingVerbs):
 
     @outermost
     def shrink(self, *, timeout: Seconds | None = None) -> Communicator:
-        """The communicator of the next epoch, that of the ranks that live. See ``kfcomm.Communicator.shrink``."""
+        """Return the communicator of the next epoch: of the ranks that survive. See ``kfcomm.Communicator.shrink``."""
         self._check_open()
         inner = self._io.wait_for(lambda: self._inner.shrink(timeout=timeout))
         return Communicator(self._driver, inner, owns_io=self._owns_io)
@@ -105,18 +105,18 @@ class Communicator(BlockingVerbs):
 
     @outermost
     def set_timeout(self, timeout: Seconds) -> None:
-        """Calls of this group that follow have this timeout. See ``kfcomm.Communicator.set_timeout``."""
+        """Set the timeout of later calls of this group. See ``kfcomm.Communicator.set_timeout``."""
         self._inner.set_timeout(timeout)
 
     @outermost
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
-        """This rank's next call of this name is not made. See ``kfcomm.Communicator.refuse``."""
+        """Fail the next call of this name on every rank. See ``kfcomm.Communicator.refuse``."""
         self._check_open()
         self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)
 
     @outermost
     def mismatched(self, name: str, seq: int, message: str) -> None:
-        """One use of a name fails, on every rank. See ``kfcomm.Communicator.mismatched``."""
+        """Fail one use of a name on every rank. See ``kfcomm.Communicator.mismatched``."""
         self._driver.run(lambda: self._inner.mismatched(name, seq, message), self._session)
 
     @property
@@ -133,16 +133,16 @@ class Communicator(BlockingVerbs):
 
     @outermost
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-        """An array that the other ranks of this host can read where it is. See ``kfcomm.Communicator.empty``."""
+        """Return an array that the other ranks of this host can read in place. See ``kfcomm.Communicator.empty``."""
         return self._inner.empty(shape, dtype)
 
     @outermost
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
+        """Record of this process's latest calls and waits, fit for JSON; written to ``path`` if given."""
         return self._inner.dump(path)
 
     def statistics(self) -> Statistics:
-        """What was counted and timed so far. See ``kfcomm.Communicator.statistics``."""
+        """Counts and times so far. See ``kfcomm.Communicator.statistics``."""
         return self._inner.statistics()
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class Communicator(BlockingVerbs):
             self._io.post(self._session.hurry)
 
     def _close_at_exit(self) -> None:
-        """The program ends without ``close``: the others shall hear a goodbye rather than lose a peer."""
+        """Leave properly when the program ends without ``close``, so that the others do not report a lost peer."""
         if hasattr(sys, "last_type"):  # by an error, or by Ctrl-C
             self._hurry()
         with contextlib.suppress(KfcommError, OSError):
@@ -252,7 +252,7 @@ def join(
         return signals.holding(join, (settings, exchange), {"signals": signals})
     kind: Any = Communicator
     if settings.elastic:
-        from kfcomm.sync.elastic import ElasticCommunicator  # which others do without, and newcomers need at once
+        from kfcomm.sync.elastic import ElasticCommunicator  # other programs do without it
 
         kind = ElasticCommunicator  # it has all that one has
     driver = Driver(IoThread(signals), is_terse=settings.traceback == "short")

@@ -1,17 +1,17 @@
-"""Blocking callers drive the engine themselves: each takes the engine lock, posts, and looks until its result is there.
+"""Driver of the engine by blocking callers: each takes the engine lock, posts, and polls until its result is there.
 
 One caller leads at a time; others follow: they sleep until their result is there or the leader has gone (Leader/
 Followers: Schmidt et al., 2000). A leader spins while peers of the same host may bring news any moment, then rests on
-the engine's descriptor without the lock. While nobody waits, the I/O thread drives what is in flight; it gives way to
-a caller at once.
+the engine's descriptor without the lock. While no caller waits, the I/O thread drives what is in flight; it gives way
+to a caller at once.
 
 Invariants:
 
 - A call is posted when it is made, by the thread that makes it, whether it blocks or not: so the calls of one thread
   are in the order of the program, over every link.
 - What a signal handler raises ends the call alone: handlers run where a call waits (see ``signals``). So does Ctrl-C
-  while a caller looks or rests. In the midst of the engine's work nobody could say what is left undone by it, or by
-  what another thread makes this one raise: then the communicator is closed, with that as its reason.
+  while a caller looks or rests. Inside the engine's own work an exception, of a handler or forced by
+  another thread, would leave unknown state behind: then the communicator is closed, with that as its reason.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ SOCKET_LOOKS = 16
 SLOT_LOOKS = 64
 """At a slot alone, until it is looked at with all the rest."""
 NAP_AFTER, NAP_S = 24, 50e-6
-"""Looks after which a caller sleeps for a moment, where a host has more ranks than processors. Who yields so often in
-vain is alone on one, while the others share the rest; a system that finds it idle moves one of them there."""
+"""Looks after which a caller sleeps for a moment, where a host has more ranks than processors. A caller
+that yields so often without news has a processor to itself, while the others share the rest; once that one is idle, the
+system moves another rank there."""
 LULL_S = 0.1
-"""After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
+"""Time after a call, with nothing in flight and no caller, until the I/O thread parks. Long, since waking it takes the
 caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
 MASKED_S = 20e-3
 """The same where no memory is shared: so long what comes stays in the kernel, for the next call of a program that makes
@@ -61,14 +62,14 @@ one after the other. Else the I/O thread would wake up for what peers send for t
 
 
 class Awaited(Protocol[T_co]):
-    """What a caller waits for: a handle, or an operation without one."""
+    """Something that a caller waits for: a handle, or an operation without one."""
 
     def done(self) -> bool:
         """Whether it is over."""
         ...
 
     def result(self) -> T_co:
-        """What the caller gets, once it is over."""
+        """Result of the call, once it is over."""
         ...
 
     def give_up(self) -> None:
@@ -323,14 +324,14 @@ class Driver:
         self.reactor.is_driven = self._is_working = True
 
     def _found_taken(self, session: Session) -> None:
-        """An interrupt has come while this thread left, or this is a signal handler in the midst of a call."""
+        """Recover the lock of an interrupted call of this thread, or enter from a signal handler during a call."""
         if self._leader == threading.get_ident():
             self._leader = 0
         if self.reactor.is_driven:
             self._give_up(session, KeyboardInterrupt())
 
     def _leave(self) -> None:
-        """Hand over to whoever goes on, and lay down the lock."""
+        """Hand over to the next leader, and release the lock."""
         if self._leader and self._leader == threading.get_ident():
             self._leader, self._awaited = 0, None
         if self._followers:
@@ -367,7 +368,7 @@ class Driver:
                 io_driver.lull()
 
     def _tell_others(self) -> None:
-        """Who leads goes on; or else one of those who follow leads next."""
+        """Let the leader go on; without one, make a follower the next leader."""
         self.tell_followers()
         if self._leader:
             if self._is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):
@@ -497,7 +498,7 @@ class Driver:
                 bell.ring()
 
     def _give_way(self) -> None:
-        """Pass the lock to whoever waits for it, and take it up again after them."""
+        """Let waiting threads have the lock, and take it again after them."""
         self._step_out()
         self._lock.take()
         self.reactor.is_driven = self._is_working = True
@@ -514,7 +515,7 @@ class Driver:
             self._is_masked = is_masked
 
     def _wake(self) -> None:
-        """Something is due in the reactor, and nobody drives it."""
+        """Wake a thread that can drive the reactor, in which something is due."""
         if not self._leader:
             self._io_driver.wake()
         elif self._is_resting:

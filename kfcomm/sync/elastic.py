@@ -1,4 +1,4 @@
-"""``kfcomm.elastic`` for programs without an event loop."""
+"""Blocking form of ``kfcomm.elastic``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SWIFT = ("all_reduce", "all_gather", "barrier")
 
 
 class ElasticCommunicator(Adapter[Async]):
-    """The blocking ``kfcomm.elastic.ElasticCommunicator``: it has all that a ``kfcomm.sync.Communicator`` has.
+    """The blocking ``kfcomm.elastic.ElasticCommunicator``: it has every method of a ``kfcomm.sync.Communicator``.
 
     Made by ``kfcomm.sync.init(elastic=True)``. While an ``Elastic`` is open, the collectives of the world outlive a
     rank that dies.
@@ -77,42 +77,42 @@ class ElasticCommunicator(Adapter[Async]):
         self._inner.check_open()
 
     def set_timeout(self, timeout: Seconds) -> None:
-        """Calls that follow have this timeout. See ``kfcomm.elastic.ElasticCommunicator.set_timeout``."""
+        """Set the timeout of later calls. See ``kfcomm.elastic.ElasticCommunicator.set_timeout``."""
         self._inner.set_timeout(timeout)
 
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
-        """This rank's next call of this name is not made. See ``kfcomm.Communicator.refuse``."""
+        """Fail this rank's next call of this name before it is made. See ``kfcomm.Communicator.refuse``."""
         self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)
 
     @outermost
     def shrink(self, *, timeout: Any = None) -> Self:
-        """Go on with the ranks that live; this communicator is theirs then."""
+        """Continue with the surviving ranks; this communicator is theirs then."""
         self._io.wait_for(lambda: self._inner.shrink(timeout=timeout))
         return self
 
     @outermost
     def agree(self, value: Any, *, timeout: Any = None) -> Any:
-        """See ``kfcomm.Communicator.agree``."""
+        """Return the logical AND over the surviving ranks; see ``kfcomm.Communicator.agree``."""
         return self._io.wait_for(lambda: self._inner.agree(value, timeout=timeout))
 
     @outermost
     def resize(self, size: int, *, timeout: Any = None) -> bool:
-        """Go on with so many ranks. See ``kfcomm.elastic.ElasticCommunicator.resize``."""
+        """Change the number of ranks. See ``kfcomm.elastic.ElasticCommunicator.resize``."""
         return self._io.wait_for(lambda: self._inner.resize(size, timeout=timeout))
 
     @outermost
     def propose_size(self, size: int) -> None:
-        """Ask for so many ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
+        """Propose a number of ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
         self._io.wait_for(lambda: self._inner.propose_size(size))
 
     @outermost
     def propose_replacement(self, rank: int) -> None:
-        """Ask for another in the place of a rank. See ``kfcomm.elastic.ElasticCommunicator.propose_replacement``."""
+        """Propose to replace a rank. See ``kfcomm.elastic.ElasticCommunicator.propose_replacement``."""
         self._io.wait_for(lambda: self._inner.propose_replacement(rank))
 
     @outermost
     def _gone_on(self, calls: Dispatcher, entry: Entry, error: Exception) -> Any:
-        """What a call that has failed gives, once it is known who goes on."""
+        """Return the result of a failed call, once the surviving ranks are known."""
         return self._driver.call(partial(calls.take_over, entry, error), self._session)
 
     def elastic_over(self, state: State, **options: Any) -> Elastic:
@@ -120,7 +120,7 @@ class ElasticCommunicator(Adapter[Async]):
         return Elastic(self, state, **options)
 
     def close(self) -> None:
-        """See ``kfcomm.sync.Communicator.close``."""
+        """Close the world; see ``kfcomm.sync.Communicator.close``."""
         self._first.close()
 
     def __enter__(self) -> Self:
@@ -190,7 +190,7 @@ class Elastic:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it has not come to the steps to go on with. See ``kfcomm.elastic.Elastic.is_replaying``."""
+        """Whether earlier steps are being repeated. See ``kfcomm.elastic.Elastic.is_replaying``."""
         return self._inner.is_replaying
 
     @property
@@ -205,12 +205,12 @@ class Elastic:
 
     @property
     def heirs(self) -> dict[int, int | None]:
-        """Who has what those had who are gone. See ``kfcomm.elastic.Elastic.heirs``."""
+        """New owner of each lost rank's own state. See ``kfcomm.elastic.Elastic.heirs``."""
         return self._inner.heirs
 
     @property
     def inherited(self) -> dict[int, dict[str, Any]]:
-        """What this rank is heir to, by birth. See ``kfcomm.elastic.Elastic.inherited``."""
+        """State that this rank has taken over from lost ranks, by uid. See ``kfcomm.elastic.Elastic.inherited``."""
         return self._inner.inherited
 
     @outermost
@@ -237,7 +237,7 @@ class Elastic:
             self._io.wait_for(lambda: self._inner.__aexit__(kind, error, trace))
 
     def _give_up(self) -> None:
-        """Calls of this thread that an interrupt has left, and another one before they could be ended."""
+        """Abort calls of this thread that an interrupt has left, and a second one before they could be aborted."""
         calls = self._comm._inner._calls
         if calls is not None:
             calls.abandon(get_ident())

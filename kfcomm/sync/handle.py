@@ -1,4 +1,4 @@
-"""What the ``*_async`` forms of blocking communicators return."""
+"""Handles that the ``*_async`` forms of blocking communicators return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
 
     @property
     def contributors(self) -> tuple[int, ...] | None:
-        """See ``kfcomm.Handle.contributors``."""
+        """Ranks whose contributions the result holds; see ``kfcomm.Handle.contributors``."""
         found: tuple[int, ...] | None = getattr(self._inner, "contributors", None)
         return found
 
@@ -87,7 +87,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         return super().exception(0)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """See ``concurrent.futures.Future``. One that nobody looks at is logged, unless the communicator was closed."""
+        """Fail the future. An error that the program never reads is logged, unless the communicator was closed."""
         self._is_unheard = not self._session.is_closed
         super().set_exception(exception)
 

@@ -1,4 +1,4 @@
-"""The engine lock: whoever holds it may use everything that lives in the engine, and nobody else does meanwhile.
+"""Engine lock: its holder, one thread at a time, may use everything that lives in the engine.
 
 Invariants:
 
@@ -15,15 +15,15 @@ from typing import Any
 
 
 class EngineLock:
-    """Two locks, the first of which is held while waiting for the second.
+    """Two locks; a thread holds the first one, the gate, while it waits for the second.
 
     What is called at every collective is an attribute, and nothing of Python's runs in it.
 
     Attributes:
         gate: held while waiting for the lock.
-        acquire: waits for it; to be called by who holds the gate, and has not had the lock: see ``take``.
-        release: lets others have it; to be called by who has it.
-        is_wanted: whether somebody waits for it.
+        acquire: waits for it; to be called with the gate held, by a thread that has not got the lock: see ``take``.
+        release: releases it; to be called by its holder.
+        is_wanted: whether a thread waits for it.
         is_mine: whether this thread holds it.
     """
 

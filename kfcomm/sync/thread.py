@@ -1,11 +1,11 @@
-"""The I/O thread of blocking communicators: an event loop for what is slow; it drives the engine when no caller does.
+"""I/O thread of blocking communicators: an event loop for slow work, which drives the engine when no caller does.
 
 It opens links, answers requests, runs the verbs that take several steps of their own (``group``, ``probe``), and while
 the program computes it drives what is in flight. It holds the engine lock while it runs callbacks and lays it down to
 wait for events, so that all of its callbacks may use the engine.
 
-Invariants: whatever was posted is begun before the thread ends, and whoever waits is told of the end. This module
-knows nothing of communicators.
+Invariants: each posted function is begun before the thread ends, and each waiting caller is notified of the end. This
+module knows nothing of communicators.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kfcomm.common.callbacks import do_nothing
 from kfcomm.errors import SessionClosed, WouldDeadlock
 from kfcomm.sync.lock import EngineLock
 from kfcomm.sync.signals import Signals
+from kfcomm.types import override
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,16 +62,17 @@ class IoLoop(asyncio.SelectorEventLoop):
         self._thread = 0
         super().__init__(chosen)
 
+    @override
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See ``AbstractEventLoop.call_soon``; from other threads as ``call_soon_threadsafe``."""
+        # the base class checks no thread: from others it would not wake the selector
         if self._thread in (0, threading.get_ident()):
             return super().call_soon(callback, *args, context=context)
         return self.call_soon_threadsafe(callback, *args, context=context)
 
+    @override
     def run_forever(self) -> None:
-        """See ``AbstractEventLoop.run_forever``."""
         self._thread = threading.get_ident()
         super().run_forever()
 
@@ -78,8 +80,8 @@ class IoLoop(asyncio.SelectorEventLoop):
         """Hear of this descriptor, or do not, for a while. From any thread that holds the lock; costs 0.5 µs."""
         self._epoll.modify(descriptor, select.EPOLLIN if is_wanted else 0)
 
+    @override
     def close(self) -> None:
-        """See ``AbstractEventLoop.close``."""
         super().close()
         self._epoll.close()
 
@@ -115,7 +117,7 @@ class IoThread:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a forked child of the one that started the thread, and so has none."""
+        """Whether this process is a forked child of the one that started the thread: threads are not inherited."""
         return os.getpid() != self._pid
 
     @property
@@ -129,7 +131,7 @@ class IoThread:
         return bool(self._pending)
 
     def may_block(self) -> None:
-        """Refuse to wait where nobody would ever end the wait.
+        """Refuse a wait that could never end.
 
         Raises:
             WouldDeadlock: the caller is this thread.

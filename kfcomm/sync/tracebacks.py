@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Driven(Protocol):
-    """What works by a driver."""
+    """Object with a driver."""
 
     _driver: Driver
 
@@ -24,9 +24,9 @@ P = ParamSpec("P")
 
 
 def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that callers call, of something with a driver: it holds signals, and shows errors as `Driver.shown`.
+    """Return a method that users call as one that holds signals, and raises errors as `Driver.shown` gives them.
 
-    What is called often has the same in its own lines.
+    Hot paths have the same lines written out.
     """
 
     @wraps(method)

@@ -788,10 +788,10 @@ class BlockingVerbs(Adapter[Async]):
 
     @property
     def route(self) -> Choice | None:
-        """Which way device memory goes in this group, and why; None in a world where no rank has a device."""
+        """Route of device memory in this group, with the reason; None where no rank has a device."""
 
     def agree(self, value: Any, *, timeout: Seconds | None = None) -> Any:
-        """The conjunction of what all ranks that live say; the same on each of them, whoever dies meanwhile."""
+        """Fault-tolerant logical AND: the same result on all surviving ranks, even if some die during the call."""
 
     def agree_async(self, value: Any, *, timeout: Seconds | None = None) -> Handle[Any]:
         """Begin an ``agree``."""

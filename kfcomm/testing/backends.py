@@ -24,7 +24,7 @@ from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.testing.launches import Impossible, Launched, checked, results, supports
 from kfcomm.testing.memory import poison
-from kfcomm.testing.streams import WORLD, FakeStream
+from kfcomm.testing.streams import SCHEDULER, FakeStream
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
 
@@ -50,11 +50,11 @@ class FakeFabric:
         self._breakage: str | None = None
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
-        """See `BackendMaker`: neither bool nor complex numbers are reduced, nor anything by and, or, xor."""
+        """Whether a verb can be launched: bool and complex numbers are not reduced, nor anything by and, or, xor."""
         return supports(verb, dtype, op)
 
     def identity(self) -> bytes:
-        """See `BackendMaker`."""
+        """Name a new group."""
         with self._meeting:
             self._check_not_refused(None)
             identity = f"group {len(self._groups)}".encode()
@@ -62,7 +62,7 @@ class FakeFabric:
         return identity
 
     def connect(self, identity: bytes, rank: int, size: int, device: Device) -> FakeBackend:
-        """See `BackendMaker`. Ends for those who wait, too, when one that comes cannot belong to the group."""
+        """Join a group and wait for its other ranks; fails for all of them if one cannot belong to the group."""
         with self._meeting:
             group = self._groups.get(identity)
             self._check_not_refused(group)
@@ -87,12 +87,12 @@ class FakeFabric:
 
     def stop(self, who: int | FakeDevice) -> None:
         """What a rank of any group, or a device, launches does not run any more: the others hang, until they abort."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             self._stopped.add(who)
 
     def break_down(self, message: str) -> None:
         """Nothing runs any more, and ``failure`` says why; as when a cable breaks."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             self._breakage = message
 
     # ---------------------------------------------------------------- what tests ask
@@ -100,7 +100,7 @@ class FakeFabric:
     @property
     def num_open(self) -> int:
         """Backends that have neither been closed nor aborted."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             met = [group for group in self._groups.values() if group.is_full]
             return sum(backend.is_open for group in met for backend in group.backends.values())
 
@@ -158,7 +158,7 @@ class _Group:
         return TransportError(self.wrong)
 
     def add(self, place: int, launch: _Launch) -> None:
-        """A rank has launched something at a place; under the lock of the world.
+        """A rank has launched something at a place; under the lock of the scheduler.
 
         Raises:
             TransportError: not what another did there.
@@ -174,7 +174,7 @@ class _Group:
         here[launch.rank] = launch
 
     def meet(self, place: int) -> None:
-        """Carry out what is at a place, if all have come to it; under the lock of the world."""
+        """Carry out what is at a place, if all have come to it; under the lock of the scheduler."""
         here = [launch for _, launch in sorted(self._places[place].items())]
         if self.wrong is not None or len(here) < self.size or not all(launch.can_run for launch in here):
             return
@@ -215,7 +215,7 @@ class _Launch:
         return self._has_come and not self.is_over and not self._is_stuck
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `kfcomm.testing.streams.Item`."""
+        """Carry out the collective, if all ranks have come to it."""
         if not (self.is_over or self._is_stuck or stream.error):
             if not self._has_come:
                 self._come(stream)
@@ -272,7 +272,7 @@ class FakeBackend:
         Raises:
             TransportError: as there; what it should never have been asked for is a violation, too.
         """
-        with WORLD.entered():
+        with SCHEDULER.entered():
             self._check_usable()
             try:
                 launched = checked(verb, parts, op, root, self.rank, self.group.size)
@@ -291,19 +291,19 @@ class FakeBackend:
         del self._under_way[place]
 
     def failure(self) -> str | None:
-        """See `CollectiveBackend`."""
+        """Why the group cannot be used any more; None while it can."""
         return self.group.fabric.breakage or self.group.wrong
 
     def abort(self) -> None:
-        """See `CollectiveBackend`: ends this rank's part; that of the others is stuck until they abort theirs."""
-        with WORLD.entered():
+        """End this rank's launches; those of the other ranks are stuck until these abort, too."""
+        with SCHEDULER.entered():
             self.is_open = False
             for launch in list(self._under_way.values()):
                 launch.end()
 
     def close(self) -> None:
-        """See `CollectiveBackend`."""
-        with WORLD.lock:
+        """End this rank's part; a violation while launches of it are under way."""
+        with SCHEDULER.lock:
             if self.is_open and self._under_way:
                 left = [str(launch.launched) for launch in self._under_way.values()]
                 self.group.violation(f"rank {self.rank} closed while it was at {', '.join(left)}")

@@ -18,7 +18,7 @@ from numpy.lib.array_utils import byte_bounds
 from kfcomm.arrays.devices.base import Array, Device
 from kfcomm.errors import ConfigError
 from kfcomm.testing.memory import Allocation
-from kfcomm.testing.streams import WORLD, FakeStream
+from kfcomm.testing.streams import SCHEDULER, FakeStream
 
 if TYPE_CHECKING:
     from kfcomm.testing.devices import FakeDevice
@@ -183,7 +183,7 @@ class FakeArray:
             RuntimeError: that stream is held back: with a real device this would wait for ever.
         """
         stream = self.device.current_stream
-        with WORLD.lock:
+        with SCHEDULER.lock:
             if stream.error is not None:
                 raise stream.error
             if stream.num_waiting:
@@ -217,7 +217,7 @@ class Uses:
         self._parts = [(weakref.ref(x.allocation), x.allocation.home, x.memory, is_written) for x, is_written in parts]
 
     def happen(self, stream: FakeStream) -> None:
-        """The turn has come, on this stream; under the lock of the world."""
+        """The turn has come, on this stream; under the lock of the scheduler."""
         for reference, home, memory, is_written in self._parts:
             allocation = reference()
             said = None

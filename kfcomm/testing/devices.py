@@ -21,7 +21,7 @@ import numpy as np
 from kfcomm.arrays.devices.base import Array, DeviceReport
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.memory import Alive, Allocation, poison
-from kfcomm.testing.streams import WORLD, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work
+from kfcomm.testing.streams import SCHEDULER, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work
 
 
 class _Copy:
@@ -34,7 +34,7 @@ class _Copy:
         self._crosses = crosses
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `kfcomm.testing.streams.Item`."""
+        """Copy, unless copies are held back."""
         if self._crosses and stream.device.copies_are_held:
             return False
         if stream.error is None:
@@ -90,43 +90,43 @@ class FakeDevice:
 
     @property
     def report(self) -> DeviceReport:
-        """See `kfcomm.arrays.devices.Device`."""
+        """What the other ranks learn of it, as fixed by the arguments."""
         return self._report
 
     @property
     def ordinal(self) -> int:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Its number in this process."""
         return self._ordinal
 
     def stream(self, *, urgent: bool = False) -> FakeStream:
-        """See `kfcomm.arrays.devices.Device`."""
-        with WORLD.lock:
+        """Make a stream."""
+        with SCHEDULER.lock:
             name = f"{self._ordinal}.{len(self._streams)}{' (urgent)' if urgent else ''}"
             made = FakeStream(self, self._promises, name, is_urgent=urgent)
             self._streams.append(made)
         return made
 
     def mark(self, stream: FakeStream) -> FakeMark:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Mark the present end of a stream."""
         self.check_stream(stream)
         mark = FakeMark(stream)
         stream.add(mark)
         return mark
 
     def wait(self, stream: FakeStream, mark: FakeMark) -> None:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Let a stream wait for a mark."""
         self.check_stream(stream)
         stream.add(Wait(mark))
 
     def notify(self, stream: FakeStream, done: Promise) -> None:
         """Implement `Device.notify`. Called in the thread that ends the last of the work: here, if there is none."""
         self.check_stream(stream)
-        with WORLD.entered():
+        with SCHEDULER.entered():
             self._promises.num_open += 1
             stream.add(Notify(done))
 
     def empty(self, count: int, dtype: np.dtype[Any], stream: FakeStream) -> FakeArray:
-        """See `kfcomm.arrays.devices.Device`; poisoned."""
+        """Allocate flat memory for ``count`` elements; poisoned."""
         self.check_stream(stream)
         self._take("device memory", count * np.dtype(dtype).itemsize)
         made = self._made(np.empty(count, dtype), stream)
@@ -135,7 +135,7 @@ class FakeDevice:
         return made
 
     def pinned(self, nbytes: int) -> Array:
-        """See `kfcomm.arrays.devices.Device`; poisoned."""
+        """Allocate host memory for copies; poisoned."""
         self._take("pinned memory", nbytes)
         made = np.empty(nbytes, np.uint8)
         poison(made)
@@ -143,27 +143,27 @@ class FakeDevice:
         return made
 
     def fetch(self, source: FakeArray, target: Array, stream: FakeStream) -> None:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Copy from the device to the host, on a stream."""
         self._check(source, self._on_host(target), stream)
         uses = Uses((source,), ())
         stream.add(_Copy(source.memory, target, uses, crosses=True))
 
     def put(self, source: Array, target: FakeArray, stream: FakeStream) -> None:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Copy from the host to the device, on a stream."""
         self._check(target, self._on_host(source), stream)
         uses = Uses((), (target,))
         stream.add(_Copy(source, target.memory, uses, crosses=True))
 
     def copy(self, source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
-        """See `kfcomm.arrays.devices.Device`."""
+        """Copy within the device, on a stream."""
         self._check(target, self._check(source, target.memory, stream), stream)
         uses = Uses((source,), (target,))
         stream.add(_Copy(source.memory, target.memory, uses, crosses=False))
 
     def close(self) -> None:
         """Implement `Device.close`. It blocks while a stream is held back on which something was promised."""
-        with WORLD.lock:
-            WORLD.quiet.wait_for(lambda: not self._promises.num_open)
+        with SCHEDULER.lock:
+            SCHEDULER.quiet.wait_for(lambda: not self._promises.num_open)
             self.is_open = False
 
     # ---------------------------------------------------------------- for tests
@@ -209,7 +209,7 @@ class FakeDevice:
     @property
     def streams(self) -> tuple[FakeStream, ...]:
         """All that there are, the default stream first, also those that the program made for itself."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             return tuple(self._streams)
 
     def hold(self, stream: FakeStream | None = None) -> None:
@@ -226,19 +226,19 @@ class FakeDevice:
 
     def hold_copies(self) -> None:
         """No copy between the device and the host is done any more, on any stream."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             self.copies_are_held = True
 
     def release_copies(self) -> None:
         """The copies that were held back are done, before this returns."""
-        with WORLD.entered():
+        with SCHEDULER.entered():
             self.copies_are_held = False
             for stream in self._streams:
                 stream.wake()
 
     def fail_next_allocation(self, count: int = 1) -> None:
         """So many of the next requests for memory are refused, pinned memory included."""
-        with WORLD.lock:
+        with SCHEDULER.lock:
             self._allocations_to_fail = count
 
     @property
@@ -276,7 +276,7 @@ class FakeDevice:
     # ---------------------------------------------------------------- inside
 
     def _take(self, what: str, nbytes: int) -> None:
-        with WORLD.lock:
+        with SCHEDULER.lock:
             if self._allocations_to_fail:
                 self._allocations_to_fail -= 1
                 raise MemoryError(f"{self} has no {nbytes} bytes of {what} left")

@@ -76,13 +76,13 @@ class ThreadWorld(_InOneProcess):
     """Ranks on threads, with the blocking interface."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See `TaskWorld.run`."""
+        """Run ``function(comm, *args)`` on every rank, as `TaskWorld.run`."""
         if self._plan.faults:
             return _results(self.outcomes(function, *args))
         return run_threads(self, lambda comm: function(comm, *args))
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See `TaskWorld.outcomes`."""
+        """Results or errors of ``function(comm, *args)``, by rank, as `TaskWorld.outcomes`."""
         with ThreadPoolExecutor(len(self), thread_name_prefix="kfcomm-rank") as pool:
             ranks = [pool.submit(function, comm, *args) for comm in self]
         return [rank.exception() or rank.result() for rank in ranks]
@@ -105,11 +105,11 @@ class AwaitedProcesses(_InProcesses):
     """Processes with the asynchronous interface, for an asynchronous test."""
 
     async def run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
-        """See `TaskWorld.run`. After an error the world is at its end."""
+        """Run ``function(comm, *args)`` on every rank, as `TaskWorld.run`. After an error the world is over."""
         return _results(await self.outcomes(function, *args))
 
     async def outcomes(self, function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
-        """See `TaskWorld.outcomes`."""
+        """Results or errors of ``function(comm, *args)``, by rank, as `TaskWorld.outcomes`."""
         self._processes.begin(function, args)
         return await self._said()
 
@@ -121,11 +121,11 @@ class BlockingProcesses(_InProcesses):
     """Processes with the blocking interface, for a test without an event loop."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See `TaskWorld.run`. After an error the world is at its end."""
+        """Run ``function(comm, *args)`` on every rank, as `TaskWorld.run`. After an error the world is over."""
         return _results(self.outcomes(function, *args))
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See `TaskWorld.outcomes`."""
+        """Results or errors of ``function(comm, *args)``, by rank, as `TaskWorld.outcomes`."""
         self._processes.begin(function, args)
         return self._said()
 

@@ -1,7 +1,7 @@
-"""Faults by plan: what befalls a rank just before one of its own calls, so that each run of a test meets the same.
+"""Planned faults: each befalls a rank just before one of its own calls, so that every run of a test is the same.
 
-A rank of which a plan speaks gets its communicator inside `watched`, which counts the calls. The others, and worlds
-without a plan, have theirs plain.
+A rank with a planned fault gets its communicator inside `watched`, which counts the calls. Other ranks get theirs
+plain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fault:
 
     Attributes:
         rank: whom it befalls.
-        call: before which of its calls: a number, counted from 0, or a name, of which it is the first use. Calls of
+        call: before which of its calls: a number, counted from 0, or a name (its first use). Calls of
             groups are not counted.
         kind: ``kill`` ends the process. ``unplug`` breaks every open link of the rank, which lives and may open new
             ones: in one process. ``stop`` halts the process, which says nothing any more: in several.
@@ -37,13 +37,13 @@ class Fault:
 
 
 class FaultPlan:
-    """Faults of one world, each of which comes once."""
+    """Faults of one world; each comes once."""
 
     def __init__(self, *faults: Fault) -> None:
         self.faults = faults
 
     def of(self, rank: int) -> tuple[Fault, ...]:
-        """Those of one rank."""
+        """Faults of one rank."""
         return tuple(fault for fault in self.faults if fault.rank == rank)
 
     def check(self, size: int, kinds: tuple[FaultKind, ...]) -> None:
@@ -92,5 +92,5 @@ def _is_call(function: Callable[..., Any]) -> bool:
 
 
 def watched(comm: Any, faults: tuple[Fault, ...], strike: Callable[[FaultKind], None]) -> Any:
-    """``comm``, with ``strike(kind)`` called before the calls of which ``faults`` tell."""
+    """``comm``, with ``strike(kind)`` called before the calls that ``faults`` name."""
     return _Watched(comm, faults, strike) if faults else comm

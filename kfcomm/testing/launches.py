@@ -1,4 +1,4 @@
-"""What a fake backend is asked to do: whether it can be, in which words, and with what result.
+"""Launches of a fake backend: checks, descriptions and results.
 
 Invariants: results are folded in the order of the ranks, half floats as float32, so that they are the same every
 time and on every rank.
@@ -30,7 +30,7 @@ FOLDS = {op: reduction.ufunc for op, reduction in REDUCTIONS.items() if reductio
 
 
 class Launched(NamedTuple):
-    """What one rank launched at one place of its group: the same on all of them.
+    """Launch of one rank at one place of its group; the same on all ranks.
 
     Attributes:
         verb: what is done.
@@ -65,7 +65,7 @@ def supports(verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
 
 
 def checked(verb: Verb, parts: Sequence[Part], op: Op | None, root: int, rank: int, size: int) -> Launched:
-    """What this rank of a group of ``size`` launches.
+    """Check and describe a launch of one rank of a group.
 
     Raises:
         Impossible: not what `kfcomm.transports.backend` says that it has to be.
@@ -122,7 +122,7 @@ def is_same(source: FakeArray, target: FakeArray) -> bool:
 
 
 def results(launched: Launched, sources: Sequence[Array]) -> list[Array | None]:
-    """What one part gives on each rank, from the sources of all."""
+    """Results of one part by rank, from the sources of all ranks."""
     size = len(sources)
     match launched.verb:
         case Verb.ALL_REDUCE:

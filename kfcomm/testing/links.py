@@ -17,10 +17,11 @@ from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.sockets import Connection
+from kfcomm.types import override
 
 
 class Links(Protocol):
-    """What joins the ranks of a world."""
+    """Links among the ranks of a world."""
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """``waiter`` hears what the others send to ``rank``."""
@@ -39,10 +40,10 @@ class Links(Protocol):
         """``rank`` keeps nothing for ``peer`` any more."""
 
     def room(self, rank: int, nbytes: int) -> Array | None:
-        """See ``session.Network``."""
+        """Return an array that other processes of the host can read; None if there is no memory for it."""
 
     def room_nbytes(self, rank: int) -> int:
-        """See ``session.Network``."""
+        """Return the bytes in use of the memory that ``room`` gives."""
         ...
 
     def sever(self, rank: int) -> None:
@@ -52,33 +53,33 @@ class Links(Protocol):
         """``rank`` has ended its links."""
 
 
-class InMemory:
+class InMemory(Links):
     """Payloads are shown to the receiver in the sender's own memory."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._network = MemoryNetwork(reactor)
 
+    @override
     def add(self, rank: int, waiter: Waiter) -> None:
-        """See `Links.add`."""
         self._network.add(rank, waiter)
 
+    @override
     async def connect(self, rank: int, peer: int) -> Link:
-        """See `Links.connect`."""
         return self._network.connect(rank, peer)
 
+    @override
     def cut(self, rank: int, *, reason: str) -> None:
-        """See `Links.cut`."""
         self._network.cut(rank, reason=reason)
 
+    @override
     def unplug(self, rank: int) -> None:
-        """See `Links.unplug`."""
         self._network.unplug(rank)
 
     def forget(self, rank: int, peer: int) -> None:
         """Nothing is kept."""
 
     def room(self, rank: int, nbytes: int) -> None:
-        """There is none: all is in one process."""
+        """Nothing: payloads stay in one process."""
 
     def room_nbytes(self, rank: int) -> int:
         """None."""
@@ -91,7 +92,7 @@ class InMemory:
         """Nothing to close."""
 
 
-class InSharedMemory:
+class InSharedMemory(Links):
     """Everything as between processes: arenas, rings, and socket pairs in place of dialled connections.
 
     Args:
@@ -111,8 +112,8 @@ class InSharedMemory:
         self._ranks: dict[int, ShmEndpoint] = {}
         self._cut: set[int] = set()
 
+    @override
     def add(self, rank: int, waiter: Waiter) -> None:
-        """See `Links.add`."""
         birth, ranks = self._births[rank], tuple(range(len(self._births)))
         surroundings = Surroundings(
             self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(birth)
@@ -134,33 +135,33 @@ class InSharedMemory:
         self._ranks[peer].adopt(Connection(far, keys), rank)
         return await self._ranks[rank].connect(Connection(near, keys), peer)
 
+    @override
     def cut(self, rank: int, *, reason: str) -> None:
-        """See `Links.cut`."""
         self._cut.add(rank)
         self.unplug(rank)
 
+    @override
     def unplug(self, rank: int) -> None:
-        """See `Links.unplug`."""
         for descriptor in self._ranks[rank].hub.descriptors():
             with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    @override
     def forget(self, rank: int, peer: int) -> None:
-        """See `Links.forget`."""
         self._ranks[rank].forget(peer)
 
+    @override
     def room(self, rank: int, nbytes: int) -> Array | None:
-        """See `Links.room`."""
         return self._ranks[rank].heaps.empty(nbytes)
 
+    @override
     def room_nbytes(self, rank: int) -> int:
-        """See `Links.room_nbytes`."""
         return self._ranks[rank].heaps.used_nbytes
 
+    @override
     def sever(self, rank: int) -> None:
-        """See `Links.sever`."""
         self._ranks[rank].hub.sever()
 
+    @override
     async def close(self, rank: int) -> None:
-        """See `Links.close`."""
         await self._ranks[rank].close()

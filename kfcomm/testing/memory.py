@@ -51,7 +51,7 @@ class Allocation:
         self._uses: list[Use] = []
 
     def touch(self, memory: Array, stream: FakeStream, *, writes: bool) -> str | None:
-        """``stream`` reads or writes ``memory``, which lies in this allocation; under the lock of the world.
+        """``stream`` reads or writes ``memory``, which lies in this allocation; under the lock of the scheduler.
 
         What is not contiguous is taken to reach from its first byte to its last.
 

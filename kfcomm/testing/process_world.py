@@ -1,7 +1,7 @@
 """A world of real processes on this host, directed by a test: they run what it asks for, and send what that returns.
 
-Invariants: no process outlives its world. A world that is no longer whole (a rank has failed, was killed or halted) is
-not left by a goodbye, for which its ranks would wait, but killed.
+Invariants: no process outlives its world. Where a rank has failed, was killed or stopped, the others are killed at the
+end: in an orderly end they would wait for it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ProcessWorld:
                 connection.send((function, args))
 
     def outcome(self, rank: int) -> Any:
-        """What a rank says next; blocks until it does.
+        """Next answer of a rank; blocks until it comes.
 
         Returns:
             Its result or its error; `Killed` if it has ended.

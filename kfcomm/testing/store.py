@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Welcome(NamedTuple):
-    """What a process is told when it is let in.
+    """Answer to an admitted process.
 
     Attributes:
         epoch: which it belongs to from now on.
@@ -35,13 +35,13 @@ class MemoryStore:
         self._changed = asyncio.Event()
 
     async def ask_in(self, birth: int) -> Welcome:
-        """Wait, as a process that has this number, until it is let in."""
+        """Wait, as the process of this uid, to be admitted."""
         self._waiting[birth] = asyncio.get_running_loop().create_future()
         self._tell()
         return await self._waiting[birth]
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Who waits and is not known, as soon as there is anybody."""
+        """Processes that wait and are not known, as soon as there are any."""
         while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
             await self.changed()
         return [Candidate(birth, b"") for birth in sorted(found)]
@@ -54,7 +54,7 @@ class MemoryStore:
                 waiting.set_result(said)
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """What was asked last, as soon as it is something else."""
+        """Latest request for a size, as soon as it differs from the known one."""
         while self._wanted in (Wanted(), known):
             await self.changed()
         return self._wanted
@@ -64,7 +64,7 @@ class MemoryStore:
         self.set_size(size, self._wanted.leavers)
 
     async def want_replaced(self, birth: int) -> None:
-        """Ask that this one go; whoever waits may come."""
+        """Ask to replace a process by one that waits."""
         self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
 
     def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:

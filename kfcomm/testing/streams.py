@@ -4,7 +4,7 @@ A stream is a queue of items. An item is done as soon as everything before it an
 in whichever thread made that possible, before the call that did so returns. So a stream that nothing holds back is
 always empty, and a test that holds one back sees exactly what the rest of the program does meanwhile.
 
-Invariants: items are done under one lock, `WORLD`, which all fake devices of the process share because a
+Invariants: items are done under one lock, `SCHEDULER`, which all fake devices of the process share because a
 collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
 device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
 without being done, and whoever waits for a mark behind it fails with it, as a device's context does.
@@ -40,7 +40,7 @@ class Item(Protocol):
     """Something on a stream."""
 
     def attempt(self, stream: FakeStream) -> bool:
-        """Do it, now that it is first on its stream; under the lock of the world, may be called again.
+        """Do it, now that it is first on its stream; under the lock of the scheduler, may be called again.
 
         Returns:
             Whether it is done. If not, somebody will ``wake`` the stream when it may be.
@@ -65,7 +65,7 @@ class Promises:
     def put(self, done: Promise, error: BaseException | None, known: Known) -> None:
         """Its turn has come; under the lock."""
         self._due.append((done, error, known))
-        WORLD.speakers.append(self)
+        SCHEDULER.speakers.append(self)
 
     def tell(self, known: Known) -> None:
         """The program learns how far streams are; under the lock."""
@@ -75,7 +75,7 @@ class Promises:
     def keep(self) -> None:
         """Call what is due, outside of the lock. A thread that finds another at it leaves the rest to that one."""
         while True:
-            with WORLD.lock:
+            with SCHEDULER.lock:
                 if self._is_speaking or not self._due:
                     return
                 self._is_speaking = True
@@ -84,14 +84,14 @@ class Promises:
             try:
                 done(error)
             finally:
-                with WORLD.lock:
+                with SCHEDULER.lock:
                     self._is_speaking = False
                     self.num_open -= 1
-                    WORLD.quiet.notify_all()
+                    SCHEDULER.quiet.notify_all()
 
 
-class World:
-    """The one lock, and what is still to be done before it is let go."""
+class Scheduler:
+    """One lock for all fake devices, and the work to finish before it is released."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -119,7 +119,7 @@ class World:
             promises.keep()
 
 
-WORLD: Final = World()
+SCHEDULER: Final = Scheduler()
 """Of all fake devices of this process. Between calls there is nothing in it."""
 
 
@@ -192,7 +192,7 @@ class FakeStream:
 
     def add(self, item: Item) -> None:
         """Put an item behind all others."""
-        with WORLD.entered():
+        with SCHEDULER.entered():
             self._items.append((item, self.promises.told))
             self.wake()
 
@@ -203,7 +203,7 @@ class FakeStream:
 
     def wake(self) -> None:
         """The first item may have become possible; under the lock."""
-        WORLD.awake.append(self)
+        SCHEDULER.awake.append(self)
 
     def advance(self) -> None:
         """Do what can be done; under the lock."""
@@ -222,7 +222,7 @@ class FakeStream:
 
     def hold(self, held: bool) -> None:
         """Let nothing on it be done any more, or again."""
-        with WORLD.entered():
+        with SCHEDULER.entered():
             self.is_held = held
             self.wake()
 

@@ -47,15 +47,15 @@ class SyncWorld(Sequence[Communicator]):
         return Communicator(self._driver, comm)
 
     def join(self, birth: int) -> Communicator:
-        """See ``MemoryWorld.join``; waits until it is let in."""
+        """Add a process, and wait until the ranks admit it; see ``MemoryWorld.join``."""
         return self._shown(self._io.wait_for(lambda: self._world.join(birth)))
 
     def kill(self, rank: int) -> None:
-        """See ``MemoryWorld.kill``."""
+        """End the process of ``rank``, as ``MemoryWorld.kill``."""
         self._io.run(self._world.kill, rank)
 
     def unplug(self, rank: int) -> None:
-        """See ``MemoryWorld.unplug``."""
+        """Break every open link of ``rank``, as ``MemoryWorld.unplug``."""
         self._io.run(self._world.unplug, rank)
 
 

@@ -15,7 +15,7 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.control.memory import MemoryHub
-from kfcomm.engine.session import Session
+from kfcomm.engine.session import Door, Session
 from kfcomm.errors import TransportError
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.testing.store import MemoryStore, Welcome
@@ -26,7 +26,7 @@ from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Candidate, Layout, Seconds, Wanted
+from kfcomm.types import Candidate, Layout, Seconds, Wanted, override
 from kfcomm.world.communicator import ARRIVED, Communicator
 from kfcomm.world.epochs import settle
 
@@ -37,7 +37,7 @@ _NO_DEVICE = DeviceReport(lack="the test gave it no device")
 
 
 class Epoch:
-    """What joins the ranks of one epoch.
+    """Links and control planes of the ranks of one epoch.
 
     Attributes:
         births: the ranks that they had in the first one.
@@ -88,8 +88,8 @@ class Epoch:
         return self._next[births]
 
 
-class _Door:
-    """The way of one rank into the next epoch; implements ``session.Door``."""
+class _Door(Door):
+    """Entry of one rank to the next epoch."""
 
     part = b""
 
@@ -97,8 +97,8 @@ class _Door:
         self._rank = rank
         self._epoch = epoch
 
+    @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> _Way:
-        """See ``session.Door``."""
         members = tuple(doors)
         return _Way(members.index(self._rank), self._epoch.next(members, joiners))
 
@@ -107,7 +107,7 @@ class _Door:
 
 
 class _Way:
-    """The network of one rank; implements ``session.Network``."""
+    """Network of one rank; implements ``session.Network``."""
 
     def __init__(self, rank: int, epoch: Epoch) -> None:
         self.layout = epoch.layout
@@ -125,7 +125,6 @@ class _Way:
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> ControlPlane | None:
-        """See ``session.Network``."""
         self._links.add(self._rank, inbound)
         self._epoch.joined.add(self._rank)
         self._epoch.arrived()
@@ -136,33 +135,27 @@ class _Way:
         return plane
 
     async def open_door(self, epoch: int) -> _Door:
-        """See ``session.Network``."""
         return _Door(self._rank, self._epoch)
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """See ``session.Network``."""
         return await self._store.candidates({*known, *self.births})
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        """See ``session.Network``."""
         await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
 
     async def give_up(self, births: Collection[int]) -> None:
-        """There is no launcher."""
+        """Do nothing: this world has no launcher."""
 
     async def let_go(self, births: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """See ``session.Network``."""
         return await self._store.wanted(known)
 
     async def want_size(self, size: int) -> None:
-        """See ``session.Network``."""
         await self._store.want_size(size)
 
     async def want_replaced(self, birth: int) -> None:
-        """See ``session.Network``."""
         await self._store.want_replaced(birth)
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
@@ -173,7 +166,6 @@ class _Way:
         return await self._store.has_word(self.births[self._rank], births, self.epoch + 1)
 
     async def connect(self, peer: int) -> Link:
-        """See ``session.Network``."""
         await self._epoch.is_there(peer)
         if peer not in self._epoch.joined:
             raise TransportError(f"rank {peer} is not in this world")
@@ -184,27 +176,22 @@ class _Way:
         raise TransportError("a world in memory has no sockets")
 
     def forget(self, peer: int) -> None:
-        """See ``session.Network``."""
         self._links.forget(self._rank, peer)
 
     def sever(self) -> None:
-        """See ``session.Network``."""
         self._links.sever(self._rank)
 
     def room(self, nbytes: int) -> Array | None:
-        """See ``session.Network``."""
         return self._links.room(self._rank, nbytes)
 
     def room_nbytes(self) -> int:
-        """See ``session.Network``."""
         return self._links.room_nbytes(self._rank)
 
     def describe(self, peer: int) -> str:
-        """See ``session.Network``."""
         return "memory"
 
     def may_live(self, peer: int) -> bool:
-        """Nobody looks for others here: see ``MemoryControl.linger``."""
+        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
         return False
 
     def descriptors(self) -> list[int]:
@@ -212,10 +199,9 @@ class _Way:
         return []
 
     async def leave(self) -> None:
-        """Nobody has to be told."""
+        """Do nothing: no other process keeps a record of this one."""
 
     async def close(self) -> None:
-        """See ``session.Network``."""
         await self._links.close(self._rank)
 
 
@@ -314,10 +300,10 @@ class MemoryWorld(Sequence[Communicator]):
         self._first.kill(rank)
 
     async def join(self, birth: int) -> Communicator:
-        """Another process waits until it is let in by an ``Elastic`` of the ranks; it has no device.
+        """Add a process, without a device, and wait until an ``Elastic`` of the ranks admits it.
 
         Args:
-            birth: who it is; no other process of this world has or had that number.
+            birth: its uid, which no other process of this world has or had.
         """
         epoch, num_old, strategy = await self.store.ask_in(birth)
         way = _Way(epoch.births.index(birth), epoch)
@@ -341,17 +327,17 @@ class MemoryWorld(Sequence[Communicator]):
         self._first.links.unplug(rank)
 
     def new_links(self, births: tuple[int, ...]) -> Links:
-        """What joins the ranks of an epoch."""
+        """Make the links of an epoch."""
         if self._transport == "shm":
             return InSharedMemory(self._loop, self._reactor, births, self._latest)
         return InMemory(self._reactor)
 
     def new_hub(self, births: tuple[int, ...]) -> MemoryHub:
-        """What joins their control planes."""
+        """Make what joins the control planes of an epoch."""
         return MemoryHub(len(births))
 
     def new_store(self) -> MemoryStore:
-        """What the ranks ask who else there is."""
+        """Make the store of the membership."""
         return MemoryStore()
 
     async def close(self) -> None:
@@ -367,7 +353,7 @@ class MemoryWorld(Sequence[Communicator]):
 def _set_up(
     layout: Layout, devices: Sequence[Device | None] | None, maker: BackendMaker | None, transport: str
 ) -> list[DeviceSetup]:
-    """What each rank knows of the devices, as if it had been told at join."""
+    """Each rank's view of the devices, as the ranks exchange it at join."""
     given = [None] * layout.size if devices is None else devices
     if len(given) != layout.size:
         raise ValueError(f"{layout.size} ranks need as many devices, or None, not {len(given)}")

@@ -24,7 +24,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class Accelerator(NamedTuple):
-    """What one rank has.
+    """Device of one rank.
 
     Attributes:
         device: None without one.
@@ -43,7 +43,7 @@ class Accelerator(NamedTuple):
 
 
 def look(settings: Settings) -> Accelerator:
-    """What this rank has, and may use. Blocks for as long as a framework takes to be imported.
+    """Find the device of this rank. Blocks for as long as the import of a framework takes.
 
     Raises:
         ConfigError: a device was asked for by name, and there is none, or it cannot be used; says what would help.

@@ -1,4 +1,4 @@
-"""What users hold: the verbs on one group of ranks, and how to begin and end.
+"""Communicator: the verbs on one group of ranks, groups, epochs, and the end.
 
 A communicator lives on the event loop on which it was made; ``kfcomm.sync`` has the same verbs for programs
 without one. Sub-groups are communicators too, over the same session. What few programs ask for (probes, timelines,
@@ -132,7 +132,7 @@ class Communicator(Persistent):
 
     @property
     def route(self) -> Choice | None:
-        """Which way device memory goes in this group, and why; None in a world where no rank has a device."""
+        """Route of device memory in this group, with the reason; None where no rank has a device."""
         return self._session.route_of(self._group.view.members)
 
     def _take_devices(self, view: GroupView) -> tuple[Paths, DeviceVerbs]:
@@ -150,7 +150,7 @@ class Communicator(Persistent):
     # ---------------------------------------------------------------- when a rank dies
 
     async def agree(self, value: Any, *, timeout: Seconds | None = None) -> Any:
-        """The conjunction of what all ranks that live say; the same on each of them, whoever dies meanwhile.
+        """Fault-tolerant logical AND: the same result on all surviving ranks, even if some die during the call.
 
         For programs that handle ``PeerLost`` themselves: after a step, do all have it? Calls are matched by their order
         (with those of ``shrink``). A rank that is lost takes no part and holds up nobody: ULFM's ``MPIX_Comm_agree``.
@@ -243,7 +243,7 @@ class Communicator(Persistent):
     def set_strategy(self, strategy: StrategySpec, *, timeout: Seconds | None = None) -> Handle[None]:
         """Change the graphs of this group while it works; every rank calls it, at the same place in its program.
 
-        What was posted before the call runs on the old graphs; what is posted after it waits for the verdict, one
+        What was posted before the call runs on the old graphs; what is posted after it waits for the outcome, one
         small collective.
 
         Args:
@@ -252,7 +252,7 @@ class Communicator(Persistent):
             timeout: seconds; None for the communicator's.
 
         Returns:
-            A handle of the verdict; the call has its place in the program whether or not it is awaited at once.
+            A handle of the outcome; the call has its place in the program whether or not it is awaited at once.
 
         Raises:
             ConfigError: there is no such strategy, or it is for another number of ranks.
@@ -270,7 +270,7 @@ class Communicator(Persistent):
         return self._group.swap(chosen, timeout_s)
 
     def _build(self, spec: StrategySpec, layout: Layout) -> AnyStrategy:
-        """The strategy that is meant. A name means the same one whenever it comes again."""
+        """Build a strategy; each name once."""
         if not isinstance(spec, str):
             return build(spec, layout)
         spec = plain_text(spec)
@@ -316,7 +316,7 @@ class Communicator(Persistent):
         return made
 
     def _placed(self, ask: Callable[[], T]) -> Handle[T]:
-        """What ``ask`` says at this place in the program: after the verdict on a strategy that is being agreed."""
+        """Result of ``ask`` at this place in the program: after the outcome of a pending ``set_strategy``."""
         answer: Handle[T] = Handle(loop=self._group.engine.loop)
         self._group.in_order(lambda: None if answer.done() else answer.set_result(ask()))
         return answer
@@ -481,11 +481,11 @@ class Communicator(Persistent):
         return await self._prober.run(nbytes, rounds, timeout)
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
+        """Record of this process's latest calls and waits, fit for JSON; written to ``path`` if given."""
         return snapshot(self._session, path)
 
     def statistics(self) -> Statistics:
-        """What was counted and timed so far: bytes by peer and link, calls by key, who is waited for.
+        """Counts and times so far: bytes by peer and link, calls by key, waits by rank.
 
         Keys and strategies are those of this group, peers those of the process. It can be read at any time, on any
         thread, also after the end, of a sub-group then as it was; reading changes nothing that others read. Cost: some
@@ -531,7 +531,7 @@ class Communicator(Persistent):
         self._session.leave_groups(self._group.view.id, ids, f"{self._called} has closed group {self.name!r}")
 
     def _drains(self) -> list[Drain]:
-        """What callers believe to be done, and is not."""
+        """Work still under way after its handles are done."""
         device, eager = self._devices.drained(), self._mailbox.eager.drained()
         found = [] if device is None else [Drain(device, LEAVE_WITHIN_S, lambda: "for its device")]
         if eager is not None:

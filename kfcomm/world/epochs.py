@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Eight bytes that stand for it."""
+        """Digest of eight bytes."""
         return hashlib.blake2b(msgpack.packb(self), digest_size=8).digest()
 
     @classmethod
@@ -63,7 +63,7 @@ class Released(KfcommError):
 
 
 class Succession(NamedTuple):
-    """What follows an epoch.
+    """Successor of an epoch.
 
     Attributes:
         session: of the next epoch.
