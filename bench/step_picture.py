@@ -6,20 +6,24 @@ import time
 from collections.abc import Mapping
 from html import escape
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import kfcomm.sync
+from kfcomm.engine.observer import Observer
+from kfcomm.types import override
 
 WIDTH, ROW, LEFT, GAP = 960, 14, 150, 3
 COLOURS = {"backward": "#7aa6c2", "waiting": "#d1495b", "gradient": "#8fb78f"}
 
 
-class Recorder:
-    """A ``runtime.tracer.Tracer`` that keeps spans of the program and of collectives; all else is of no interest here.
+class Recorder(Observer):
+    """An observer that keeps spans of the program and of collectives.
 
     Attributes:
         bars: row, colour, title, begin and end in seconds of each.
     """
+
+    sees_chunks: ClassVar = True
 
     def __init__(self, comm: kfcomm.sync.Communicator) -> None:
         self._engine = comm._session.engine
@@ -27,37 +31,34 @@ class Recorder:
         self.bars: list[tuple[str, str, str, float, float]] = []
 
     def __enter__(self) -> Self:
-        self._before, self._engine.tracer = self._engine.tracer, self
+        self._before = self._engine.observers
+        self._engine.observers = (*(self._before or ()), self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._engine.tracer = self._before
+        self._engine.observers = self._before
 
+    @override
     def posted(self, operation: Any) -> None:
-        """Note when a call was posted."""
         self._begun[operation] = time.monotonic()
 
-    def ended(self, operation: Any, reason: str = "") -> None:
-        """Add the bar of a call that succeeded."""
+    @override
+    def failed(self, operation: Any, reason: str, *, is_last: bool) -> None:
+        self._begun.pop(operation, None)
+
+    @override
+    def done(self, operation: Any, *, is_last: bool) -> None:
         begun = self._begun.pop(operation, None)
-        if begun is not None and not reason:
+        if begun is not None:
             name = operation.key.name
             self.bars.append((name, "gradient", name, begun, time.monotonic()))
 
+    @override
     def span(self, name: str, since_ns: int, until_ns: int, /, **_: Any) -> None:
-        """Add a bar of the program."""
         kind = name.split()[0]
         self.bars.append(("program", kind, name, since_ns / 1e9, until_ns / 1e9))
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Of no interest."""
-
-    sent = arriving = arrived = instant = counter = left = forked = _nothing
-
-    async def close(self) -> None:
-        """Nothing is held open."""
 
 
 def draw(ways: Mapping[str, Recorder]) -> str:

@@ -246,9 +246,10 @@ class EngineMeter(StepMeter):
         engine = comm._session.engine
         self._comm = comm
         self._engine = engine
-        if engine.load is None:
-            engine.load = Load(engine.in_flight)
-        self._load = engine.load
+        observers = engine.observers or ()
+        self._load = next((one for one in observers if isinstance(one, Load)), None) or Load(engine.in_flight)
+        if self._load not in observers:
+            engine.observers = (*observers, self._load)
 
     @override
     def read(self) -> Reading:

@@ -184,7 +184,8 @@ class Group:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             self.plans = self._generations.plans(strategy, operation.seq + 1)
         self.compiled = self.plans.compiled
-        self._trace_swap(strategy, error)
+        for observer in self.engine.observers or ():
+            observer.swapped(strategy.name, self.plans.generation, self.view.size, error)
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():
             self.in_order(begin)
@@ -193,16 +194,6 @@ class Group:
                 verdict.set_result(None)
             else:
                 verdict.set_exception(error)
-
-    def _trace_swap(self, strategy: AnyStrategy, error: BaseException | None) -> None:
-        tracer = self.engine.tracer
-        if tracer is None:
-            return
-        if error is None:
-            tracer.instant("strategy", now=strategy.name, generation=self.plans.generation, ranks=self.view.size)
-        else:
-            reason = str(error) or type(error).__name__
-            tracer.instant("strategy refused", asked=strategy.name, reason=reason, ranks=self.view.size)
 
 
 def later_key(key: str) -> str:

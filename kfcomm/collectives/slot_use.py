@@ -82,8 +82,8 @@ class SlotUse(InSlot):
         ended.append((series, self.seq, self.posted_s, monotonic(), self.nbytes))
         if len(ended) >= BATCH:
             engine.recorder.settle()
-        if engine.load is not None:
-            engine.load.ended(self, is_last=not (engine.router.live or slots.pending))
+        if engine.observers is not None:
+            engine.tell_done(self)
         future = self.future
         if future is not None:
             self.future = future.operation = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, ItemSizes, Series, shown
+from kfcomm.core.collective import Collective, GroupView, ItemSizes, Series
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
@@ -44,8 +44,8 @@ from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
     from kfcomm.engine.control import ControlPlane
-    from kfcomm.engine.load import Load
-    from kfcomm.engine.tracer import Tracer
+    from kfcomm.engine.direct import InSlot
+    from kfcomm.engine.observer import Observer
 
 logger = logging.getLogger("kfcomm")
 
@@ -79,7 +79,7 @@ class Engine:
         slots: what is carried out without messages.
         receiver: hears the links.
         on_wait: called when this rank begins to wait for something.
-        unusual: why every post has to go the long way, if it has to: it may be refused, or is to be traced.
+        unusual: why every post has to go the long way, if it has to: it may be refused, or its chunks are observed.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class Engine:
         self.router = Router(rank, credit)
         self.recorder = Recorder(self.in_flight, meter)
         self.unusual: set[str] = set()
-        self._tracer: Tracer | None = None
         self.meter = meter
+        self._observers: tuple[Observer, ...] | None = None
+        self._own: tuple[Observer, ...] = (self.recorder,) if meter is None else (meter, self.recorder)
         self.loop = loop
         self.reactor = reactor
         self._control: ControlPlane | None = None
@@ -114,7 +115,6 @@ class Engine:
             rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
         )
         self.on_wait: Callable[[], None] = do_nothing
-        self.load: Load | None = None
         self.pool = BlockPool()
         self.receiver = Receiver(self)
         self._ended = ""
@@ -206,8 +206,9 @@ class Engine:
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        if self._tracer is not None:
-            self._tracer.posted(operation)
+        if self._observers is not None:
+            for observer in self._observers:
+                observer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
             self.links.set_low_latency()
         if not operation.seq and self.router.num_keys >= self._warn_at:
@@ -224,10 +225,8 @@ class Engine:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
-        if self._tracer is not None:
-            self._tracer.instant("refused", collective=shown(name), reason=message)
-        if self.meter is not None:
-            self.meter.failed(group, name)
+        for observer in self.all_observers():
+            observer.refused(group, name, message, is_local=True)
         effects: Effects = []
         self.router.refuse(group, name, message, effects, seq=seq)
         self.perform(effects)
@@ -314,17 +313,28 @@ class Engine:
         await self.links.close(timeout_s)
 
     @property
-    def tracer(self) -> Tracer | None:
-        """Records a timeline, if one is wanted."""
-        return self._tracer
+    def observers(self) -> tuple[Observer, ...] | None:
+        """Those that hear of every event; None if there are none, which is one test for those who report events."""
+        return self._observers
 
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._tracer = self.receiver.tracer = tracer
-        if tracer is None:
-            self.unusual.discard("traced")
+    @observers.setter
+    def observers(self, observers: tuple[Observer, ...] | None) -> None:
+        self._observers = self.receiver.observers = observers or None
+        if any(one.sees_chunks for one in observers or ()):
+            self.unusual.add("observed")
+            self.entered()
         else:
-            self.unusual.add("traced")
+            self.unusual.discard("observed")
+
+    def all_observers(self) -> tuple[Observer, ...]:
+        """The same, and the statistics and the recorder, which hear of all but each single completion."""
+        return (*self._own, *(self._observers or ()))
+
+    def tell_done(self, operation: Operation | InSlot) -> None:
+        """Tell the observers of a completion."""
+        is_last = not (self.router.live or self.slots.pending)
+        for observer in self._observers or ():
+            observer.done(operation, is_last=is_last)
 
     @property
     def control(self) -> ControlPlane | None:
@@ -455,8 +465,9 @@ class Engine:
                     operation.sends += 1
                     continue
                 stamp = admitted[7]
-            if self._tracer is not None:
-                self._tracer.sent(peer, operation, nbytes)
+            if self._observers is not None:
+                for observer in self._observers:
+                    observer.sent(peer, operation, nbytes)
             header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
@@ -480,23 +491,18 @@ class Engine:
         self.router.complete(operation)
         if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        if self._tracer is not None:
-            self._tracer.ended(operation)
+        if self._observers is not None:
+            self.tell_done(operation)
         if operation.future is None:
             operation.is_over = True
         else:
             operation.resolve()
-        if self.load is not None:
-            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
 
     # ---------------------------------------------------------------- failures
 
     def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
-        self.recorder.note("rejected", name, -1, cause.message)
-        if self._tracer is not None:
-            self._tracer.instant("rejected", collective=shown(name), reason=cause.message)
-        if self.meter is not None:
-            self.meter.failed(group, name)
+        for observer in self.all_observers():
+            observer.refused(group, name, cause.message, is_local=False)
         operation.reject(error_of(cause, name, group.titled(name)))
         self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
         self.perform(effects)
@@ -504,11 +510,9 @@ class Engine:
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation = cast("Operation", collective)
         self.deadlines.end(operation)
-        if self.meter is not None:
-            self.meter.failed(collective.group, collective.name)
-        self.recorder.failed(operation, cause.message)
-        if self._tracer is not None:
-            self._tracer.ended(operation, cause.message)
+        is_last = not (self.router.live or self.slots.pending)
+        for observer in self.all_observers():
+            observer.failed(operation, cause.message, is_last=is_last)
         for sender in self.links.senders():
             for header in sender.withdraw(operation):
                 if header[7] & 1:
@@ -517,8 +521,6 @@ class Engine:
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, collective.title, story))
         self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
-        if self.load is not None:
-            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
 
     def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
         listener = self.mismatch_listeners.get(group.id)

@@ -17,6 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kfcomm.common.callbacks import do_nothing
+from kfcomm.engine.observer import Observer
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -157,7 +159,7 @@ Tallies: TypeAlias = dict[tuple[bytes, str], Tally]
 """By group id and name."""
 
 
-class Meter:
+class Meter(Observer):
     """The figures of one rank in a world of ``size``; see the module.
 
     Attributes:
@@ -213,7 +215,15 @@ class Meter:
         self.settle(PATIENCE_S)
         return steady(lambda: (dict(self._tallies), dict(self._others)))
 
-    def failed(self, group: GroupView, name: str) -> None:
+    @override
+    def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
+        self.count_failure(operation.group, operation.name)
+
+    @override
+    def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:
+        self.count_failure(group, name)
+
+    def count_failure(self, group: GroupView, name: str) -> None:
         """A collective has failed on this rank, or did not begin."""
         self.settle()  # what ended before is tallied before
         self._tally(group.id, name).failures += 1

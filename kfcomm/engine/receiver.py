@@ -19,8 +19,8 @@ from kfcomm.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from kfcomm.engine.engine import Engine
+    from kfcomm.engine.observer import Observer
     from kfcomm.engine.operation import Operation
-    from kfcomm.engine.tracer import Tracer
     from kfcomm.transports.base import Link
 
 logger = logging.getLogger("kfcomm")
@@ -40,14 +40,14 @@ class Receiver:
     Attributes:
         slots, is_waiting: see ``Waiter``.
         lender: the link whose chunk is being taken in.
-        tracer: of the engine.
+        observers: of the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.slots = engine.slots
         self.is_waiting = engine.router.live.__len__
         self.lender: Link | None = None
-        self.tracer: Tracer | None = None
+        self.observers: tuple[Observer, ...] | None = None
         self._engine = engine
         self._router = engine.router
         self._links = engine.links
@@ -69,8 +69,8 @@ class Receiver:
             meter = self._meter
             if meter is not None and not meter.now_s:
                 meter.now_s = monotonic()
-            if self.tracer is not None:
-                self._trace(link, header, len(payload))
+            if self.observers is not None:
+                self._tell_last_byte(link, header, len(payload))
             self.lender = link
             try:
                 whose = self._router.receive(link.state, header, len(payload), payload, effects)
@@ -102,8 +102,9 @@ class Receiver:
         self._engine.perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
-        if self.tracer is not None:
-            self.tracer.arriving(link.peer)
+        if self.observers is not None:
+            for observer in self.observers:
+                observer.first_byte(link.peer)
         return payload
 
     def arrived(self, link: Link, placement: Payload) -> None:
@@ -112,11 +113,12 @@ class Receiver:
             placement.release(self._pool)
             return
         whose = placement.ticket[0]
-        if self.tracer is not None:
+        if self.observers is not None:
             if type(whose) is Early:
-                self._trace(link, *placement.ticket[3:])
+                self._tell_last_byte(link, *placement.ticket[3:])
             else:
-                self.tracer.arrived(link.peer, whose.key, whose.seq, len(placement.view))
+                for observer in self.observers:
+                    observer.last_byte(link.peer, whose.key, whose.seq, len(placement.view))
         effects: Effects = []
         try:
             self._router.arrived(placement.ticket, placement, effects)
@@ -197,11 +199,12 @@ class Receiver:
                 return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
         return Payload.held(self._pool, nbytes)
 
-    def _trace(self, link: Link, header: Header, nbytes: int) -> None:
+    def _tell_last_byte(self, link: Link, header: Header, nbytes: int) -> None:
         """A chunk is here of what may not be posted yet."""
         key = link.state.keys.get(header[1])
-        if key is not None and self.tracer is not None:
-            self.tracer.arrived(link.peer, key, header[2], nbytes)
+        if key is not None:
+            for observer in self.observers or ():
+                observer.last_byte(link.peer, key, header[2], nbytes)
 
 
 def _incoming(link: Link) -> Incoming:

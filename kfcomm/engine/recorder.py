@@ -16,9 +16,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kfcomm.core.collective import shown
+from kfcomm.engine.observer import Observer
+from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.core.collective import Series
+    from kfcomm.core.collective import GroupView, Series
     from kfcomm.engine.meter import Meter
     from kfcomm.engine.operation import Operation
 
@@ -33,13 +35,12 @@ Ended: TypeAlias = "tuple[Series, int, float, float, int]"
 ``Operation.nbytes``."""
 
 
-class Recorder:
+class Recorder(Observer):
     """The last events of a process.
 
     Args:
         in_flight: what is posted and not over; on any thread.
         meter: tallies what has ended, if anything does.
-
 
     Attributes:
         ended: what is complete and to be settled: see ``end``.
@@ -88,10 +89,19 @@ class Recorder:
         """Something else happened, now, to use ``seq`` of ``name``."""
         self._notes.append((monotonic(), event, name, seq, detail))
 
-    def failed(self, operation: Operation, detail: str) -> None:
-        """An operation has failed."""
+    @override
+    def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
         self._notes.append(_posted(operation.series, operation.seq, operation.posted_s))
-        self.note("failed", operation.name, operation.seq, detail)
+        self.note("failed", operation.name, operation.seq, reason)
+
+    @override
+    def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:
+        if not is_local:  # the caller's own mistake is in the error that it gets
+            self.note("rejected", name, -1, reason)
+
+    @override
+    def lost(self, rank: int, reason: str) -> None:
+        self.note("lost", f"rank {rank}", -1, reason)
 
     def last(self) -> str:
         """The latest event in words."""

@@ -315,9 +315,8 @@ class Session:
             self.agreements.fail(PeerLost(reason, rank=rank))
         self.agreements.lost(rank, has_ended=False)
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
-        self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
-        if self.engine.tracer is not None:
-            self.engine.tracer.instant("peer lost", rank=rank, reason=reason)
+        for observer in self.engine.all_observers():
+            observer.lost(rank, reason)
         self.engine.on_peer_lost(rank, reason)
         self.network.forget(rank)
         self.hurry()
@@ -328,8 +327,8 @@ class Session:
         self.agreements.lost(rank, has_ended=True)
         if control is None or self._over is not None:
             return
-        if self.engine.tracer is not None:
-            self.engine.tracer.left(rank)
+        for observer in self.engine.all_observers():
+            observer.left(rank)
         pending = [one for one in self.engine.entered() if rank in one.group.index]
         ops = [(one.key.group_id, one.name, one.seq) for one in pending]
         cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
@@ -368,8 +367,8 @@ class Session:
         loop = self.engine.loop
         self._lag_s = max(0.0, loop.time() - due_s)
         self._lag_seen_s = time.monotonic()
-        if self.engine.tracer is not None:
-            self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
+        for observer in self.engine.observers or ():
+            observer.counter("loop lag", "ms", self._lag_s * 1e3)
         if self.engine.meter is not None:
             self.engine.links.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
@@ -436,7 +435,7 @@ class Session:
 
     def follow(self, network: Network) -> Session:
         """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
-        tracer, self.engine.tracer = self.engine.tracer, None
+        observers, self.engine.observers = self.engine.observers, None
         given, reports = self.devices, network.reports
         self.devices = DeviceSetup.none(self.layout.size)
         birth = self.network.births[self.rank]
@@ -452,10 +451,10 @@ class Session:
             follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
-        follower.engine.tracer = tracer
+        follower.engine.observers = tuple(one for one in observers or () if one.outlives_epoch)
         follower.where = self.where
-        if tracer is not None:
-            tracer.instant("epoch", number=follower.epoch, rank=follower.rank, size=follower.layout.size)
+        for observer in follower.engine.observers or ():
+            observer.joined(follower.epoch, follower.rank, follower.layout.size)
         self._follower = follower
         if self._lag_timer is not None:
             self._lag_timer.cancel()
@@ -536,9 +535,9 @@ class Session:
             await closing.wait(asyncio.wait([drain.done]), drain.within_s, drain.why)
         if drains:
             self.engine.end(self._closed or "")
-        tracer, self.engine.tracer = self.engine.tracer, None
-        if tracer is not None:
-            await tracer.close()
+        observers, self.engine.observers = self.engine.observers, None
+        for observer in observers or ():
+            await observer.close()
         for service in self.services:
             await _in_a_thread(service.stop)
         control = self.engine.control
@@ -570,9 +569,8 @@ class Session:
         self._closed = (
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
-        if self.engine.tracer is not None:
-            self.engine.tracer.forked()
-            self.engine.tracer = None
+        for observer in self.engine.observers or ():
+            observer.forked()
         descriptors = [
             *self.network.descriptors(),
             *self.engine.links.descriptors(),

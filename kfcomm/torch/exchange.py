@@ -316,6 +316,5 @@ class Profile:
             self._first_ns = 0
 
     def _tell(self, name: str, since_ns: int, until_ns: int) -> None:
-        tracer = self._engine.tracer
-        if tracer is not None:
-            tracer.span(name, since_ns, until_ns)
+        for observer in self._engine.observers or ():
+            observer.span(name, since_ns, until_ns)

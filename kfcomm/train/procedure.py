@@ -33,9 +33,9 @@ def report(comm: Comm, values: Mapping[str, float], units: Mapping[str, str] | N
     engine = comm._session.engine
     if engine.meter is not None:
         engine.meter.gauges.update(values)
-    if engine.tracer is not None:
+    for observer in engine.observers or ():
         for name, value in values.items():
-            engine.tracer.counter(name, (units or {}).get(name, ""), value)
+            observer.counter(name, (units or {}).get(name, ""), value)
 
 
 P = ParamSpec("P")

@@ -49,11 +49,11 @@ def test_times_that_overlap_count_once(clock: Clock) -> None:
     live += [first, second]
     clock.now_s = 104.0
     live.remove(second)
-    total.ended(second, is_last=False)  # type: ignore[arg-type]
+    total.done(second, is_last=False)  # type: ignore[arg-type]
     assert total.busy_s(104.0) == 3.0
     clock.now_s = 106.0
     live.remove(first)
-    total.ended(first, is_last=True)  # type: ignore[arg-type]
+    total.done(first, is_last=True)  # type: ignore[arg-type]
     assert total.busy_s(106.0) == total.busy_s(120.0) == 5.0
     assert (total.count, total.nbytes) == (2, 30)
 
@@ -61,17 +61,17 @@ def test_times_that_overlap_count_once(clock: Clock) -> None:
 def test_the_first_may_end_first(clock: Clock) -> None:
     live: list[Any] = [FakeOperation(101.0), FakeOperation(102.0)]
     total = Load(lambda: live)
-    total.ended(live.pop(0), is_last=False)
+    total.done(live.pop(0), is_last=False)
     assert total.busy_s(110.0) == 9.0
     clock.now_s = 112.0
-    total.ended(live.pop(), is_last=True)
+    total.done(live.pop(), is_last=True)
     assert total.busy_s(113.0) == 11.0
 
 
 def test_failed_collective_counts_time_and_no_bytes(clock: Clock) -> None:
     total = Load(list)
     clock.now_s = 105.0
-    total.ended(FakeOperation(101.0, failed=True), is_last=True)  # type: ignore[arg-type]
+    total.failed(FakeOperation(101.0, failed=True), "", is_last=True)  # type: ignore[arg-type]
     assert total.busy_s(200.0) == 4.0
     assert (total.count, total.nbytes) == (0, 0)
 
@@ -81,7 +81,7 @@ def test_earlier_collective_counts_from_the_start_of_measuring(clock: Clock) -> 
     total = Load(lambda: live)
     assert total.busy_s(103.0) == 3.0
     clock.now_s = 104.0
-    total.ended(live.pop(), is_last=True)
+    total.done(live.pop(), is_last=True)
     assert total.busy_s(110.0) == 4.0
 
 

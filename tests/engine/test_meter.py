@@ -81,8 +81,8 @@ def test_a_call_is_tallied_under_its_key() -> None:
         meter.completed(key, taken_s, 16)
     tally = meter.tallies()[0][GROUP.id, "grad"]
     assert (tally.count, tally.nbytes, tally.total_s, tally.max_s, tally.failures) == (2, 32, 2.5, 2.0, 0)
-    meter.failed(GROUP, "grad")
-    meter.failed(GROUP, "other")
+    meter.count_failure(GROUP, "grad")
+    meter.count_failure(GROUP, "other")
     assert tally.failures == 1
     assert list(meter.tallies()[0]) == [(GROUP.id, "grad"), (GROUP.id, "other")]
 
@@ -95,7 +95,7 @@ def test_names_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
         for _ in range(2):
             meter.completed(Key(0, GROUP.id, name), 1.0, 8)
     meter.completed(Key(0, other.id, "e"), 1.0, 8)
-    meter.failed(GROUP, "f")
+    meter.count_failure(GROUP, "f")
     tallies, others = meter.tallies()
     assert [name for _, name in tallies] == ["a", "b"]
     assert (others[GROUP.id].count, others[GROUP.id].failures) == (4, 1)

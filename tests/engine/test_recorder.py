@@ -59,15 +59,15 @@ def test_events_are_told_in_the_order_of_their_times() -> None:
 
 def test_a_failure_is_told_with_its_post() -> None:
     recorder = Recorder(list)
-    recorder.note("lost", "rank 1", -1, "its process ended")
-    recorder.failed(operation("grad", 3), "rank 1 is lost")
+    recorder.lost(1, "its process ended")
+    recorder.failed(operation("grad", 3), "rank 1 is lost", is_last=True)
     assert events(recorder) == [("posted", "grad", 3), ("lost", "rank 1", -1), ("failed", "grad", 3)]
     assert "failed 'grad' #3, rank 1 is lost 0.0 s ago" in recorder.last()
 
 
 def test_a_call_that_was_refused_before_it_had_a_number_is_told_without_one() -> None:
     recorder = Recorder(list)
-    recorder.note("rejected", "x", -1, "used again")
+    recorder.refused(GROUP, "x", "used again", is_local=False)
     assert recorder.last().startswith("rejected 'x', used again ")
 
 
@@ -91,7 +91,7 @@ def test_whoever_asks_the_meter_hears_of_all_that_has_ended() -> None:
     tally = meter.tallies()[0][GROUP.id, "grad"]
     assert (tally.count, tally.nbytes, tally.total_s) == (5, 40, 10.0)
     recorder.ended.append((series("before"), 0, 100.0, 102.0, 8))
-    meter.failed(GROUP, "after")
+    meter.count_failure(GROUP, "after")
     assert [name for _, name in meter.tallies()[0]] == ["grad", "before", "after"]
 
 

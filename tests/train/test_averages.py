@@ -33,9 +33,9 @@ def test_it_begins_with_nothing_and_wants_a_decay_below_1() -> None:
 
 def test_figures_go_to_the_meter_and_to_the_timeline() -> None:
     told: list[Any] = []
-    tracer = SimpleNamespace(counter=lambda *args: told.append(args))
-    engine = SimpleNamespace(meter=SimpleNamespace(gauges={"old": 1.0}), tracer=tracer)
+    observer = SimpleNamespace(counter=lambda *args: told.append(args))
+    engine = SimpleNamespace(meter=SimpleNamespace(gauges={"old": 1.0}), observers=(observer,))
     report(SimpleNamespace(_session=SimpleNamespace(engine=engine)), {"noise_scale": 5.0, "x": 2.0}, {"x": "s"})
     assert engine.meter.gauges == {"old": 1.0, "noise_scale": 5.0, "x": 2.0}
     assert told == [("noise_scale", "", 5.0), ("x", "s", 2.0)]
-    report(SimpleNamespace(_session=SimpleNamespace(engine=SimpleNamespace(meter=None, tracer=None))), {"x": 2.0})
+    report(SimpleNamespace(_session=SimpleNamespace(engine=SimpleNamespace(meter=None, observers=None))), {"x": 2.0})

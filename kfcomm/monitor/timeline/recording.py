@@ -20,8 +20,10 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from kfcomm.core.collective import shown
+from kfcomm.engine.observer import Observer
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.timeline.layout import END, FIRST, LAST, NEXT, About, metadata
 from kfcomm.monitor.timeline.translation import (
@@ -38,12 +40,14 @@ from kfcomm.monitor.timeline.translation import (
     Translator,
 )
 from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.core.collective import Key
+    from kfcomm.core.collective import GroupView, Key
     from kfcomm.engine.control import ControlPlane
     from kfcomm.engine.control.base import ToldClock
     from kfcomm.engine.control.clock import ClockReader, ClockSample
+    from kfcomm.engine.direct import InSlot
     from kfcomm.engine.operation import Operation
     from kfcomm.engine.session import Session
 
@@ -66,8 +70,8 @@ FINISH_WITHIN_S = 10.0
 """How long it waits for what has not been written; a disk may hang."""
 
 
-class Timeline:
-    """Records one rank. Implements ``runtime.tracer.Tracer``.
+class Timeline(Observer):
+    """Records one rank.
 
     Args:
         folder: where the trace goes; see `check_folder`.
@@ -82,6 +86,9 @@ class Timeline:
     Raises:
         OSError: the trace cannot be written.
     """
+
+    sees_chunks: ClassVar = True
+    outlives_epoch: ClassVar = True
 
     def __init__(
         self, folder: Path, about: About, groups: Groups, control: ControlPlane | None, clock: ClockReader
@@ -120,13 +127,13 @@ class Timeline:
             made = cls(Path(folder), about, session.groups, session.engine.control, clock)
         except OSError as error:
             raise _refusal(folder, error) from error
-        session.engine.tracer = made
+        session.engine.observers = (*(session.engine.observers or ()), made)
         return made
 
-    # ---------------------------------------------------------------- Tracer: what the engine tells
+    # ---------------------------------------------------------------- events of the engine
 
+    @override
     def posted(self, operation: Operation) -> None:
-        """See ``Tracer.posted``."""
         if len(self._notes) < self._room:
             one = operation
             self._notes.append(
@@ -136,8 +143,15 @@ class Timeline:
         else:
             self._num_left_out += 1
 
-    def ended(self, operation: Operation, reason: str = "") -> None:
-        """See ``Tracer.ended``."""
+    @override
+    def done(self, operation: Operation | InSlot, *, is_last: bool) -> None:
+        self._ended(cast("Operation", operation), "")  # slots are not used while chunks are observed
+
+    @override
+    def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
+        self._ended(operation, reason)
+
+    def _ended(self, operation: Operation, reason: str) -> None:
         if len(self._notes) < self._room:
             self._notes.append((ENDED, self._clock(), operation.key, operation.seq, reason))
             if reason:
@@ -145,61 +159,81 @@ class Timeline:
         else:
             self._num_left_out += 1
 
+    @override
     def sent(self, peer: int, operation: Operation, nbytes: int) -> None:
-        """See ``Tracer.sent``."""
         if len(self._notes) < self._chunk_room:
             self._notes.append((SENT, self._clock(), peer, operation.key, operation.seq, nbytes))
         else:
             self._num_left_out += 1
 
-    def arriving(self, peer: int) -> None:
-        """See ``Tracer.arriving``."""
+    @override
+    def first_byte(self, peer: int) -> None:
         self._since[peer] = self._clock()
 
-    def arrived(self, peer: int, key: Key, seq: int, nbytes: int) -> None:
-        """See ``Tracer.arrived``."""
+    @override
+    def last_byte(self, peer: int, key: Key, seq: int, nbytes: int) -> None:
         if len(self._notes) < self._chunk_room:
             since_ns = self._since.pop(peer, 0) if self._since else 0
             self._notes.append((ARRIVED, self._clock(), since_ns, peer, key, seq, nbytes))
         else:
             self._num_left_out += 1
 
+    @override
+    def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:
+        self.instant("refused" if is_local else "rejected", collective=shown(name), reason=reason)
+
+    @override
+    def lost(self, rank: int, reason: str) -> None:
+        self.instant("peer lost", rank=rank, reason=reason)
+
+    @override
+    def swapped(self, strategy: str, generation: int, size: int, error: BaseException | None) -> None:
+        if error is None:
+            self.instant("strategy", now=strategy, generation=generation, ranks=size)
+        else:
+            self.instant("strategy refused", asked=strategy, reason=str(error) or type(error).__name__, ranks=size)
+
+    @override
+    def joined(self, epoch: int, rank: int, size: int) -> None:
+        self.instant("epoch", number=epoch, rank=rank, size=size)
+
+    @override
     def instant(self, name: str, /, **details: Any) -> None:
-        """See ``Tracer.instant``."""
         if len(self._notes) < self._room:
             self._notes.append((INSTANT, self._clock(), name, details))
             self._wake.set()
         else:
             self._num_left_out += 1
 
+    @override
     def counter(self, name: str, unit: str, value: float) -> None:
-        """See ``Tracer.counter``."""
         if len(self._notes) < self._room:
             self._notes.append((COUNTER, self._clock(), name, unit, value))
         else:
             self._num_left_out += 1
 
+    @override
     def span(self, name: str, since_ns: int, until_ns: int, /, **details: Any) -> None:
-        """See ``Tracer.span``."""
         if len(self._notes) < self._room:
             self._notes.append((SPAN, since_ns, until_ns, name, details))
         else:
             self._num_left_out += 1
 
-    def left(self, peer: int) -> None:
-        """See ``Tracer.left``: rank 0 is asked for its time once more."""
-        if not peer:
+    @override
+    def left(self, rank: int) -> None:
+        if rank == 0:  # its clock can be asked for once more
             self._compare(self._told)
 
+    @override
     def forked(self) -> None:
-        """See ``Tracer.forked``."""
         atexit.unregister(self._finish)
         self._room = self._chunk_room = 0
         with contextlib.suppress(OSError):
             os.close(self._file)
 
+    @override
     async def close(self) -> None:
-        """See ``Tracer.close``: compares clocks once more, and waits until all is written."""
+        # compares clocks once more, and waits until all is written
         compared = asyncio.Event()
 
         def told(sample: ClockSample | None) -> None:
