@@ -56,9 +56,9 @@ def test_the_files_can_be_named_one_by_one(made: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("nowhere", r"no file nowhere/cert\.pem"),
+        ("nowhere", r"file nowhere/cert\.pem does not exist"),
         ("a,b", "names 2 files"),
-        ("a,b,c", "no file a;"),
+        ("a,b,c", "file a does not exist;"),
         ("{made}/key.pem,{made}/key.pem,{made}/ca.pem", "cannot be used"),
         ("{made}/cert.pem,{another}/key.pem,{made}/ca.pem", "cannot be used: .*KEY_VALUES_MISMATCH"),
         ("{made}/cert.pem,{made}/key.pem,{made}/key.pem", "cannot be used"),
