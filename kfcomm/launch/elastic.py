@@ -233,6 +233,7 @@ class Elasticity:
 
     def _change(self, birth: int, stage: Stage) -> None:
         """Put a process in a stage; a process that is owed because of this uses up a restart, if any is left."""
+        # Counted before and after, so that only a change that makes a process owed uses up a restart.
         owed = self.owed
         self.stages[birth] = stage
         if self.owed > owed:
@@ -257,6 +258,7 @@ class Elasticity:
     def fit(self, waiting: Collection[int] = ()) -> list[int]:
         """Adjust the wanted number of ranks to changed slots; see `resize`."""
         self.size = max(self.least, min(self.asked, self.capacity - self.spares))
+        # A new request, or new slots, count from the ranks that live now: earlier losses are no longer missing.
         self.unreplaced = 0
         staying = self.in_stage(Stage.RUNS)
         idle = sorted(staying.intersection(waiting))

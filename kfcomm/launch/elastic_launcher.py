@@ -148,6 +148,7 @@ class ElasticLauncher(Launcher):
         heard_s = looked_s = now_s()
         while True:
             await asyncio.sleep(self.lost_after_s / _LOOKS)
+            # A launcher that was stopped (Ctrl-Z) has read no signs of life meanwhile: the time starts again.
             if now_s() - looked_s > self.lost_after_s / 2:
                 heard_s = now_s()  # this launcher itself was stopped
             looked_s = now_s()

@@ -101,6 +101,7 @@ class ExitReports:
             return
         except OSError:
             pass
+        # Only here, at the end of file: closing a connection kills its rank.
         self._hang_up(line)
 
     def _hear_sign(self, rank: int, sign: bytes) -> None:
@@ -185,6 +186,7 @@ class Blame:
         if first is not None and not leaving:
             return first
         due_s = self._since_s + (LEAVING_WITHIN_S if leavers else CAUSE_WITHIN_S)
+        # With all exits known there is nothing to wait for.
         if len(self._ended) < self.size and now_s < due_s:
             return due_s
         return min(leaving or ([first] if first is not None else self._failed), key=_at_s)

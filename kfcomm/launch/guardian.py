@@ -29,6 +29,7 @@ _KERNEL_THREAD = 0x00200000
 
 def main() -> None:
     """Read the groups until the pipe ends, then kill all their processes."""
+    # The guardian ends when its work is done, not by signals that are meant for the job.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups = {int(line) for line in sys.stdin}

@@ -99,6 +99,7 @@ class Launcher:
             exits: store for exits of this and other hosts.
         """
         try:
+            # A task that raises ends the whole watch: a launcher without one of its tasks would wait for ever.
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(self._watch_others(exits))
                 follows = [tasks.create_task(self._follow(rank, child, exits)) for rank, child in self.children.items()]
@@ -107,6 +108,7 @@ class Launcher:
                 )
                 passing = [] if self.host is None else [self.passing.tell(exits), self.passing.listen(exits)]
                 hearing = [tasks.create_task(one) for one in (*self._begin(exits), *passing)]
+                # Every source of change sets the event; state is only judged here, so that no order of events matters.
                 while not self._is_over(watcher):
                     await self._changed.wait()
                     self._changed.clear()
@@ -166,6 +168,7 @@ class Launcher:
 
     async def _follow(self, rank: int, child: Child, exits: KeyValue) -> None:
         code = await child.ended()
+        # The report was sent before the process ended, but its socket may not have been read yet.
         self.listen()
         end = Exit(rank, code, self._why(rank))
         self._note(end)
@@ -233,6 +236,7 @@ class Launcher:
 
     def _end(self, number: int) -> None:
         """Ask the ranks to end; kill them after the grace, or at once the second time."""
+        # The timer is never reset: a job that keeps failing while it ends is still killed in time.
         if self._killer is None:
             self._send(number)
             self._killer = asyncio.get_running_loop().call_later(self.grace_s, self._send, signal.SIGKILL)

@@ -120,6 +120,7 @@ async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: floa
     loop = asyncio.get_running_loop()
     asked: bytes = msgpack.packb([plan.address, me])
     number, heard_s = 0, loop.time()
+    # Numbers have no gaps: if another launcher claims one first, try the next.
     while not number or await store.claim(f"{COMERS}/{number}", asked) != asked:
         number = 1 + len(await store.collect(COMERS, 0, timeout_s=0.0))
     answers: dict[str, bytes] = {}

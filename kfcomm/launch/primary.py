@@ -165,6 +165,7 @@ class PrimaryLauncher(ElasticLauncher):
         if end.why == Why.RELEASED:
             elastic.released(end.rank)
         stage = elastic.ended(end.rank, end.code, now_s())
+        # The launcher of that host is gone, so it cannot start replacements.
         if end.why in (Why.SILENT, Why.ABSENT):
             elastic.places[elastic.where[end.rank]].is_gone = True
         if not self.verdict.is_open:
@@ -214,6 +215,7 @@ class PrimaryLauncher(ElasticLauncher):
     async def _start_at(self, host: int, birth: int) -> None:
         """Have the launcher of a host start a process, after the store has saved its uid, which is used once."""
         try:
+            # Saved before the process starts: a restarted launcher must not use the uid again.
             await self._exits.claim(f"{START}/{host}/{birth}", b"")
         except asyncio.CancelledError:
             self.elastic.not_started(birth)

@@ -80,12 +80,14 @@ class Child:
         Raises:
             CommandError: the kernel refuses to run the file.
         """
+        # For the pipes below; the rank inherits the raised limit.
         raise_limit_by(RESERVE)
         pipes: list[int] = []
         try:
             pipes += os.pipe()
             pipes += os.pipe()
             out, out_end, err, err_end = pipes
+            # Ignored signals are inherited through exec, handlers are not.
             with _ignored(signal.SIGTTIN, signal.SIGTTOU):
                 popen = subprocess.Popen(
                     command,

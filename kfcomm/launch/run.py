@@ -124,12 +124,14 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
         def start(rank: int) -> Child:
             if folder is not None:
                 logs.setdefault(rank, _log(folder, rank))
+            # The lowest free place, since a replacement takes over the device of the rank that it replaces.
             taken = {place for other, place in places.items() if other not in launcher.ended}
             places[rank] = next(place for place in itertools.count() if place not in taken)
             environ = job.environ_of(rank, places[rank], store.url, reports.address)
             with feed.open_for(rank) as stdin:
                 child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
             stack.callback(child.close)
+            # At once: if the launcher dies in the next moment, the guardian knows the group.
             guardian.watch(child)
             for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err)):
                 pumps.append(Pump(descriptor, functools.partial(streams.relay, rank, stream)))

@@ -62,6 +62,7 @@ class Passing:
         if self._host is not None:
             self._told.put_nowait(number)
         elif number == signal.SIGTSTP:
+            # SIGTSTP is handled here, so its default action has to be repeated by hand.
             os.kill(os.getpid(), signal.SIGSTOP)
 
     async def tell(self, store: KeyValue) -> None:

@@ -106,6 +106,7 @@ class Output:
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         while view:
+            # Polling in steps, so that an abandoned write returns soon.
             if poll.poll(0 if self._abandoned else _LOOK_EVERY_MS):
                 with contextlib.suppress(BlockingIOError):
                     view = view[os.write(descriptor, view[:_AT_ONCE_NBYTES]) :]

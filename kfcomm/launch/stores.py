@@ -111,6 +111,7 @@ async def kept_store(
     server, has_begun = None, False
     try:
         if (there := JobRecord.found(store)) is not None:
+            # Before it serves: clients of the job recognise its store by the identity.
             store.identity = there.identity
         server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings), store=store)
         goes_on = await take_up(server, address, job.plan, elastic, _lost_after_s(settings))
@@ -314,6 +315,7 @@ async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasti
     if there is not None:
         there.check(mine, address)
         survivors = _survivors(store, elastic)
+        # Launchers of other hosts ask once a second, so that silence means that they are gone too.
         if survivors and await _is_any_heard(store, survivors, heard_within_s):
             await _go_on(server, elastic, survivors)
             return True

@@ -203,6 +203,7 @@ class StoreClient(KeyValue):
                 if self._http.is_closed:
                     raise RendezvousError(f"the client of the store at {self.url} is closed") from error
                 self.trouble = _cause(error)
+                # At least two attempts: the first one may have met a connection that the server had just closed.
                 if number and loop_now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
                         f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {self.trouble}"
@@ -241,6 +242,7 @@ class StoreClient(KeyValue):
         return reply
 
     def _checked(self, nonce: bytes) -> bytes:
+        # A restarted store has another nonce, but the same identity; that of another job has neither.
         if self.identity and identity_of(nonce) != self.identity:
             raise StoreClosed(f"the store of another job is at {self.url} now")
         return nonce

@@ -167,6 +167,7 @@ class Contents:
         try:
             await self._wait((folder, _EXITS), enough, wait_s)
         except asyncio.CancelledError:
+            # The client has disconnected. It may have lost one connection only, and ask again over another one.
             loop = asyncio.get_running_loop()
             loop.call_later(GONE_AFTER_S, self._gone, asker, number, count, unless)
             raise
@@ -185,6 +186,7 @@ class Contents:
         """Record the exit of a rank; the first report of a rank stands."""
         if self._closed:
             raise StoreClosed("the store is closed")
+        # The first report stands: later ones are repetitions, or guesses of launchers that gave the host up.
         if end.rank not in self._exits and len(self._exits) < MAX_EXITS:
             self._exits[end.rank] = end
             self._wake(_EXITS)
@@ -220,6 +222,7 @@ class Contents:
     async def _wait(self, folders: tuple[str, ...], look: Callable[[], T | None], wait_s: float) -> T | None:
         try:
             async with asyncio.timeout(wait_s):
+                # Looked at again after every change: another waiter may have been meant, or a value may be gone.
                 while (found := look()) is None:
                     await self._changed(folders)
                 return found

@@ -54,6 +54,7 @@ def save_costs(costs: Costs, busy: float | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         partly = path.with_suffix(f".{os.getpid()}")
         partly.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        # A reader sees the old file or the new one, never half of one.
         partly.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error

@@ -132,6 +132,7 @@ class _Connection:
 
         An error is reported when it first occurs, since cleaning up takes time. Leaving without one is reported once.
         """
+        # The same error passes here twice: when the communicator closes, and when it ends the interpreter.
         same = self._left is not None and self._left[0] == id(error)
         if self._left is not None and (error is None or (same and not is_printed)):
             return b""
@@ -186,6 +187,7 @@ def connect(address: str | None, rank: int) -> None:
     global _connection, _print_before  # a process has one launcher, and one hook for uncaught errors
     if address is None:
         return
+    # A forked child that joins needs a connection of its own: the launcher knows ranks by theirs.
     if _connection is None or _connection.pid != os.getpid():
         _connection = _Connection(address, rank)
         if sys.excepthook is not _uncaught:

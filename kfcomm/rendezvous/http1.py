@@ -67,6 +67,7 @@ class HttpClient:
             connection = await self._connection()
             try:
                 response = await connection.exchange(self._head(method, path, fields, body) + body)
+            # Also when cancelled: the answer would be taken for that of the next request.
             except BaseException:
                 self._open.discard(connection)
                 connection.close()

@@ -193,6 +193,7 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
             break
         if _Claim.from_wire(held).peer.uid == me.uid:
             mine.append(generation)
+    # In order: the claim for the last generation lets the store close.
     for generation in mine:
         await client.claim(_left_key(generation, me.rank), b"", timeout_s=timeout_s)
     return mine[-1] if mine else None

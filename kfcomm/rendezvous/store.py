@@ -165,6 +165,7 @@ class StoreServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/v1/hello":
             return web.Response(body=GREETING + self._authenticator.nonce.hex().encode())
+        # Before the body is read: an unauthenticated client must not cost memory for one.
         ticket = self._authenticator.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
         if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):
             # the body is unread: the connection cannot be reused

@@ -183,6 +183,7 @@ def _publish(path: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(new_token())
         with contextlib.suppress(FileExistsError):
+            # A link is atomic and fails if the file exists; rename would replace the winner's token.
             path.hardlink_to(draft)
     finally:
         draft.unlink()

@@ -104,6 +104,7 @@ class FileStore(LocalStore):
             return
         if self._writing is not None:
             await self._writing
+        # The token and the lock stay: the next job of this folder uses them.
         if is_over:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -194,6 +195,7 @@ class FileStore(LocalStore):
     def _append(self, rows: bytes) -> None:
         try:
             _write_whole(self._file, rows, self._nbytes)
+            # Answered only after this: no process acts on a change that a crash could undo.
             os.fdatasync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
