@@ -23,6 +23,8 @@ from tests.launch.stores import HOW_LONG_S, LONG, Job, kfcomm, outage
 from tests.launch.test_elastic import TRAIN
 
 pytestmark = pytest.mark.slow
+SLOW = 6_000, [], 0.5
+"""Program of 100 s, so that others can join on a busy machine, and of few steps, so that the hurried rest is short."""
 
 
 @pytest.fixture
@@ -57,15 +59,16 @@ def test_a_job_trains_and_leaves_nothing(job: Callable[..., Job], tmp_path: Path
 
 
 def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callable[..., Job], tmp_path: Path) -> None:
-    made = job(store, (1, 2), ["--elastic", "1:4"], LONG, [], 0.2)
+    made = job(store, (1, 2), ["--elastic", "1:4"], *SLOW)
     made.until(0, lambda said: "job" in said)
     assert kfcomm("resize", "4", made.name()).returncode == 0
     made.until(0, lambda said: "4 ranks are wanted" in said)
     made.launchers[0].kill()
     made.until(1, lambda said: "is unreachable: automatic replacement is disabled" in said)
+    printed = len(made.said(0))
     made.again(0)
     made.until(1, lambda said: "is back" in said)
-    made.until_members(4)  # ranks that run need not have joined
+    made.until_members(4, printed)  # ranks that run need not have joined
     made.hurry()
     assert made.ends() == [0, 0], made.said(0) + made.said(1)
     used, births, most = made.result()
@@ -75,7 +78,7 @@ def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callabl
 
 
 def test_all_are_killed_and_started_again(store: str, job: Callable[..., Job]) -> None:
-    made = job(store, (2,), ["--elastic", "2:3"], LONG, [], 0.2)
+    made = job(store, (2,), ["--elastic", "2:3"], *SLOW)
     made.until(0, lambda said: "job" in said)
     assert kfcomm("resize", "3", made.name()).returncode == 0
     made.until(0, lambda said: "3 ranks are wanted" in said)
