@@ -67,7 +67,7 @@ class Agreement:
 
     @carried
     def introduce(self) -> Procedure[None]:
-        """See now, not at the first exchange, that all ranks agree in the same way. Every rank calls it, or none.
+        """Check now, not at the first exchange, that all ranks use the same algorithm. Every rank calls it, or none.
 
         Raises:
             CollectiveMismatch, ConfigError: see ``gradients``.

@@ -74,13 +74,13 @@ class Layer(NamedTuple):
 
 
 def preconditioned(gradient: Array, outer: Array, inner: Array, damping: float) -> Array:
-    """The product (A + λI)⁻¹ G (B + λI)⁻¹, for symmetric A and B."""
+    """Product (A + λI)⁻¹ G (B + λI)⁻¹, for symmetric A and B."""
     left = np.linalg.solve(outer + damping * np.eye(len(outer), dtype=outer.dtype), gradient)
     return np.linalg.solve(inner + damping * np.eye(len(inner), dtype=inner.dtype), left.T).T
 
 
 class LayerOwnership:
-    """Preconditions gradients, each layer on its owner.
+    """Preconditioner of gradients: each layer on its owner.
 
     Args:
         comm: whose ranks share the layers.
@@ -104,7 +104,7 @@ class LayerOwnership:
 
     @carried
     def precondition(self, layers: Mapping[str, Layer]) -> Procedure[dict[str, Array]]:
-        """The preconditioned gradients by name, the same on every rank; a `Pending` mapping.
+        """Precondition gradients by name, the same on every rank; a `Pending` mapping.
 
         Args:
             layers: the same names and shapes on every rank.

@@ -11,7 +11,7 @@ from kfcomm.train.tree import Tree, copied, leaves, mapped, rebuilt
 
 
 def direction(gradient: Any, accumulated: Any, num_local: int, epsilon: float) -> Any:
-    """The quotient g / √(B² + t ε²): what is to be multiplied by the learning rate and subtracted.
+    """Quotient g / √(B² + t ε²), to be multiplied by the learning rate and subtracted.
 
     Args:
         gradient: g, of this rank.
@@ -23,7 +23,7 @@ def direction(gradient: Any, accumulated: Any, num_local: int, epsilon: float) -
 
 
 def accumulate(local: Any, gradient: Any) -> Any:
-    """A² + g∘g: what a rank brings to the next meeting."""
+    """A² + g∘g, this rank's contribution to the next meeting."""
     return local + gradient * gradient
 
 

@@ -37,14 +37,14 @@ class Packing:
         self.nbytes = DIGEST_NBYTES + 8 * num_head + sum(one.flat.nbytes for one in self._like.values())
 
     def pack(self, tree: Tree, head: Sequence[float] = ()) -> Blob:
-        """The blob of a tree. Cost: a copy."""
+        """Encode a tree. Cost: a copy."""
         arrays = leaves(tree)
         parts = [self._digest, np.array(head, np.float64).view(np.uint8)]
         parts += [adapt(arrays[name]).flat.view(np.uint8) for name in self._like]
         return np.concatenate(parts)
 
     def unpack(self, blob: Blob, tree: Tree) -> tuple[Tree, list[float]]:
-        """A tree like ``tree`` of what a blob holds, and the head.
+        """Decode a blob as a tree like ``tree``, and its head.
 
         Raises:
             CollectiveMismatch: it is of another form.
@@ -100,7 +100,7 @@ class Peers:
             self._bounds = (np.cumsum(own) / own.sum()).tolist()
 
     def draw(self) -> int:
-        """The next peer."""
+        """Draw the next peer."""
         if self._bounds is None:
             return self._others[int(self._draws.integers(len(self._others)))]
         return self._others[bisect_right(self._bounds, self._draws.random())]

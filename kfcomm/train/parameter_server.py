@@ -27,7 +27,7 @@ Apply: TypeAlias = Callable[[Arrays, Arrays], Arrays]
 
 
 def shards(nbytes: Mapping[str, int], size: int) -> dict[str, int]:
-    """The owner of each array: the largest first, to the rank that has fewest bytes; of equals the first.
+    """Assign each array to its owner: the largest first, to the rank with the fewest bytes; of equals the first.
 
     So no rank has more than the mean and the largest array.
     """
@@ -41,7 +41,7 @@ def shards(nbytes: Mapping[str, int], size: int) -> dict[str, int]:
 
 
 class ParameterServer:
-    """A model that is spread over the ranks, on one of them: worker and owner of a part in one.
+    """Parameter server spread over the ranks: each rank is a worker and the owner of a part of the model.
 
     ::
 
@@ -106,7 +106,7 @@ class ParameterServer:
 
     @carried
     def push(self, gradients: Tree) -> Procedure[None]:
-        """Give this rank's gradients to the owners; done when they may be modified again.
+        """Send this rank's gradients to the owners; done when they may be modified again.
 
         Raises:
             CollectiveError: from waiting: an owner has not taken what was pushed.
@@ -127,7 +127,7 @@ class ParameterServer:
 
     @carried
     def pull(self) -> Procedure[Tree]:
-        """The model as its owners have it now; a `Pending` tree like the one at the beginning.
+        """Fetch the present model from its owners; a `Pending` tree like the one at the beginning.
 
         Raises:
             CollectiveError: from waiting: an owner is gone.
@@ -148,7 +148,7 @@ class ParameterServer:
 
     @carried
     def serve(self) -> Procedure[None]:
-        """Take what others push, until all have finished. Every rank calls it once, at the beginning.
+        """Serve pushes until all ranks have finished. Every rank calls it once, at the beginning.
 
         Raises:
             CollectiveMismatch: the ranks have servers that differ, or another model was pushed.
@@ -167,7 +167,7 @@ class ParameterServer:
 
     @carried
     def finish(self) -> Procedure[None]:
-        """This rank pushes no more; done when the owners have taken what it pushed.
+        """End the pushes of this rank; done when the owners have applied them.
 
         Raises:
             CollectiveError: from waiting: they have not.
@@ -191,7 +191,7 @@ class ParameterServer:
         return f"{self.name}/part"
 
     def _meet(self) -> Procedure[None]:
-        """See that all ranks have made the same server. No part can be asked for before its owner has saved it."""
+        """Check that all ranks have made the same server. A part can be pulled only after its owner has saved it."""
         # All calls wait for the one meeting: a task that is cancelled in its first pull must not end it for all ranks.
         met = asyncio.shield(self._met) if asyncio.isfuture(self._met) else self._met
         check_alike(self.comm.rank, self._said, (yield met), self._introduction)

@@ -20,7 +20,7 @@ from kfcomm.train.procedure import Comm, Procedure, call, carried, together
 
 
 class Factors(NamedTuple):
-    """Of a dense layer's gradient on this rank, AᵀB: the sum over its samples, or the mean if A is divided by K.
+    """Factors of a dense layer's gradient on this rank, AᵀB: summed over its samples, or averaged if A is divided by K.
 
     Attributes:
         outer: A, an array of K×M.
@@ -37,17 +37,17 @@ def all_reduce_numbers(rows: int, columns: int, size: int) -> float:
 
 
 def factor_numbers(rows: int, columns: int, samples: int, size: int) -> float:
-    """Numbers that a rank sends to tell all others its factors: K(n−1)(M+N)."""
+    """Numbers that a rank sends to gather the factors of all ranks: K(n−1)(M+N)."""
     return samples * (size - 1) * (rows + columns)
 
 
 def most_samples(rows: int, columns: int, size: int) -> float:
-    """K at which both are the same, 2MN / (n(M+N)): up to so many samples a rank factors are no more."""
+    """Break-even K, 2MN / (n(M+N)): up to this number of samples of a rank, factors are not more than the gradient."""
     return 2 * rows * columns / (size * (rows + columns))
 
 
 def takes_factors(rows: int, columns: int, samples: int, size: int) -> bool:
-    """Whether a layer's factors are less to send than its gradient."""
+    """Whether a layer's factors have fewer numbers to send than its gradient."""
     return size > 1 and samples < most_samples(rows, columns, size)
 
 
@@ -69,7 +69,7 @@ class HybridGradients:
 
     @carried
     def average(self, gradients: dict[str, Any], *, out: Mapping[str, Any] | None = None) -> Procedure[dict[str, Any]]:
-        """The mean of all ranks' gradients by name; a `Pending` mapping of arrays.
+        """Average gradients over all ranks; a `Pending` mapping of arrays by name.
 
         Args:
             gradients: arrays, and `Factors` of two NumPy arrays; the same names and shapes on every rank. So each rank
@@ -130,7 +130,7 @@ def _room(out: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any
 
 
 def _product(rows: Any, num_outer: int, size: int, room: Any) -> Any:
-    """The mean over the ranks of AᵀB, of everybody's rows of both."""
+    """Mean over the ranks of AᵀB, from the rows of all ranks."""
     joined = rows.reshape(-1, rows.shape[-1])
     outer = joined[:, :num_outer] / joined.dtype.type(size)  # the smaller array: no pass over the gradient
     return np.matmul(outer.T, joined[:, num_outer:], out=room)

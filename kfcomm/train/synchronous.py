@@ -13,7 +13,7 @@ from kfcomm.train.tree import Tree, copied, leaves, mapped, rebuilt
 
 
 def towards(x: Any, mean: Any, alpha: float) -> Any:
-    """A step of the way from a rank's model to the mean of all: x − α(x − mean).
+    """Move a rank's model towards the mean of all: x − α(x − mean).
 
     Crossbow's synchronous model averaging (Koliousis et al., VLDB 2019, https://arxiv.org/abs/1901.02244), as KungFu
     has it: [1, 3, 5, 7] with α = 0.1 becomes [1.3, 3.1, 4.9, 6.7]. With α = 1 it is the mean; with 1/2, and another
@@ -26,7 +26,7 @@ def towards(x: Any, mean: Any, alpha: float) -> Any:
 
 
 def elastic(x: Any, center: Any, mean: Any, alpha: float, size: int) -> tuple[Any, Any]:
-    """A rank's model and the center, each drawn to the other: x − α(x − z) and z + αΣ(x_i − z).
+    """Move a rank's model and the center towards each other: x − α(x − z) and z + αΣ(x_i − z).
 
     Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015,
     https://arxiv.org/abs/1412.6651, equations 3 and 4. The sum is n(mean − z), so that only the mean travels, and
@@ -50,7 +50,7 @@ WISH = "/change"
 
 
 class SynchronousSGD(Agreement):
-    """Every rank goes on with the mean of all gradients: one large batch, as a single process would see it.
+    """Synchronous SGD: every rank continues with the mean of all gradients, as one process with one large batch.
 
     g ← Σ g_i / n. Models that are equal stay equal; a step is as slow as the slowest rank.
 
@@ -91,7 +91,7 @@ class SynchronousSGD(Agreement):
 
 
 class SMA(Agreement):
-    """Synchronous model averaging: every rank trains a model of its own, which is drawn to the mean of all.
+    """Synchronous model averaging: every rank trains its own model, which is moved towards the mean of all.
 
     x ← x − lr·g − α(x − mean(x)), Crossbow (Koliousis et al., VLDB 2019, https://arxiv.org/abs/1901.02244), as KungFu's
     ``SynchronousAveragingOptimizer`` has it. It keeps the noise of small batches, where S-SGD with many ranks has too
@@ -120,7 +120,7 @@ class SMA(Agreement):
 
 
 class ElasticAveraging(Agreement):
-    """EA-SGD: every rank's model and a center are drawn to each other; the center is what is used in the end.
+    """EA-SGD: every rank's model and a center are moved towards each other; the center is the result.
 
     x_i ← x_i − α(x_i − z), z ← z + αΣ(x_i − z): Zhang et al., NeurIPS 2015, https://arxiv.org/abs/1412.6651. Every rank
     keeps the center, the same bits on all, so no server does.
@@ -198,7 +198,7 @@ class AdaSGD(Agreement):
         super().__init__(comm, name, {"alpha": alpha, "after": after}, problem)
 
     def change(self) -> None:
-        """Ask for S-SGD, on any rank: all ranks have it one step after that in which their models meet next."""
+        """Ask for S-SGD, on any rank: all ranks change one step after the next exchange of models."""
         self._wants_change = True
 
     def _gradients(self, tree: Tree) -> Procedure[Tree]:

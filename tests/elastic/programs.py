@@ -111,7 +111,7 @@ class Place(NamedTuple):
     """Position of a call in a program.
 
     Attributes:
-        birth: of the rank.
+        birth: uid of the rank.
         views: births of the ranks of the step.
         step: its number.
         number: of the call in it.
