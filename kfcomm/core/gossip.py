@@ -215,12 +215,13 @@ class Gossip:
         body = header[3]
         if body[0] in (Body.LOST, Body.LEAVING):
             self._gone.add(body[1])
+            # A known end of the process is stronger news than a loss, and replaces it for late links.
             is_known_ended = body[0] == Body.LOST and body[3]
             if is_known_ended or (body[0], body[1]) not in self._facts:
                 self._facts[body[0], body[1]] = header
         elif body[0] == Body.AGREE:
             fact = (header[1], body[2][0])
-            self._agreed.pop(fact, None)
+            self._agreed.pop(fact, None)  # so that the latest is last: late links get them in order
             self._agreed[fact] = header
         else:
             self._recent.append(header)

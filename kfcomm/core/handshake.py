@@ -123,7 +123,7 @@ class _Machine:
     def receive(self, message: Message) -> Step:
         """Return the reaction to a message of the other side."""
         handler = self._expects.get(type(message))
-        self._expects = {}
+        self._expects = {}  # set again by the handler: after an error, no message is accepted
         if handler is None:
             return Step(Outcome.BROKEN, reason=f"{name_of(message)} is out of place in this handshake")
         return handler(message)

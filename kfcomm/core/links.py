@@ -204,6 +204,7 @@ def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
 def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
     former = outgoing.keys.get(key.id)
     if former is not None:
+        # Its chunks may still be on the link: if that breaks, its uses are affected as well.
         outgoing.former.append(former)
         outgoing.known.clear()
     outgoing.keys[key.id] = key

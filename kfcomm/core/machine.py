@@ -183,6 +183,7 @@ class Machine:
                 self._held = {}
             self._held[slot, position] = self._hold(payload, effects)
             return True
+        # Without ``_held``, ``take`` folds directly instead of coming back here.
         held, self._held = self._held or {}, None
         try:
             self.take(route, index, payload, effects)

@@ -46,6 +46,7 @@ class Matching(Calls):
         if arrival is None:
             return None
         collective = arrival.live.get(seq)
+        # A use with deferred sends must learn that this sender has posted, which only ``match`` does.
         if collective is None or collective.series is not arrival.series or collective.deferred:
             return None
         if index != arrival.last:
@@ -53,6 +54,7 @@ class Matching(Calls):
                 return None
         elif nbytes != arrival.last_nbytes:
             return None
+        # Both bits of a stamp at once: any other difference than the credit bit is another generation, a mismatch.
         charged = stamp - collective.stamp
         if charged and charged != 1:
             return None
@@ -72,6 +74,7 @@ class Matching(Calls):
         if key is None or signature is None:
             effects.append((VIOLATION, incoming, "a chunk under a number that was never defined"))
             return None
+        # Before the match: the sender has spent this credit, whatever becomes of the chunk.
         if charged and not incoming.window.charge(nbytes):
             effects.append((VIOLATION, incoming, OVERDRAWN))
             return None
@@ -86,6 +89,7 @@ class Matching(Calls):
         """Take the complete payload of a matched chunk."""
         target = ticket[0]
         if type(target) is not Early:
+            # It may have failed while the payload arrived.
             if target.key.live.get(target.seq) is target:
                 target.arrived(ticket[1], ticket[2], payload, effects)
             else:

@@ -120,6 +120,7 @@ class Decision:
         return said
 
     def _hear(self, said: list[Message], origin: int, message: Message) -> None:
+        # An ended rank may have voted for a value that no survivor knows: its votes must not count after that.
         if origin in self._unheard:
             return
         tag, *fields = message

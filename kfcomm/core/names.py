@@ -99,6 +99,7 @@ class Names:
         """Give a key a number that no other in flight has. Amortized O(1)."""
         for number in range(self._next_id, self._next_id + MAX_ID):
             owner = self._owners.get(number % MAX_ID)
+            # A key in flight keeps its number: a late POSTED about it must not be taken for another key's.
             if owner is None or not (owner.live or owner.begun):
                 if owner is not None:
                     self.version += 1

@@ -124,6 +124,7 @@ class Program:
     routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Derived once here, since every collective with this program reads them.
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         object.__setattr__(self, "small_counts", most < MAX_BYTE)
         lanes = self.lanes.values()

@@ -78,9 +78,11 @@ class Router(Matching):
             key.begun.enter()
         if seq is not None:
             self._leave_out(key, seq, effects)
+        # One test on the common path; which obstacle it is, if any, is found out only then.
         if self.dead or self.lost or (key.live and not overlapping):
             cause = self._obstacle(group, key, overlapping, effects)
             if cause is not None:
+                # The number is used up: on other ranks the same use has it, and fails with the same cause.
                 key.spoil(key.next_seq)
                 key.next_seq += 1
                 return cause
@@ -96,6 +98,7 @@ class Router(Matching):
         A second use in flight is unusual. ``collective`` has begun except for its number.
         """
         key = series.key
+        # Anything unusual takes the path of ``post``, which knows every reason and error.
         if key.live or key.begun or self.dead or self.lost or series.version != self.names.version:
             return False
         collective.seq = seq = key.next_seq

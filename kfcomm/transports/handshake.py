@@ -73,6 +73,7 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
+                # A fresh nonce for each try: no challenge is used twice.
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
                     return await _greet(await connect(address), dialler, tls)
@@ -83,6 +84,7 @@ async def dial(
                     unreached.append(error)
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
+    # Only if every address failed to connect: a peer that refused the handshake, or is slow, lives.
     gone = len(unreached) == len(failures) and nobody_listens(unreached)
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 

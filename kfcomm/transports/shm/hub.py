@@ -159,6 +159,7 @@ class Hub:
         for link in self._links:
             link.park(what)
         self._slots.park()
+        # Flags first, then a fence, then the last poll: a peer that stores later sees the flag and wakes this process.
         with self._fence:
             pass
         # News in between are often of the next collective, which this rank has yet to post: no reason to stay awake.

@@ -153,6 +153,7 @@ class ShmReceiver(ShmLink):
         try:
             self._inbound.receive(self, header, self._arena[piece : piece + nbytes])
         finally:
+            # ``lend`` clears it: then the piece goes back with ``give_back``, not now.
             is_lent, self._shown = self._shown is None, None
             if self._fd < 0:
                 self._say_closed()

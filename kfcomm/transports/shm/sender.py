@@ -96,6 +96,7 @@ class ShmSender(ShmLink):
             elif self._pieces:
                 self._restless.add(self)
             return True
+        # A reserved piece is freed by the next publication, so a payload that must wait there needs a copy.
         if payload is not None and self._arena.is_reserved(payload):
             payload = memoryview(bytes(payload))
         heapq.heappush(self._waiting, (-2 * priority - header[5], next(self._numbers), header, payload, owner))
@@ -213,6 +214,7 @@ class ShmSender(ShmLink):
         piece = self._arena.publish(payload)
         if piece is None:
             return False
+        # One piece is under way to a peer once at a time, so that its return is unambiguous.
         if piece in self._pieces:
             self._arena.release(piece)
             return False
