@@ -72,7 +72,7 @@ def pair(first: str, other: str = GOES_ON, before: str = "", **settings: str) ->
 def test_it_says_for_whom_it_waits_and_ctrl_c_ends_the_wait() -> None:
     with pair(CLOSES) as (first, _):
         assert first.stderr is not None
-        assert "rank 0: close() waits for ranks 1 to close too" in first.stderr.readline()
+        assert "rank 0: close() waits for rank 1 to close too" in first.stderr.readline()
         first.send_signal(signal.SIGINT)
         assert first.wait() == -signal.SIGINT
 
