@@ -22,10 +22,6 @@ from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.collectives.specs import SPECS, Arguments, Shape
 from kfcomm.core.deadlines import first_due_s
-from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
-from kfcomm.core.program import Lane, Program
-from kfcomm.engine.direct import OneStepOperation, SlottedOperation
-from kfcomm.engine.hosted import HubOperation
 from kfcomm.engine.operation import COPIED_NBYTES, Array, Operation
 
 if TYPE_CHECKING:
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
-    from kfcomm.engine.buffers import Payload
 
 Begun: TypeAlias = "Operation | SlotUse"
 NO_ARRAY: Final = np.empty(0, np.uint8)
@@ -72,7 +67,7 @@ class Compiled(ABC):
         self.is_small = False
         self.nbytes = 0
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
-        self.operation: Any = COMPILED.get(plan.operation, CompiledOperation)
+        self.operation: Any = plan.operation.again
         self._arguments = _shared(arguments)
 
     def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Begun | None:
@@ -258,92 +253,3 @@ def _shared(arguments: Arguments) -> Arguments:
 @lru_cache(4096)
 def _room(shape: Shape, dtype: np.dtype[Any]) -> Callable[[], Any]:
     return partial(np.empty, shape, dtype)
-
-
-class CompiledOperation(Operation):
-    """One use of a compiled name: an operation of which all is known but its number and its arrays.
-
-    Attributes:
-        is_whole: it is one chunk, and what is folded lies in the result.
-    """
-
-    is_whole = False
-
-    def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
-        self.series = series = name.series
-        self.program = series.program
-        self.lay_out(name, series.program)
-        self.posted = series.posted
-        self.stamp = name.group.plans.generation << 1
-        self.engine = name.engine
-        self.work = name.work
-        self.nbytes = name.nbytes
-        self.future = future
-        self._in = source
-        self._out = result
-        self.value = value
-        self.posted_s = self.heard_s = now_s = name.engine.reactor.time()
-        self.timeout_s = name.timeout_s
-        self.due_s = now_s + name.first_s
-
-    def lay_out(self, name: Compiled, program: Program) -> None:
-        """What the machine needs to begin."""
-        self.remaining = num_slots = program.num_slots
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        if program.gate:
-            self._gate = program.gate
-        if name.is_small:
-            self.is_small = True
-        if name.is_whole:
-            self.is_whole = True
-
-    def start(self, effects: Effects) -> None:
-        """See ``Machine.start``. It is no first use, and has no priority; if all is traced, nothing is compiled."""
-        sends = self.program.first_sends
-        if sends is None:
-            super(Operation, self).start(effects)
-        else:
-            for to, lane, index in sends:
-                self.engine.send(self, to, lane, index, UP, INPUT, None)
-
-    def _fold(
-        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
-    ) -> None:
-        if not self.is_whole or type(payload) is not memoryview or tag == FOLD_UP:
-            super()._fold(tag, lane, index, payload, first, effects)
-            return
-        kernel, out = self._folding(), self._out
-        own = self._in if first else out
-        if tag == FOLD:
-            kernel.fold(own, np.frombuffer(payload, out.dtype), out)
-        else:
-            kernel.last(own, np.frombuffer(payload, out.dtype), out, self.work.size)
-
-    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
-        if type(payload) is memoryview and lane.count == len(self._out) and lane.num_chunks == 1:
-            self._out[:] = np.frombuffer(payload, self._out.dtype)
-        else:
-            super()._store(lane, index, payload, effects)
-
-
-class CompiledSlotted(SlottedOperation, CompiledOperation):
-    """The same of what is carried out in a slot, if there is one."""
-
-    def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
-        CompiledOperation.__init__(self, name, future, source, result, value)
-
-
-class CompiledOneStep(OneStepOperation, CompiledSlotted):
-    """The same of what every rank gets as a whole."""
-
-
-class CompiledHub(HubOperation, CompiledSlotted):
-    """The same of the hub of a host among several."""
-
-
-COMPILED: Final[dict[Any, type[CompiledOperation]]] = {
-    HubOperation: CompiledHub,
-    SlottedOperation: CompiledSlotted,
-    OneStepOperation: CompiledOneStep,
-}
-"""By the kind of operation that a plan asks for; all others are of the plain kind."""

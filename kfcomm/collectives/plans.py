@@ -69,7 +69,7 @@ class Plan:
     sizes: ItemSizes
     work: Work
     result_count: int
-    operation: Callable[..., Operation] = Operation
+    operation: type[Operation] = Operation
 
     @property
     def dtype(self) -> np.dtype[Any] | None:

@@ -7,13 +7,13 @@ keeps every chunk that it folds); else in scratch memory of the accumulation dty
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
 from kfcomm.core.collective import Collective
 from kfcomm.core.deadlines import NEVER
-from kfcomm.core.machine import FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, Effects
+from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, UP, Effects
 from kfcomm.core.program import Lane
 from kfcomm.engine.buffers import Payload
 from kfcomm.errors import InternalError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfcomm.arrays.reduce import Kernel
+    from kfcomm.core.collective import Series
     from kfcomm.engine.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -58,6 +59,20 @@ class Work:
         self.is_partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
 
 
+class CachedName(Protocol):
+    """What is known of the next use of a name before it begins; see ``collectives.compiled.Compiled``."""
+
+    group: Any
+    engine: Engine
+    series: Series
+    work: Any
+    nbytes: int
+    timeout_s: float
+    first_s: float
+    is_small: bool
+    is_whole: bool
+
+
 class Operation(Collective):
     """A collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
 
@@ -78,6 +93,8 @@ class Operation(Collective):
         engine: set when it is posted.
         is_over: it is complete or has failed.
         is_small: its input is one chunk, and sent from a copy.
+        is_whole: it is one chunk, and what is folded lies in the result.
+        is_cached: it is a use of a name that was used before; see ``again``.
         nbytes: of the result on this rank, or of the input where it gets none.
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
@@ -88,7 +105,7 @@ class Operation(Collective):
 
     # Most stay what they are here: then they cost an operation neither time nor memory.
     engine: Engine
-    is_over = failed = is_small = False
+    is_over = failed = is_small = is_whole = is_cached = False
     error: BaseException | None = None
     value: Any = None
     finished_by: Callable[[Any], Any] | None = None
@@ -125,11 +142,49 @@ class Operation(Collective):
         if priority:
             self.priority = priority
 
+    @classmethod
+    def again(cls, name: CachedName, future: Any, source: Array, result: Array, value: Array | None) -> Self:
+        """One use of a cached name, of which all is known but its number and its arrays.
+
+        Every attribute is set here, in one frame: calls of the constructors of all base classes would cost 1 µs more.
+        """
+        self = cls.__new__(cls)
+        self.is_cached = True
+        self.series = series = name.series
+        self.program = program = series.program
+        self.remaining = num_slots = program.num_slots
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        if program.gate:
+            self._gate = program.gate
+        if name.is_small:
+            self.is_small = True
+        if name.is_whole:
+            self.is_whole = True
+        self.posted = series.posted
+        self.stamp = name.group.plans.generation << 1
+        self.engine = name.engine
+        self.work = name.work
+        self.nbytes = name.nbytes
+        self.future = future
+        self._in = source
+        self._out = result
+        self.value = value
+        self.posted_s = self.heard_s = now_s = name.engine.reactor.time()
+        self.timeout_s = name.timeout_s
+        self.due_s = now_s + name.first_s
+        return self
+
     # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``."""
-        self.engine.begins(self)
+        # A cached use is not the first, and has no priority; while calls are traced, nothing is cached.
+        if not self.is_cached:
+            self.engine.begins(self)
+        elif (sends := self.program.first_sends) is not None:
+            for to, lane, index in sends:
+                self.engine.send(self, to, lane, index, UP, INPUT, None)
+            return
         super().start(effects)
 
     def _send(
@@ -140,6 +195,14 @@ class Operation(Collective):
     def _fold(
         self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
     ) -> None:
+        if self.is_whole and type(payload) is memoryview and tag != FOLD_UP:
+            kernel, out = self._folding(), self._out
+            own = self._in if first else out
+            if tag == FOLD:
+                kernel.fold(own, np.frombuffer(payload, out.dtype), out)
+            else:
+                kernel.last(own, np.frombuffer(payload, out.dtype), out, self.work.size)
+            return
         view = payload if type(payload) is memoryview else payload.view
         if tag == FOLD_LAST:
             self.fold_last(lane, index, view, first)
@@ -161,7 +224,10 @@ class Operation(Collective):
 
     def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
         if type(payload) is memoryview:
-            self.store(lane, index, payload)
+            if self.is_cached and lane.count == len(self._out) and lane.num_chunks == 1:
+                self._out[:] = np.frombuffer(payload, self._out.dtype)
+            else:
+                self.store(lane, index, payload)
         else:
             if payload.owner is not self:
                 self.store(lane, index, payload.view)

@@ -156,7 +156,10 @@ class Call:
             str(order.verb), dtype_name(order.dtype), order.shape, "" if order.op is None else str(order.op),
             order.root, path.name, counts=order.counts, memory=memory,
         )  # fmt: skip
-        self.head = Head(self, group.view.size)
+        # To the runtime a call is an operation without chunks.
+        work = Work(None, None, group.view.size, in_result=False)
+        self.head = Operation(_Ending(self), None, None, work, priority=priority)
+        self.head.nbytes = sum((one.source if one.target is None else one.target).nbytes for one in self.parts)
 
     @property
     def title(self) -> str:
@@ -219,15 +222,6 @@ class Call:
             elif self.is_enqueued:
                 late = error
         self._ended(self, late)
-
-
-class Head(Operation):
-    """What the runtime knows of a call: an operation without chunks."""
-
-    def __init__(self, call: Call, size: int) -> None:
-        super().__init__(_Ending(call), None, None, Work(None, None, size, in_result=False), priority=call.priority)
-        results = (part.source if part.target is None else part.target for part in call.parts)
-        self.nbytes = sum(result.nbytes for result in results)
 
 
 class _Ending:
