@@ -13,26 +13,23 @@ be no power of two. Products are taken for each tensor by itself, however many t
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.arrays.reduce.adasum import adasum_weights
-from kfcomm.collectives.exchange import Steps
 from kfcomm.collectives.group import UNNAMED
-from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import Item
 from kfcomm.collectives.plans import Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS
-from kfcomm.collectives.verbs import Later, Posting
-from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.collectives.steps import LaterSteps, Steps
+from kfcomm.collectives.verbs import Posting
+from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
@@ -143,89 +140,42 @@ class Parts:
 
 
 class Adasum:
-    """One call, on this rank. The keys of its later steps take the sequence number of the first, whatever happens."""
+    """One call, on this rank."""
 
     def __init__(
         self, verbs: Verbs, items: Sequence[Item], key: str | None, options: CallOptions,
         gathered: Callable[[dict[str, Any]], Any],
     ) -> None:  # fmt: skip
         self._verbs = verbs
-        self._name = key
-        self._group = group = verbs._group
-        self._parts = Parts(items, group.view.size)
-        self._until_s = group.until_s(options.timeout)
+        self._key = key
         self._options = options
+        self._parts = Parts(items, verbs._group.view.size)
         self._gathered = gathered
-        self._whole = Steps(loop=group.engine.loop)
-        self._whole.key = key or UNNAMED
+        self._rows = self._parts.shared_out()  # first, since it may fail: turns that were taken must be used
         later = [f"{key or UNNAMED}\0adasum {what}" for what in ("products", "parts")]
-        self._later = [(one, group.turns.next(one)) for one in later]
-        self._plans: list[Plans] = []
-        group.in_order(lambda: self._plans.append(group.plans))
-        self._rows = self._parts.shared_out()
-        self._first = verbs._begin(key, self._posting(ALL_TO_ALL, self._rows, key or UNNAMED), options)
+        self._steps = LaterSteps(verbs, key, options, later)
 
     def begin(self) -> Steps:
-        """Go on when the first step is over; a handle of the whole."""
-        self._follow(self._first, 0, self._multiply)
-        return self._whole
-
-    def _follow(self, step: Handle[Any], number: int, then: Callable[[Any, str], None]) -> None:
-        """When ``step`` is over, ``then`` begins the next one, a later step with this number, in its turn."""
-        self._whole.step = step
-        key, turn = self._later[number]
-
-        def proceed() -> None:
-            error = asyncio.CancelledError() if step.cancelled() or self._whole.cancelled() else step.exception()
-            if error is None:
-                try:
-                    then(step.result(), key)
-                    return
-                except Exception as wrong:  # noqa: BLE001  it belongs to the caller
-                    error = wrong
-            self._give_up(number, error)
-
-        def over(_: asyncio.Future[Any]) -> None:
-            if self._first.seq >= 0:
-                turn.ready(proceed)
-            else:  # cancelled while it waited for a verdict: its number is not known before that
-                self._group.in_order(lambda: turn.ready(proceed))
-
-        step.when_done(self._group.engine.reactor, over)
-
-    def _give_up(self, number: int, error: BaseException) -> None:
-        """The later step whose turn it is fails, on the other ranks, too, and so does what would follow it."""
-        self._refuse(self._later[number][0], error)
-        for key, turn in self._later[number + 1 :]:
-            turn.ready(partial(self._refuse, key, error))
-        self._whole.fail(error)
-
-    def _refuse(self, key: str, error: BaseException) -> None:
-        group, seq = self._group, self._first.seq
-        if isinstance(error, (PeerLost, EpochChanged)):  # which the other ranks hear of by themselves
-            group.engine.leave_out(group.view, key, seq + 1)
-        else:
-            group.refuse_now(key, error, seq=seq)
+        """Begin the first step; a handle of the whole."""
+        posting = self._posting(ALL_TO_ALL, self._rows, self._key or UNNAMED)
+        self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._multiply)
+        return self._steps.whole
 
     def _multiply(self, rows: Array, key: str) -> None:
         self._rows = rows
-        self._parts.check(rows, self._group.view.called)
-        self._follow(self._post(ALL_REDUCE, self._parts.products(rows), key), 1, self._combine)
+        self._parts.check(rows, self._verbs._group.view.called)
+        posting = self._posting(ALL_REDUCE, self._parts.products(rows), key)
+        self._steps.follow(self._steps.post(posting, key), self._combine)
 
     def _combine(self, products: Array, key: str) -> None:
-        step = self._post(ALL_GATHER, self._parts.combined(self._rows, products), key)
-        self._whole.end_as(step, self._group.engine.reactor, self._finish)
+        posting = self._posting(ALL_GATHER, self._parts.combined(self._rows, products), key)
+        self._steps.whole.end_as(self._steps.post(posting, key), self._verbs._group.engine.reactor, self._finish)
 
     def _finish(self, rows: Array) -> Any:
         return self._gathered(self._parts.results(rows))
 
-    def _post(self, verb: Verb, rows: Array, key: str) -> Handle[Any]:
-        later = Later(key, self._first.seq, self._plans[0])
-        options = self._options.but(timeout=self._group.left_s(self._until_s))
-        return self._verbs._begin(self._name, self._posting(verb, rows, key), options, later=later)
-
     def _posting(self, verb: Verb, rows: Array, key: str) -> Posting:
-        spec, view = SPECS[verb], self._group.view
+        spec, view = SPECS[verb], self._verbs._group.view
         plan = (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if spec.folds else None, -1, key)
         return Posting(plan, adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
 

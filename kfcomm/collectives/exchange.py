@@ -6,10 +6,9 @@ it. Each call takes one sequence number of both, whatever happens, so that the s
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
 import numpy as np
@@ -24,62 +23,20 @@ from kfcomm.collectives.on_device.through_host import Fetched, Out
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.plans import Planner, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, row_elements
-from kfcomm.collectives.verbs import Later, MakePlan, Posting, Verbs
+from kfcomm.collectives.steps import LaterSteps, Steps
+from kfcomm.collectives.verbs import MakePlan, Posting, Verbs
 from kfcomm.core.chunk import split
-from kfcomm.core.collective import GroupView, name_of, shown
-from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.core.collective import GroupView, shown
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.types import Seconds, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.transports.reactor import Reactor
+    pass
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 RECORD_NBYTES = 256
 ROW_NBYTES = 9
 """The largest msgpack integer."""
-
-
-class Steps(Handle[Any]):
-    """A call of several steps; cancelling it cancels the step under way."""
-
-    step: Handle[Any] | None = None
-    key = ""
-    """Of the call; errors that do not say of which are about this one."""
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        """End the call everywhere; False if it is complete already."""
-        if not super().cancel(msg):
-            return False
-        if self.step is not None:
-            self.step.cancel()
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        """It ends with this error, or is cancelled by it."""
-        if isinstance(error, asyncio.CancelledError):
-            self.cancel()
-        elif not self.done():
-            if isinstance(error, CollectiveError) and not error.key:
-                error.key = name_of(self.key)
-            self.set_exception(error)
-
-    def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
-        """``step`` is the last: this ends as it does, with what ``outcome`` makes of its result, if that is given."""
-
-        def done(_: asyncio.Future[Any]) -> None:
-            if step.cancelled():
-                self.cancel()
-            elif (error := step.exception()) is not None:
-                self.fail(error)
-            elif not self.done():
-                try:
-                    self.set_result(step.result() if outcome is None else outcome(step.result()))
-                except Exception as wrong:  # noqa: BLE001  of the peer's data: it belongs to the caller
-                    self.fail(wrong)
-
-        self.step = step
-        step.when_done(reactor, done)
-        return self
 
 
 Second: TypeAlias = "tuple[Posting, Callable[[Any], Any] | None]"
@@ -330,51 +287,17 @@ class Exchange(Verbs):
         here, if that has to come from a device.
         """
         group = self._group
-        reactor = group.engine.reactor
-        whole = Steps(loop=group.engine.loop)
-        key = later_key(name or UNNAMED)
-        turn = group.turns.next(key)
-        whole.key = name or UNNAMED
-        begun_under: list[Plans] = []
-        group.in_order(lambda: begun_under.append(group.plans))
-        until_s = group.until_s(options.timeout)
         step = CallOptions(root=options.root, timeout=options.timeout, priority=options.priority, is_step=True)
-        told = whole.step = self._on_host(verb, record, name, step)
+        steps = LaterSteps(self, name, step, [later_key(name or UNNAMED)])
 
-        def begin() -> None:
-            error = asyncio.CancelledError() if told.cancelled() or whole.cancelled() else told.exception()
-            if error is None and fetched is not None:
-                error = fetched.here.exception()
-            if error is not None:
-                if isinstance(error, (PeerLost, EpochChanged)):  # which the other ranks hear of by themselves
-                    group.engine.leave_out(group.view, key, told.seq + 1)
-                else:
-                    group.refuse_now(key, error, seq=told.seq)
-                whole.fail(error)
-                return
-            later = Later(key, told.seq, begun_under[0])
-            try:
-                with self._checks(name, later=later):
-                    posting, outcome = second(told.result())
-                left = step.but(timeout=group.left_s(until_s))
-                last = self._begin(name, posting, left, later=later)
-            except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
-                whole.fail(refused)
-            else:
-                whole.end_as(last, reactor, outcome)
+        def then(told: Array, key: str) -> None:
+            posting, outcome = second(told)
+            steps.whole.end_as(steps.post(posting, key), group.engine.reactor, outcome)
 
-        def first_done(_: asyncio.Future[Any]) -> None:
-            if fetched is not None and not fetched.here.done():
-                fetched.here.when_done(reactor, first_done)
-            elif told.seq >= 0:
-                turn.ready(begin)
-            else:  # cancelled while it waited for a verdict: its number is not known before that
-                group.in_order(lambda: turn.ready(begin))
-
-        told.when_done(reactor, first_done)
+        steps.follow(self._on_host(verb, record, name, step), then, None if fetched is None else fetched.here)
         if fetched is not None:
-            whole.when_done(reactor, fetched.release)
-        return whole
+            steps.whole.when_done(group.engine.reactor, fetched.release)
+        return steps.whole
 
     def _mapped(self, inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
         """A handle whose result is ``change`` of the inner one's."""

@@ -9,13 +9,14 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, checked_version
-from kfcomm.collectives.exchange import Exchange, Steps
+from kfcomm.collectives.exchange import Exchange
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
 from kfcomm.collectives.options import PLAIN, CallOptions
 from kfcomm.collectives.receives import Outcome, Received
 from kfcomm.collectives.specs import ALL_GATHER
+from kfcomm.collectives.steps import Steps
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveTimeout, ConfigError

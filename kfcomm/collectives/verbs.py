@@ -76,15 +76,12 @@ class Posting(NamedTuple):
 class Checks:
     """The block of ``Verbs._checks``: four times as quick as a generator in its place, which takes 2 µs."""
 
-    __slots__ = ("_devices", "_group", "_key", "_later", "_steps", "name", "options")
+    __slots__ = ("_devices", "_group", "_key", "_steps", "name", "options")
 
-    def __init__(
-        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None
-    ) -> None:
+    def __init__(self, group: Group, key: str, steps: int = 1, devices: DeviceVerbs | None = None) -> None:
         self._group = group
         self._key = key
         self._steps = steps
-        self._later = later
         self._devices = devices
         self.name: str | None = None
         self.options = PLAIN
@@ -95,14 +92,12 @@ class Checks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
             return
-        if self._later is None:
-            self._group.refuse(self._key, error, steps=self._steps)
-        else:
-            self._group.refuse_now(self._later.key, error, seq=self._later.seq)
+        self._group.refuse(self._key, error, steps=self._steps)
         if self._devices is not None:
             self._devices.refused(self._key)
-        if isinstance(error, (ValueError, TypeError)) and not isinstance(error, KfcommError):
-            raise ConfigError(str(error)) from error
+        told = as_config_error(error)
+        if told is not error:
+            raise told from error
 
 
 class Verbs:
@@ -360,24 +355,18 @@ class Verbs:
         return spec.result_shape(shape, view.rank, view.size) if spec.gets(view.rank, root) else None
 
     def _checks(
-        self, name: str | None, options: CallOptions = PLAIN, *, steps: int = 1, later: Later | None = None,
-        on_device: bool = False,
-    ) -> Checks:  # fmt: skip
+        self, name: str | None, options: CallOptions = PLAIN, *, steps: int = 1, on_device: bool = False
+    ) -> Checks:
         """What fails in the block of this fails the other ranks' calls too; the error is this call's.
 
         The block has the name and the options of the call made plain: ``with ... as (name, options)``.
 
-        ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
-        fails at its place among the posts. ``on_device``: the paths of device arrays are told, too.
+        ``steps``: of the call, which fails at its place among the posts. ``on_device``: the paths of device arrays are
+        told, too.
         """
-        try:
-            self._check_open()
-            name = checked_name(name)
-        except KfcommError as error:
-            if later is not None:
-                self._group.refuse_now(later.key, error, seq=later.seq)
-            raise
-        checks = Checks(self._group, name or UNNAMED, steps, later, self._devices if on_device else None)
+        self._check_open()
+        name = checked_name(name)
+        checks = Checks(self._group, name or UNNAMED, steps, self._devices if on_device else None)
         checks.name, checks.options = name, options
         if options.timeout is not None or options.priority or type(options.priority) is not int:
             with checks:
@@ -492,6 +481,13 @@ class Verbs:
         if number is None or not 0 <= number < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
         return number
+
+
+def as_config_error(error: Exception) -> Exception:
+    """What a library of arrays raises for arguments that cannot work, as kfcomm raises it; other errors as they are."""
+    if isinstance(error, (ValueError, TypeError)) and not isinstance(error, KfcommError):
+        return ConfigError(str(error))
+    return error
 
 
 def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:

@@ -19,13 +19,13 @@ from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.arrays.reduce import kernel
 from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
-from kfcomm.collectives.exchange import Steps
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import many_key
 from kfcomm.collectives.plans import Plan, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, Shape
+from kfcomm.collectives.steps import Steps
 from kfcomm.collectives.verbs import Checks, Posting, checked_op
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveError, ConfigError

@@ -1,0 +1,152 @@
+"""Calls of several steps: each step is a collective, and follows when the one before it is over.
+
+The first step has the name of the call; each later one has a key of its own, whose n-th use belongs to the n-th call,
+whatever happens: a step that cannot be posted takes its number all the same, so that the steps of one call meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from kfcomm.collectives.group import UNNAMED
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.verbs import Later, as_config_error
+from kfcomm.core.collective import name_of, shown
+from kfcomm.errors import CollectiveError, EpochChanged, InternalError, PeerLost
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.options import CallOptions
+    from kfcomm.collectives.plans import Plans
+    from kfcomm.collectives.turns import Turn
+    from kfcomm.collectives.verbs import Posting, Verbs
+    from kfcomm.transports.reactor import Reactor
+
+
+class Steps(Handle[Any]):
+    """A call of several steps; cancelling it cancels the step under way."""
+
+    step: Handle[Any] | None = None
+    key = ""
+    """Of the call; errors that do not say of which are about this one."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """End the call everywhere; False if it is complete already."""
+        if not super().cancel(msg):
+            return False
+        if self.step is not None:
+            self.step.cancel()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error, or is cancelled by it."""
+        if isinstance(error, asyncio.CancelledError):
+            self.cancel()
+        elif not self.done():
+            if isinstance(error, CollectiveError) and not error.key:
+                error.key = name_of(self.key)
+            self.set_exception(error)
+
+    def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
+        """``step`` is the last: this ends as it does, with what ``outcome`` makes of its result, if that is given."""
+
+        def done(_: asyncio.Future[Any]) -> None:
+            if step.cancelled():
+                self.cancel()
+            elif (error := step.exception()) is not None:
+                self.fail(error)
+            elif not self.done():
+                try:
+                    self.set_result(step.result() if outcome is None else outcome(step.result()))
+                except Exception as wrong:  # noqa: BLE001  of the peer's data: it belongs to the caller
+                    self.fail(wrong)
+
+        self.step = step
+        step.when_done(reactor, done)
+        return self
+
+
+class LaterSteps:
+    """The steps of one call after its first, on this rank.
+
+    Args:
+        verbs: of the group.
+        name: of the call.
+        options: of the call; its timeout is for all steps together.
+        keys: of the later steps, in their order.
+
+    Attributes:
+        whole: the handle of the call.
+    """
+
+    def __init__(self, verbs: Verbs, name: str | None, options: CallOptions, keys: Sequence[str]) -> None:
+        self._verbs = verbs
+        self._group = group = verbs._group
+        self._name = name
+        self._options = options
+        self._until_s = group.until_s(options.timeout)
+        self._later: deque[tuple[str, Turn]] = deque((key, group.turns.next(key)) for key in keys)
+        self._plans: list[Plans] = []
+        group.in_order(lambda: self._plans.append(group.plans))
+        self._first: Handle[Any] | None = None
+        self.whole = Steps(loop=group.engine.loop)
+        self.whole.key = name or UNNAMED
+
+    def follow(self, step: Handle[Any], then: Callable[[Any, str], None], also: Handle[Any] | None = None) -> None:
+        """When ``step``, and ``also``, are over, the next step begins in its turn: ``then`` posts it under its key.
+
+        It is posted in the order of the calls, on the graphs of the first step. The first call of this gives the first
+        step.
+        """
+        group, reactor = self._group, self._group.engine.reactor
+        first = self._first = self._first or step
+        self.whole.step = step
+        key, turn = self._later.popleft()
+
+        def proceed() -> None:
+            error = asyncio.CancelledError() if step.cancelled() or self.whole.cancelled() else step.exception()
+            if error is None and also is not None:
+                error = also.exception()
+            if error is None:
+                try:
+                    self._verbs._check_open()
+                    then(step.result(), key)
+                    return
+                except Exception as wrong:  # noqa: BLE001  it belongs to the caller
+                    error = as_config_error(wrong)
+            self._abort(first.seq, key, error)
+
+        def over(_: asyncio.Future[Any]) -> None:
+            if also is not None and not also.done():
+                also.when_done(reactor, over)
+            elif first.seq >= 0:
+                turn.ready(proceed)
+            else:  # cancelled while it waited for a verdict: its number is not known before that
+                group.in_order(lambda: turn.ready(proceed))
+
+        step.when_done(reactor, over)
+
+    def post(self, posting: Posting, key: str) -> Handle[Any]:
+        """Begin the next step now, with the time that is left."""
+        if self._first is None:
+            raise InternalError(f"a later step of {shown(self.whole.key)} was posted before its first")
+        later = Later(key, self._first.seq, self._plans[0])
+        left = self._options.but(timeout=self._group.left_s(self._until_s))
+        return self._verbs._begin(self._name, posting, left, later=later)
+
+    def _abort(self, seq: int, key: str, error: BaseException) -> None:
+        """The step whose turn it is fails, on the other ranks, too, and so do those that would follow it."""
+        self._refuse(seq, key, error)
+        for other, turn in self._later:
+            turn.ready(partial(self._refuse, seq, other, error))
+        self.whole.fail(error)
+
+    def _refuse(self, seq: int, key: str, error: BaseException) -> None:
+        group = self._group
+        if isinstance(error, (PeerLost, EpochChanged)):  # which the other ranks hear of by themselves
+            group.engine.leave_out(group.view, key, seq + 1)
+        else:
+            group.refuse_now(key, error, seq=seq)
