@@ -48,7 +48,7 @@ BLOCK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How tensors are shared out among the ranks: each gets a row of bytes, a head and a part of every tensor.
+    """Division of tensors among the ranks: each gets a row of bytes, with a head and a part of every tensor.
 
     Attributes:
         items: the tensors, in the order that all ranks have.
@@ -60,16 +60,16 @@ class Parts:
 
     @property
     def head(self) -> bytes:
-        """Of names, shapes and dtypes, on which the ranks must agree: a digest, and as much text as there is room."""
+        """Digest of the names, shapes and dtypes, on which all ranks must agree, and as much of their text as fits."""
         told = ", ".join(f"{item.name} {item.array.dtype}{item.array.shape}" for item in self.items).encode()
         digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
         return (digest + told)[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0")
 
     def check(self, rows: Array, called: Callable[[int], str]) -> None:
-        """See that all ranks, ``called`` so in words, have the same tensors.
+        """Check that all ranks have the same tensors; ``called`` puts a rank in words.
 
         Raises:
-            CollectiveMismatch: they have not; on every rank, since all have a row of each.
+            CollectiveMismatch: they differ; on every rank, since each has a row of every other.
         """
         heads = [row[:HEAD_NBYTES].tobytes() for row in rows]
         other = next((rank for rank, head in enumerate(heads) if head != heads[0]), None)
@@ -79,7 +79,7 @@ class Parts:
             raise CollectiveMismatch(f"adasum differs between ranks: {sides}")
 
     def places(self, start: int) -> list[tuple[Item, int, slice]]:
-        """For each tensor the elements of a part, and where it is in a row whose parts begin at ``start``."""
+        """For each tensor the number of elements of a part, and its place in a row whose parts begin at ``start``."""
         found: list[tuple[Item, int, slice]] = []
         for item in self.items:
             count = -(-item.array.flat.size // self.size)
@@ -89,7 +89,7 @@ class Parts:
         return found
 
     def row_nbytes(self, start: int) -> int:
-        """Of a row whose parts begin at ``start``."""
+        """Bytes of a row whose parts begin at ``start``."""
         places = self.places(start)
         return start if not places else -(-int(places[-1][2].stop) // ALIGNMENT) * ALIGNMENT
 
@@ -198,5 +198,5 @@ def combine(
 
 
 def _typed(rows: Array, place: slice, item: Item) -> Array:
-    """Every rank's part of a tensor, as it is in their rows."""
+    """The parts of a tensor that all ranks gave, of their rows."""
     return np.ascontiguousarray(rows[:, place]).view(item.array.dtype)

@@ -1,4 +1,4 @@
-"""Calls that take several arrays and are one to the caller: mappings, and lists of arrays.
+"""Calls on several arrays at once: mappings, and lists of arrays.
 
 A list is what torch and mpi4py have in their coalesced verbs: what is done with one array is done with each, and a list
 of results of the same kind comes back. To ``reduce_scatter`` and ``all_to_all`` it is one array for each rank.
@@ -193,7 +193,7 @@ def names_of(arrays: Any) -> list[str]:
     """The names of a mapping, in the order that all ranks have.
 
     Raises:
-        ConfigError: it is no mapping, or a name cannot travel.
+        ConfigError: it is not a mapping, or has a name that no call may have.
     """
     if not isinstance(arrays, Mapping):
         raise ConfigError(
@@ -206,10 +206,10 @@ def names_of(arrays: Any) -> list[str]:
 
 
 def outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where results go; nothing if the caller does not say.
+    """The caller's memory for the results, by name; empty if none was given.
 
     Raises:
-        ConfigError: not for each of the arrays.
+        ConfigError: it does not name each of the arrays.
     """
     if out is None:
         return {}

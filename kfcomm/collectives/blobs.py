@@ -26,7 +26,7 @@ KEPT_VERSIONS = 2
 
 
 class Blobs:
-    """The blobs of this rank, and the way to those of others."""
+    """The blobs of this rank, and requests for those of others."""
 
     def __init__(self, mailbox: Mailbox, view: GroupView) -> None:
         self._mailbox = mailbox
@@ -84,7 +84,7 @@ class Blobs:
         return result
 
     def _give_up(self, asked: Handle[None], answers: Mapping[str, Handle[Message]], source: int) -> None:
-        """Nobody waits for the answer. Its tags are never used again: it must not meet a new question."""
+        """Drop the answer of a request that failed. Its tags are not used again: a late answer might meet a new one."""
         asked.cancel()
         for tag, answer in answers.items():
             if answer.cancel() or answer.cancelled() or isinstance(answer.exception(), CollectiveTimeout):

@@ -1,8 +1,8 @@
-"""A name that was used before, with all that can be known of its next use worked out: a collective of one kind.
+"""Per-name cached call plans.
 
-A group keeps one for each name that is in use. A call that fits skips what the first one did: checks, plan, names,
-signature, deadlines. Whatever does not fit, or is unusual, goes the long way, which alone knows what to make of it. All
-belong to the strategy in force, and are there again when it comes again.
+A group caches one for each name in use. A call like the first one skips its checks, plan, names, signature and
+deadlines. Any other call, and any unusual state, takes the full path, which alone reports what is wrong. Each cache
+belongs to one strategy, and is found again when that strategy is set again.
 
 Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a priority
 or a wire dtype of their own.
@@ -23,6 +23,7 @@ from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.collectives.specs import SPECS, Arguments, Shape
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.engine.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 
 Begun: TypeAlias = "Operation | SlotUse"
 NO_ARRAY: Final = np.empty(0, np.uint8)
-"""What a verb is started with that takes no array."""
+"""In place of the array of a verb that takes none."""
 
 NOT_ALIKE: Final = object()
 """In place of a result: the call is not like the one before it, and nothing has begun."""
 
 MAX_NAMES = 1 << 14
-"""Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
+"""Cached names of a group, half a KiB each; with more, most are used once."""
 
 
 class Compiled(ABC):
-    """What is known of a name that was used before.
+    """Cached plan of the calls under one name.
 
     Args:
         group: whose name it is.
@@ -71,7 +72,7 @@ class Compiled(ABC):
         self._arguments = _shared(arguments)
 
     def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Begun | None:
-        """Begin a use, or None if anything is unusual; for the arguments see ``Operation``. Nothing has happened then.
+        """Begin a use; None, and nothing begun, if anything is unusual. For the arguments see ``Operation``.
 
         Without a handle it is the caller's to look at what is in a slot: see ``SlotUse``.
         """
@@ -89,7 +90,7 @@ class Compiled(ABC):
 
     @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
-        """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
+        """Begin a use with these arrays; None, and nothing begun, if it is not like the first one.
 
         Without a handle the caller waits for what is returned.
         """
@@ -104,7 +105,7 @@ class Compiled(ABC):
 
 
 class CompiledBarrier(Compiled):
-    """A name under which no arrays are exchanged; see ``Compiled``."""
+    """Cached plan of a name without arrays."""
 
     __slots__ = ("_use",)
 
@@ -112,21 +113,21 @@ class CompiledBarrier(Compiled):
         super().__init__(group, name, arguments, plan)
         self._use = Use(self, None)
 
+    @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
-        """See ``Compiled.start``."""
         return self._use.start(handle) if arguments == self._arguments else None
 
+    @override
     def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
-        """See ``Compiled.is_like``."""
         return arguments == self._arguments
 
+    @override
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
-        """See ``Compiled.use``."""
         return self._use if arguments == self._arguments else None
 
 
 class CompiledName(Compiled):
-    """A name under which arrays are exchanged.
+    """Cached plan of a name with arrays.
 
     Args:
         group: whose name it is.
@@ -156,8 +157,8 @@ class CompiledName(Compiled):
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 
+    @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
-        """See ``Compiled.start``."""
         if (
             arguments != self._arguments
             or x.dtype is not self._dtype
@@ -182,16 +183,16 @@ class CompiledName(Compiled):
             return self.begin(handle, x, NO_ARRAY if value is None else value, value)
         return self.begin(handle, x.reshape(-1), NO_ARRAY if value is None else value.reshape(-1), value)
 
+    @override
     def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
-        """See ``Compiled.is_like``."""
         if arguments != self._arguments or x.dtype is not self._dtype or x.shape != self._shape:
             return False
         if not x.flags.c_contiguous:
             return False
         return out is None or (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out)
 
+    @override
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
-        """See ``Compiled.use``."""
         if not self.is_like(x, arguments, out):
             return None
         if self._gets is None:
@@ -199,7 +200,7 @@ class CompiledName(Compiled):
         return Use(self, x, room=self._room) if out is None else Use(self, x, out)
 
     def _takes(self, x: Array, out: Any) -> bool:
-        """Whether a result can be made in ``out``, which is ignored where there is none."""
+        """Whether a result can be made in ``out``, which is ignored where this rank gets none."""
         if self._gets is None:
             return True
         if type(out) is not np.ndarray or out.dtype is not self._dtype:
@@ -211,13 +212,13 @@ class CompiledName(Compiled):
 
 
 class Use:
-    """Uses of a compiled name with arrays that stay the same: nothing is left to be checked or looked up.
+    """Cached plan together with its arrays, for starts that check nothing and look nothing up.
 
     Args:
         name: the compiled name.
         x: what this rank gives, if anything.
         value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
-        room: makes a new array for each result.
+        room: function that makes a new array for each result.
     """
 
     __slots__ = ("_name", "_result", "_room", "_source", "_value")
@@ -232,7 +233,7 @@ class Use:
         self._room = room
 
     def start(self, handle: Handle[Any] | None) -> Begun | None:
-        """Begin a use, or None if anything is unusual. Nothing has happened then."""
+        """Begin a use; None, and nothing begun, if anything is unusual."""
         if self._room is None:
             return self._name.begin(handle, self._source, self._result, self._value)
         try:

@@ -1,7 +1,7 @@
-"""Messages that were copied, so that their senders could go on: what is still under way of them, and how much may be.
+"""Copied messages that are under way, and their limits.
 
-A message that nobody has received counts against its receiver's part of the room; where that is used up, senders wait
-for the receiver again. What fails is logged: nobody waits for it any more.
+The sender of a copied message continues at once. A message that was not received yet counts against the limits of its
+receiver; at the limit, senders wait for that receiver. Failures are logged, since no caller waits for them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ EAGER_NBYTES = 1 << 16
 """The largest message that is copied."""
 ROOM_NBYTES = 1 << 20
 ROOM_MESSAGES = 256
-"""What may be under way to one receiver."""
+"""Limits of what is under way to one receiver."""
 
 
 class Eager:
-    """See the module; of one group, on the engine's loop.
+    """Copied messages of one group. Used on the engine's loop.
 
     Args:
-        engine: what moves them.
-        view: whose messages they are.
+        engine: moves the messages.
+        view: the group.
     """
 
     def __init__(self, engine: Engine, view: GroupView) -> None:
@@ -66,7 +66,7 @@ class Eager:
         return self._drained
 
     def awaited(self) -> str:
-        """For whom a close waits, in words."""
+        """Text for the rank that a close waits for."""
         to, tag = next(iter(self._under_way.values()), (-1, ""))
         return f"for {self._view.called(to)} to receive a message with {tag}"
 

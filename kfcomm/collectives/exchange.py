@@ -232,7 +232,7 @@ class Exchange(Verbs):
     # ---------------------------------------------------------------- two steps
 
     def _parts(self, x: Any, size: int, stream: Any) -> tuple[HostArray, list[int], Fetched | None]:
-        """What this rank shares out: one flat array, the rows of each rank, and when the array is here."""
+        """This rank's input: one flat array, the rows for each rank, and its copy from a device, if any."""
         if not is_list(x):
             array, fetched = self._devices.on_host(x, stream)
             row_elements(array.shape)
@@ -334,7 +334,7 @@ def _same(said: list[list[Any]], verb: Verb, key: str, view: GroupView) -> None:
 
 
 def _described(record: list[Any], verb: Verb) -> str:
-    """What a rank said of its call, in words; bounded, since it comes from a peer."""
+    """A rank's record of its call as text; bounded, since it comes from a peer."""
     if verb is ALL_TO_ALL:
         return f"{verb} of lists of {record[0]} with rows of shape {tuple(record[1])}"[:200]
     dtype, row, rows, asked, root = record
@@ -352,5 +352,5 @@ def _cut(joined: Any, rows: Sequence[int], type_: type = list) -> Any:
 
 
 def _unpacked_each(nbytes: Sequence[int], joined: Any) -> list[Any] | None:
-    """The objects of all ranks, of their bytes end to end; None where there are none."""
+    """The objects of all ranks, of their bytes end to end; None on a rank that gets no result."""
     return None if joined is None else [unpacked(one) for one in _cut(joined, nbytes)]

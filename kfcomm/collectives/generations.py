@@ -1,8 +1,8 @@
-"""The strategies that a group has had: what is kept of each for the time when it comes again.
+"""Plans cached per strategy of a group.
 
-Every change of strategy is a generation of its own, and every chunk says which. A plan is the same whenever its
-strategy is, so that a program which goes back and forth between strategies plans each kind of collective once for each.
-Not kept for good: beyond `MAX_STRATEGIES` everything is made anew.
+Every change of strategy is a generation of its own, and every chunk carries its number. A plan depends on the strategy
+alone, so a program that goes back and forth between strategies plans each kind of collective once for each. Beyond
+`MAX_STRATEGIES` the cache is emptied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_STRATEGIES = 64
 
 
 class Generations:
-    """What one rank of a group keeps of its strategies.
+    """Plans of one rank of a group, by strategy.
 
     Args:
         rank: of the group.

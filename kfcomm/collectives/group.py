@@ -1,6 +1,6 @@
 """One group of ranks as this process sees it: its graphs, its plans, and the order of its posts.
 
-Invariants: posts made between a call of ``set_strategy`` and its verdict wait for the verdict, in their
+Invariants: posts made between a call of ``set_strategy`` and its outcome wait for the outcome, in their
 order; what was posted before runs on the graphs it began with.
 """
 
@@ -32,7 +32,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 UNNAMED = ""
 IN_ORDER = "~"
-"""How names begin that a skin gives to calls which its library matches by their order: as with calls without a name,
+"""First letter of names given by adapters of libraries that match calls by their order: as with calls without a name,
 further ones may begin before earlier ones are complete."""
 STRATEGY_KEY = "\0strategy"
 LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
@@ -85,7 +85,7 @@ class Group:
         return max(0.0, until_s - self.engine.reactor.time())
 
     def in_order(self, begin: Callable[[], None]) -> None:
-        """Run ``begin`` now, or after the verdict on a strategy that is being agreed."""
+        """Run ``begin`` now, or once a strategy that is being agreed is decided."""
         if self._waiting is None:
             begin()
         else:
@@ -134,7 +134,7 @@ class Group:
             self.compiled[name] = CompiledName(self, name, arguments, array.dtype, array.shape, gets, plan)
 
     def forget(self) -> None:
-        """What was compiled holds no longer."""
+        """Drop all cached plans."""
         self.compiled = self.plans.compiled = {}
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
@@ -149,7 +149,7 @@ class Group:
         self.in_order(refuse)
 
     def refuse_now(self, key: str, error: BaseException, *, seq: int | None = None) -> int:
-        """As `refuse`, for what does not wait for a verdict; returns the sequence number that the call has taken."""
+        """As `refuse`, but at once, even while a strategy is being agreed; returns the call's sequence number."""
         did = "cancelled" if isinstance(error, asyncio.CancelledError) else "refused"
         why = "" if did == "cancelled" else f": {str(error) or type(error).__name__}"
         message = f"{self.view.called(self.view.rank)} {did} its call of {shown(key)}{why}"

@@ -1,4 +1,4 @@
-"""What an asynchronous verb returns: a collective that is already under way."""
+"""Handle of a collective under way, as asynchronous verbs return it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from kfcomm.collectives.unawaited import Unawaited
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -37,11 +38,11 @@ class Handle(Unawaited, asyncio.Future[T]):
     _listeners: list[Callable[[Any], object]] | None = None
 
     contributors: tuple[int, ...] | None = None
-    """Births of the ranks whose contributions are in the result; known where calls outlive a rank (``Elastic``)."""
+    """Uids of the ranks whose contributions are in the result; known where calls outlive a rank (``Elastic``)."""
 
     @property
     def seq(self) -> int:
-        """Which use of its name it is, once it has begun or was refused; before that, -1."""
+        """Sequence number of this use of its name; -1 until it has begun or was refused."""
         return getattr(self, "_seq", -1)
 
     @seq.setter
@@ -66,17 +67,17 @@ class Handle(Unawaited, asyncio.Future[T]):
         return True
 
     def give_up(self) -> None:
-        """Cancel it, for a caller who was interrupted; a message that it holds already goes to the next receive."""
+        """Cancel it after an interrupt of its caller; a message that it already holds goes to the next receive."""
         self.cancel()
 
+    @override
     def set_result(self, result: T, /) -> None:
-        """See ``asyncio.Future``."""
         super().set_result(result)
         if self._listeners:
             self._tell_listeners()
 
+    @override
     def set_exception(self, error: type[BaseException] | BaseException, /) -> None:
-        """See ``asyncio.Future``."""
         super().set_exception(error)
         if self._listeners:
             self._tell_listeners()
@@ -93,7 +94,7 @@ class Handle(Unawaited, asyncio.Future[T]):
         )
 
     def when_done(self, reactor: Reactor, callback: Callable[[Handle[T]], object]) -> None:
-        """Call back when it is over, from the reactor: by whoever drives the engine, with or without a loop."""
+        """Call back from the reactor when it is over, in the thread that drives the engine, with or without a loop."""
         if self.done():
             reactor.call_soon(callback, self)
             return
@@ -151,6 +152,6 @@ def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], res
 
 
 def looked_at(done: asyncio.Future[Any]) -> None:
-    """No complaint by asyncio that nobody looked at the error."""
+    """Retrieve the error, so that asyncio does not report it as never retrieved."""
     if not done.cancelled():
         done.exception()

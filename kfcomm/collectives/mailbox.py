@@ -3,8 +3,8 @@
 A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The
 receiver learns dtype and shape from the first sign of the message, and posts its half then; the sender is done
 when the receiver has it all, or at once where a small message was copied (see `eager`). Messages of one sender with
-one tag arrive in the order in which they were sent. Which receive gets which, also where one has ended meanwhile, is
-told in `receives`.
+one tag arrive in the order in which they were sent. `receives` describes which receive gets which message, also after
+one has ended.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mailbox:
 
     @property
     def reactor(self) -> Reactor:
-        """Who drives the engine."""
+        """The reactor that drives the engine."""
         return self._engine.reactor
 
     def send(
@@ -305,7 +305,7 @@ class Mailbox:
         logger.warning("%s has waited %.1f s for a message with %s from %s", mine, waited_s, receive.tag, whom)
 
     def _senders(self, receive: Receive) -> str:
-        """From whom it may come; of those who can send nothing more it is said why."""
+        """The ranks that it may come from, as text, with the reason for each that can send nothing more."""
         if receive.transfer is not None:
             return f"{self._view.called(receive.transfer.source)}, which is under way"
         if receive.source is not None:
@@ -337,7 +337,7 @@ class Mailbox:
 
 
 async def _served(service: Service, source: int, message: Handle[Message], whose: str) -> None:
-    """Only its peer suffers from a service that fails, and the peer is told by its own timeout or abort."""
+    """Serve one message. A failure affects its sender alone, which sees its own timeout or abort."""
     try:
         await service(source, message)
     except CollectiveAborted as error:
@@ -347,7 +347,7 @@ async def _served(service: Service, source: int, message: Handle[Message], whose
 
 
 def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:
-    """Dtype and shape of a message that a peer announces; None if it is none."""
+    """Dtype and shape of a message that a peer announces; None if it announces something else."""
     try:
         announced = Signature(*signature)
         dtype, shape = dtype_of(announced.dtype), announced.shape

@@ -1,4 +1,4 @@
-"""Between two ranks: send and recv, queues, and blobs to fetch; and what all ranks hold the same."""
+"""The verbs between two ranks (send and recv, queues, blobs), and ``consensus``."""
 
 from __future__ import annotations
 
@@ -274,8 +274,8 @@ class Queue:
             timeout: seconds, for the wait and then for the array to be taken; None for the communicator's.
 
         Raises:
-            ConfigError: this rank is not the source, or ``x`` cannot be sent; the queue goes on.
-            CollectiveTimeout: there was no room in time; the queue goes on.
+            ConfigError: this rank is not the source, or ``x`` cannot be sent; the queue stays usable.
+            CollectiveTimeout: the queue was still full at the timeout; it stays usable.
             CollectiveError: an earlier array could not be delivered; the queue is broken.
         """
         view = self._messages._group.view

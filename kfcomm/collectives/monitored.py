@@ -13,7 +13,7 @@ from kfcomm.collectives.messages import Messages
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.specs import ALL_REDUCE
 from kfcomm.engine.meter import Meter
-from kfcomm.types import Op, Seconds
+from kfcomm.types import Op, Seconds, override
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class Timed(Handle[T]):
         self._under = meter.throughput(group.view, group.strategy.name)
         self._posted_s = time.monotonic()
 
+    @override
     def set_result(self, result: T) -> None:
-        """See ``Future.set_result``."""
         self._under.note(self._nbytes, time.monotonic() - self._posted_s)
         super().set_result(result)
 

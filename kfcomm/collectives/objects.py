@@ -53,8 +53,8 @@ def fingerprint(x: Any) -> bytes:
     """32 bytes that are the same for what is the same on two ranks; see ``Communicator.consensus``.
 
     Raises:
-        ConfigError: it is, or holds, something that is no array, number, string, bytes, None, dict, list or set; or it
-            holds itself.
+        ConfigError: it is, or holds, something other than an array, number, string, bytes, None, dict, list or set;
+            or it holds itself.
     """
     try:
         return _fingerprint(x)

@@ -12,10 +12,10 @@ from kfcomm.types import Seconds
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a call is given beside its array and its name; each field is described at ``Verbs.all_reduce``.
+    """Options of a call; each field is described at ``Verbs.all_reduce``.
 
     Attributes:
-        op, root: arguments of the verb; None where it has none.
+        op, root: arguments of the verb; None in verbs without.
         out, timeout, priority, wire_dtype, stream, weight, shared: of the call, as its caller gave them.
         is_step: the call is a step of another verb, whose name it uses: its plan is not cached under that name.
     """
@@ -40,14 +40,14 @@ class CallOptions:
         """The same options, with a plain priority.
 
         Raises:
-            ConfigError: the timeout or the priority is none.
+            ConfigError: the timeout or the priority is not valid.
         """
         seconds_of(self.timeout)
         priority = checked_priority(self.priority)
         return self if priority is self.priority else replace(self, priority=priority)
 
     def but(self, **changes: Any) -> Self:
-        """The same options but for these."""
+        """The same options with these changed."""
         return replace(self, **changes)
 
     def first_given(self, *names: str) -> str | None:
@@ -56,5 +56,5 @@ class CallOptions:
 
 
 PLAIN: Final = CallOptions()
-"""Of a call that was given none."""
+"""Options of a call without any."""
 STEP: Final = CallOptions(is_step=True)

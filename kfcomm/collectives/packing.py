@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """What travels as one: one large array, or any number of small ones of one dtype."""
+    """Arrays that travel as one: one large array, or any number of small ones of one dtype."""
 
     items: tuple[Item, ...]
 
@@ -162,7 +162,7 @@ def units_of(items: Sequence[Item]) -> list[Unit]:
 
 
 def listing_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -> dict[str, Any]:
-    """What all ranks must agree on, as fields of a signature: names, dtypes and shapes; of many arrays a digest."""
+    """Names, dtypes and shapes as fields of a signature, on which all ranks must agree; of many arrays a digest."""
     nbytes = len("\0".join(names).encode()) + sum(16 + 9 * len(one.shape) for one in arrays)
     if nbytes > LISTED_NBYTES:
         return {"counts": digest_of(names, arrays)}

@@ -128,7 +128,7 @@ class PersistentCollective(Generic[T]):
 
 
 def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None:
-    """What a compiled name has to be asked for; None if the verb itself is always called."""
+    """Arguments to look up a cached plan with; None if the verb itself is always called."""
     spec = SPECS.get(cast("Verb", verb))  # a verb equals its name
     if spec is None or given["priority"] or given.get("concat") or given.get("shared"):
         return None
@@ -160,7 +160,7 @@ def persistent(
     init.__qualname__ = f"Persistent.{init.__name__}"
     init.__doc__ = f"""Prepare a ``{verb.__name__}``, to be started again and again; nothing is begun yet.
 
-Returns a ``PersistentCollective``, each start of which is one call of the verb. Only the name, the timeout and the
+Returns a ``PersistentCollective``: each of its starts is one call of the verb. Only the name, the timeout and the
 priority are checked here; what else is wrong with the arguments is raised by the first start, as by the verb, which
 says:
 

@@ -1,8 +1,8 @@
 """From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
 
-A plan does not depend on the key or the data, so the plans that were made are kept: a loop that exchanges the same
-tensors at every step makes each plan once. It does not depend on when its strategy came into force either, so that a
-strategy which comes again finds its plans again.
+A plan does not depend on the key or the data, so plans are cached: a loop that exchanges the same tensors at every step
+makes each plan once. Nor does it depend on the generation of its strategy, so a strategy that is set again finds its
+plans.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Plan:
         program: what this rank does.
         sizes: bytes per element on the wire.
         work: what is done with the data.
-        result_count: elements of the result on this rank; -1 if it has none.
-        operation: what carries it out.
+        result_count: elements of the result on this rank; -1 without a result.
+        operation: class that carries it out.
     """
 
     signature: Signature
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """Of input and result; None where there is no data."""
+        """Dtype of input and result; None without data."""
         return self.work.dtype
 
 
@@ -331,7 +331,7 @@ class Plans:
         self, verb: Verb, dtype: np.dtype[Any], shape: Shape, op: Op | None, root: int, key: str,
         wire: WireDtype = None, is_shared: bool = False,
     ) -> Plan:  # fmt: skip
-        """The plan of a verb of which every rank knows the shape of the result by itself.
+        """The plan of a verb with arrays whose result shape every rank knows by itself.
 
         Args:
             verb: not scatter, and with arrays.

@@ -45,7 +45,7 @@ from kfcomm.engine.failures import error_of
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveError, EpochChanged, PeerLost
 from kfcomm.transports.reactor import Timer
-from kfcomm.types import Verb
+from kfcomm.types import Verb, override
 
 T = TypeVar("T")
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -77,22 +77,23 @@ class Received(Handle[T]):
             self._is_handed_back = True
             message.streams.put_back(message)
 
+    @override
     def give_up(self) -> None:
-        """See ``Handle.give_up``."""
         if not self.cancel():
             self.hand_back()
 
+    @override
     def cancelled(self) -> bool:
-        """See ``asyncio.Future``; also of one whose message was handed back."""
+        # Also of one whose message was handed back.
         return self._is_handed_back or super().cancelled()
 
+    @override
     def result(self) -> T:
-        """See ``asyncio.Future``."""
         self._check_holds()
         return super().result()
 
+    @override
     def exception(self) -> BaseException | None:
-        """See ``asyncio.Future``."""
         self._check_holds()
         return super().exception()
 
@@ -204,7 +205,7 @@ class Transfer:
         self.is_over = False
 
     def done(self) -> bool:
-        """See ``asyncio.Future``."""
+        """Whether it is here, or does not come."""
         return self.is_over
 
     def set_result(self, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Uses of a slot by compiled names: over, most of them, before they have to be operations."""
+"""Lightweight in-flight record of the slot fast path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kfcomm.engine.direct import InSlot, SlottedOperation
 from kfcomm.engine.recorder import BATCH
 from kfcomm.transports.shm.slots import generation_of
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class SlotUse(InSlot):
-    """A use of a slot by a name that was used before, which is no operation: it may be over before it has to be one.
+    """One use of a slot by a cached name. Most are over before an ``Operation`` is needed.
 
-    It is made when it begins. As soon as anything is unusual, or somebody wants to know more, it has to ``enter``.
+    It begins when it is made. If anything is unusual, or more has to be known of it, it must ``enter``.
 
     Args:
         name: the compiled name. Nothing is unusual: see ``Compiled.begin``.
@@ -55,8 +56,8 @@ class SlotUse(InSlot):
         if slot.post(source, word):
             engine.slots.wake(slot)
 
+    @override
     def look(self) -> bool:
-        """See ``InSlot.look``."""
         slot = self.slot
         if slot is None:
             return False
@@ -92,7 +93,7 @@ class SlotUse(InSlot):
         return True
 
     def begin(self) -> None:
-        """Look, and if it is not over, let it be looked at with all that is under way."""
+        """Look; if it is not over, add it to the uses that are polled together."""
         if not self.look():
             engine = self.engine
             engine.slots.add(self)
@@ -101,8 +102,8 @@ class SlotUse(InSlot):
                 engine.deadlines.hurry(due_s)
             engine.on_wait()
 
+    @override
     def enter(self) -> SlottedOperation:
-        """See ``InSlot.enter``."""
         operation = self._operation
         if operation is None:
             operation = self._operation = self.as_operation()
@@ -120,8 +121,8 @@ class SlotUse(InSlot):
                 self.future, future.operation = None, operation
         return operation
 
+    @override
     def as_operation(self) -> SlottedOperation:
-        """See ``InSlot.as_operation``."""
         operation: SlottedOperation = self._name.operation(self._name, self.future, self._in, self._out, self.value)
         operation.slot, operation.word = self.slot, self.word
         operation.seq, operation.stamp = self.seq, generation_of(self.word, self._name.group.plans.generation) << 1
@@ -130,17 +131,17 @@ class SlotUse(InSlot):
         return operation
 
     def done(self) -> bool:
-        """See ``Operation.done``."""
+        """Whether it is over."""
         return self.is_over or (self._operation is not None and self._operation.is_over)
 
     def result(self) -> Any:
-        """See ``Operation.result``."""
+        """The caller's result, once it is over."""
         return self.value if self._operation is None else self._operation.result()
 
     def cancel(self) -> bool:
-        """See ``Operation.cancel``."""
+        """End it everywhere; False if it is over already."""
         return not self.is_over and self.enter().cancel()
 
     def give_up(self) -> None:
-        """See ``Handle.give_up``."""
+        """Cancel it, for a caller who was interrupted."""
         self.cancel()

@@ -73,7 +73,7 @@ class VerbSpec:
         return self.shape is ResultShape.STACKED
 
     def arguments(self, op: Any, root: Any) -> Arguments:
-        """What two calls under one name have in common if the second may use what is cached of the first."""
+        """Key by which two calls under one name are compared: if equal, the second may use the plan of the first."""
         found: Arguments = (self.verb, op) if self.folds else (self.verb,)
         return (*found, type(root), root) if self.is_rooted else found
 

@@ -31,7 +31,7 @@ class Steps(Handle[Any]):
 
     step: Handle[Any] | None = None
     key = ""
-    """Of the call; errors that do not say of which are about this one."""
+    """Key of the call, for errors without a key."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """End the call everywhere; False if it is complete already."""
@@ -96,7 +96,7 @@ class LaterSteps:
         self.whole.key = name or UNNAMED
 
     def follow(self, step: Handle[Any], then: Callable[[Any, str], None], also: Handle[Any] | None = None) -> None:
-        """When ``step``, and ``also``, are over, the next step begins in its turn: ``then`` posts it under its key.
+        """Begin the next step in its turn, when ``step`` and ``also`` are over: ``then`` posts it under its key.
 
         It is posted in the order of the calls, on the graphs of the first step. The first call of this gives the first
         step.

@@ -1,4 +1,4 @@
-"""The order in which the later steps of calls begin: that of the calls, whatever step is ready first.
+"""Order of the later steps of calls: that of the calls, whichever step is ready first.
 
 Invariants: under one key steps begin in the order in which their turns were taken, each as soon as it and all
 before it are ready. That makes the n-th use of a key for a later step belong to the n-th call, on every rank alike.
@@ -52,7 +52,7 @@ class Turns:
         return turn
 
     def advance(self, key: str) -> None:
-        """Begin all that is ready and has nothing unready before it."""
+        """Begin the ready turns at the front of a queue."""
         queue = self._queues.get(key)
         while queue and (begin := queue[0].begin) is not None:
             queue.popleft()

@@ -1,6 +1,6 @@
 """The verbs whose shapes every rank knows by itself: one collective each, begun before the call returns.
 
-Each checks its arguments, finds its plan, makes room for the result and posts. A call that fails its checks
+Each checks its arguments, finds its plan, allocates its result and posts. A call that fails its checks
 raises at once, and fails the other ranks' calls under the same name.
 """
 
@@ -342,7 +342,7 @@ class Verbs:
         return self._begin(name, posting, options, handle=handle, alike=alike)
 
     def _target(self, spec: VerbSpec, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
-        """Where the result goes, if the caller says so: for a gather perhaps a list, with an array for each rank."""
+        """The caller's memory for the result, if ``out`` was given: for a gather perhaps a list of arrays."""
         if out is None or shape is None:
             return None
         if spec.is_stacked and is_list(out):
@@ -350,19 +350,19 @@ class Verbs:
         return adapt_out(out, shape, array.dtype)
 
     def _result_shape(self, spec: VerbSpec, shape: Shape, root: int) -> Shape | None:
-        """What this rank gets of an array of this shape; None if it gets nothing."""
+        """Shape of this rank's result, given the shape of its array; None if it gets none."""
         view = self._group.view
         return spec.result_shape(shape, view.rank, view.size) if spec.gets(view.rank, root) else None
 
     def _checks(
         self, name: str | None, options: CallOptions = PLAIN, *, steps: int = 1, on_device: bool = False
     ) -> Checks:
-        """What fails in the block of this fails the other ranks' calls too; the error is this call's.
+        """Context in which an error also fails the other ranks' calls under this name.
 
         The block has the name and the options of the call made plain: ``with ... as (name, options)``.
 
-        ``steps``: of the call, which fails at its place among the posts. ``on_device``: the paths of device arrays are
-        told, too.
+        ``steps``: of the call, which fails at its place among the posts. ``on_device``: the paths of device arrays
+        hear of it.
         """
         self._check_open()
         name = checked_name(name)
@@ -427,7 +427,7 @@ class Verbs:
         self, name: str | None, posting: Posting, options: CallOptions, *, later: Later | None = None,
         handle: Handle[Any] | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """Post now, or after a verdict on the strategy, with room for the result.
+        """Allocate the result and post; now, or once a strategy that is being agreed is decided.
 
         ``later``: for the later steps of a call, which are posted at once, under the plans of its first. ``handle``:
         what is returned; a new one if left out. ``alike``: what a next call under this name needs to have in common
@@ -484,7 +484,7 @@ class Verbs:
 
 
 def as_config_error(error: Exception) -> Exception:
-    """What a library of arrays raises for arguments that cannot work, as kfcomm raises it; other errors as they are."""
+    """Turn the ValueError or TypeError of an array library into ConfigError; return other errors unchanged."""
     if isinstance(error, (ValueError, TypeError)) and not isinstance(error, KfcommError):
         return ConfigError(str(error))
     return error

@@ -95,7 +95,7 @@ def average_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOptio
 
 
 def _plan(plans: Plans, dtype: np.dtype[Any], shape: Shape, sum_dtype: np.dtype[Any], key: str) -> Plan:
-    """That of a sum of one element more, which meets averages by weight of such arrays alone."""
+    """Plan of a sum with one element more, whose signature matches weighted averages of such arrays alone."""
     found = plans.of(ALL_REDUCE, sum_dtype, (math.prod(shape) + 1,), Op.SUM, -1, key)
     return replace(found, signature=found.signature._replace(dtype=dtype_name(dtype), shape=shape, op=OP))
 
@@ -130,7 +130,7 @@ def _check_options(verbs: Verbs, arrays: Iterable[Any], options: CallOptions) ->
 
 
 def _scale(flat: Array, weight: float, into: Array) -> None:
-    """A rank of weight 0 gives nothing, whatever its array holds: the mean of no samples is no number."""
+    """Multiply by the weight; at weight 0 the array is ignored, since the mean of no samples may be NaN."""
     if weight == 0:
         into[:] = 0
     else:
@@ -140,7 +140,7 @@ def _scale(flat: Array, weight: float, into: Array) -> None:
 
 def _divided(sums: Array, weight: float, array: HostArray, target: OutArray | None) -> Any:
     if weight == 0:
-        raise CollectiveError("there is no average: the weights of all ranks are 0")
+        raise CollectiveError("expected a weight above 0 on some rank: the weights of all ranks are 0")
     with np.errstate(all="ignore"):
         np.true_divide(sums, weight, out=sums)
         if target is not None:

@@ -23,18 +23,18 @@ MAX_ALL_NBYTES = 1 << 15
 
 Tell = Callable[[int, Message], None]
 Word = Callable[[Sequence[int], Sequence[int]], Awaitable[bool]]
-"""See ``session.Network.has_word``."""
+"""Question to the store, as ``session.Network.has_word``."""
 
 
 class Call(IntEnum):
-    """What a rank takes part for; all ranks have to call the same."""
+    """Purpose of an agreement; all ranks have to call the same."""
 
     AGREE = 0
     SHRINK = 1
 
 
 class Agreements:
-    """Used on the session's loop; news may come from whoever drives the engine.
+    """Used on the session's loop; news may come from the thread that drives the engine.
 
     Args:
         rank, size: of this rank, and of its epoch.
@@ -57,7 +57,7 @@ class Agreements:
     # ---------------------------------------------------------------- news
 
     def on_message(self, rank: int, number: int, message: Message) -> None:
-        """Another rank says something; nobody is further from this one than to the next agreement."""
+        """Take a message of another rank. Ranks are at most one agreement apart."""
         if self._number - 1 <= number <= self._number + 1:
             decision = self._decisions.get(number) or self._begin(number)
             self._say(number, decision.receive(rank, message))
@@ -72,7 +72,7 @@ class Agreements:
 
     @property
     def strays(self) -> set[int]:
-        """The ranks that were given up, and may live for all that is known here."""
+        """The lost ranks whose processes may still run."""
         return self._gone - self._ended
 
     def fail(self, error: KfcommError) -> None:
@@ -87,7 +87,7 @@ class Agreements:
                 self._say(number, self._decisions[number].leave())
 
     def _begin(self, number: int) -> Decision:
-        """The decision of that number; what is so long over that nobody can ask for it is forgotten."""
+        """The decision of that number; one that no rank can ask for any more is forgotten."""
         self._decisions.pop(number - 3, None)
         self._decisions[number] = made = Decision(self._rank, self._size, self._gone, self._ended)
         return made
@@ -166,7 +166,7 @@ class Agreements:
     async def _ask(self, decision: Decision, word: Word | None) -> None:
         """The store's word, where the others cannot go on without it, either.
 
-        Of two halves the other is told no, and raises. Where some have ended, the others may know what was decided with
+        Of two halves the other gets a no, and raises. Where some have ended, the others may know what was decided with
         these: then they must have ended, too, before it counts.
         """
         left, strays = decision.living(), self.strays
@@ -178,8 +178,8 @@ class Agreements:
                     self.lost(rank, has_ended=True)
         elif decision.is_cut_off:
             raise Partitioned(
-                f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and nobody knows whether the others "
-                "have ended or go on without them; shrink() may succeed when more of them can be reached",
+                f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and the others may have ended, "
+                "or may continue without them; shrink() may succeed when more of them can be reached",
                 members=left,
             )
 

@@ -1,15 +1,15 @@
-"""Collectives in which every rank sees what all ranks give, and makes of it what it needs: see ``direct``.
+"""Operations of the strategy ``direct``, in which every rank reads the contributions of all ranks.
 
-They are carried out in a slot, if their series has one: nothing is sent then, and they are looked at with all others of
-their kind (``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. What is
-unusual makes a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a
-chunk of that use, or from the first rank. Who leaves sends what it would have sent without a slot; so all ranks follow
-whoever left first.
+They are carried out in a slot, if their series has one: nothing is sent then, and all uses of slots are polled together
+(``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. Anything unusual makes
+a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a chunk of that
+use, or from the first rank. A rank that leaves sends what it would have sent without a slot; so all ranks follow the
+first that left.
 
 Invariants:
 
 - A rank sends chunks of a use only if it has not stored its word for it, or has heard of another that has left. So if
-  there is any, the word of some rank does not come, and nobody completes that use in the slot.
+  there is any, the word of some rank does not come, and no rank completes it in the slot.
 - Results have the same bits, whether they are made in a slot or not.
 """
 
@@ -27,6 +27,7 @@ from kfcomm.engine.operation import Array, Operation
 from kfcomm.engine.shown import SharedWork
 from kfcomm.engine.slots import FEW
 from kfcomm.transports.shm.slots import word_of
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
 
 LOOKS = 8
-"""By who awaits a use, until it waits as for others."""
+"""Polls by the caller that awaits a use, before it waits for descriptors."""
 LATE_S = 1e-3
 """A yield that takes longer says that somebody else wants the processor."""
 
 
 class InSlot(ABC):
-    """What is under way in a slot, or may be.
+    """A collective that is under way in a slot, or may be.
 
     Attributes:
         slot: in which it is; None if it is not, or is over.
@@ -68,7 +69,7 @@ class InSlot(ABC):
         """Whether it is over now, and was not."""
 
     def look_at_once(self) -> None:
-        """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
+        """Poll for its end a few times: a turn of the loop would take several times as long."""
         slots, slot, word = self.engine.slots, self.slot, self.word
         for _ in range(LOOKS):
             if slot is None or self.slot is None:
@@ -88,29 +89,29 @@ class InSlot(ABC):
 
     @abstractmethod
     def enter(self) -> SlottedOperation:
-        """Go on as an operation, in the same slot, if it is none."""
+        """Continue as an operation in the same slot, unless it already is one."""
 
     @abstractmethod
     def as_operation(self) -> SlottedOperation:
-        """What it would be as an operation now, to be read; on any thread."""
+        """A view of it as an operation, for reading; on any thread."""
 
 
 class SlottedOperation(InSlot, Operation):
-    """See the module; the arguments are those of an ``Operation``."""
+    """Operation that uses a slot if there is one; the arguments are those of an ``Operation``."""
 
     work: SharedWork
     is_operation = True
 
+    @override
     def enter(self) -> SlottedOperation:
-        """See ``InSlot.enter``."""
         return self
 
+    @override
     def as_operation(self) -> SlottedOperation:
-        """See ``InSlot.as_operation``."""
         return self
 
+    @override
     def start(self, effects: Effects) -> None:
-        """See ``Machine.start``."""
         slot = self.engine.slots.of(self)
         if slot is None:
             self._go_ordinary(effects)
@@ -123,8 +124,8 @@ class SlottedOperation(InSlot, Operation):
         self.engine.slots.add(self)
         self.look()
 
+    @override
     def look(self) -> bool:
-        """See ``InSlot.look``."""
         slot, engine = self.slot, self.engine
         if slot is None:
             return False
@@ -146,24 +147,28 @@ class SlottedOperation(InSlot, Operation):
         engine.completed(self)
         return True
 
+    @override
     def accepts(self, route: Route, index: int) -> bool:
-        """See ``Machine.accepts``: a chunk of who should be in the slot says that it is not."""
+        # A chunk of who should be in the slot says that it is not.
         if self.slot is not None and self._is_shown(route):
             self.leave()
         return super().accepts(route, index)
 
+    @override
     def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """See ``Machine.take``: a chunk of who should be in the slot says that it is not."""
+        # A chunk of who should be in the slot says that it is not.
         if self.slot is not None and self._is_shown(route):
             self.leave()
         return super().take(route, index, payload, effects)
 
+    @override
     def awaits(self, sender: int) -> bool:
-        """See ``Machine.awaits``: in a slot nothing comes by links."""
+        # In a slot nothing comes by links.
         return self.slot is None and super().awaits(sender)
 
+    @override
     def heard(self) -> int:
-        """See ``Collective.heard``: words tell as much as chunks."""
+        # Words tell as much as chunks.
         slot = self.slot
         if slot is not None:
             for world, word in zip(slot.members, slot.posted(), strict=True):
@@ -171,19 +176,20 @@ class SlottedOperation(InSlot, Operation):
                     self.posted |= 1 << self.group.index[world]
         return self.posted
 
+    @override
     def behind(self) -> list[int]:
-        """See ``Collective.behind``."""
         slot = self.slot
         return [] if slot is None else [self.group.index[slot.members[place]] for place in slot.behind(self.word)]
 
+    @override
     def reject(self, error: BaseException) -> None:
-        """See ``Operation.reject``: peers may still read what was shown for it."""
+        # Peers may still read what was shown for it.
         if self.slot is not None:
             self._forget(self.slot)
         super().reject(error)
 
     def leave(self) -> None:
-        """A peer does not use the slot for this: nobody can complete it there."""
+        """Leave the slot: a peer does not use it for this, so no rank can complete it there."""
         if self.slot is None:
             return
         self._forget(self.slot)
@@ -207,7 +213,7 @@ class SlottedOperation(InSlot, Operation):
 
 
 class OneStepOperation(SlottedOperation):
-    """One that is sent whole to every rank where there is no slot. The machine gathers, and this folds at the end."""
+    """Without a slot, each input is sent whole to every rank: the machine gathers, and this folds at the end."""
 
     _result: Array
 

@@ -17,6 +17,7 @@ from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
 from kfcomm.engine.buffers import Payload
 from kfcomm.errors import InternalError
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,11 +36,11 @@ _EMPTY = memoryview(b"")
 
 
 class Work:
-    """What is done with the data of one kind of collective; the same for all that share a plan.
+    """Arithmetic and dtype of one kind of collective; shared by all operations of a plan.
 
     Args:
         kernel: how contributions are folded, or None for verbs that only move data.
-        dtype: of input and result, or None where there is no data.
+        dtype: of input and result, or None without data.
         size: number of contributions (for averages).
         in_result: this rank keeps every chunk that it folds, so that partial results may live in the result.
 
@@ -60,7 +61,7 @@ class Work:
 
 
 class CachedName(Protocol):
-    """What is known of the next use of a name before it begins; see ``collectives.compiled.Compiled``."""
+    """Known properties of the next use of a name; implemented by ``collectives.compiled.Compiled``."""
 
     group: Any
     engine: Engine
@@ -144,7 +145,7 @@ class Operation(Collective):
 
     @classmethod
     def again(cls, name: CachedName, future: Any, source: Array, result: Array, value: Array | None) -> Self:
-        """One use of a cached name, of which all is known but its number and its arrays.
+        """One use of a cached name: only its number and its arrays are new.
 
         Every attribute is set here, in one frame: calls of the constructors of all base classes would cost 1 µs more.
         """
@@ -176,8 +177,8 @@ class Operation(Collective):
 
     # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
 
+    @override
     def start(self, effects: Effects) -> None:
-        """See ``Machine.start``."""
         # A cached use is not the first, and has no priority; while calls are traced, nothing is cached.
         if not self.is_cached:
             self.engine.begins(self)
@@ -249,7 +250,7 @@ class Operation(Collective):
     # Its end, for whoever waits.
 
     def look_at_once(self) -> None:
-        """The caller has nothing else to do: look for its end where that may come any moment, without a descriptor."""
+        """Poll for its end, since the caller has nothing else to do; only where no descriptor signals it."""
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -263,7 +264,7 @@ class Operation(Collective):
         return True
 
     def give_up(self) -> None:
-        """See ``Handle.give_up``."""
+        """Cancel it, for a caller who was interrupted."""
         self.cancel()
 
     def sent(self) -> None:
@@ -275,7 +276,7 @@ class Operation(Collective):
         return self.engine.reactor.time() - self.posted_s
 
     def result(self) -> Any:
-        """What the caller gets, once it is over.
+        """The caller's result, once it is over.
 
         Raises:
             KfcommError: it has failed.
@@ -285,7 +286,7 @@ class Operation(Collective):
         return self.value if self.finished_by is None else self.finished_by(self.value)
 
     def resolve(self) -> None:
-        """It is complete: hand the outcome to whoever waits."""
+        """Complete it: resolve its future."""
         self.is_over = True
         future = self.future
         if future is None:
@@ -301,7 +302,7 @@ class Operation(Collective):
             future.set_result(outcome)
 
     def reject(self, error: BaseException) -> None:
-        """It failed: tell whoever waits, and touch no memory any more."""
+        """Fail it: reject its future, and touch no memory any more."""
         self.is_over = self.failed = True
         self.error = error
         future, self.future = self.future, None
@@ -362,7 +363,7 @@ class Operation(Collective):
     def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """As ``fold``, for a partial result that is complete and goes to the lane's parent next.
 
-        It is made where the link sends from, if the link has room: then nothing is copied.
+        It is made in the send buffer of the link, if that has space: then nothing is copied.
         """
         start, stop = self._bounds(lane, index)
         kernel = self.work.kernel or self._folding()
@@ -400,7 +401,7 @@ class Operation(Collective):
             result[:] = np.frombuffer(view, result.dtype)
 
     def stored(self, lane: Lane, index: int, view: memoryview) -> None:
-        """What ``view`` holds has arrived where the result belongs."""
+        """A chunk has arrived in place, in the memory of the result."""
 
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input."""
@@ -423,7 +424,7 @@ class Operation(Collective):
 
     @staticmethod
     def _contribution(kernel: Kernel, view: memoryview, count: int) -> Array:
-        """What ``count`` elements of a child are: its input, or a partial result."""
+        """The ``count`` elements of a child as an array: its input, or a partial result, by their size."""
         dtype = kernel.dtype if view.nbytes == count * kernel.dtype.itemsize else kernel.accumulate_dtype
         return np.frombuffer(view, dtype)
 

@@ -1,10 +1,9 @@
-"""Which slots the collectives of a rank use, and those uses that are under way: looked at together.
+"""Table of the slots of a rank, and of their uses under way, which are polled together.
 
 The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, when it
 is used for the second time: it says where, on each link, before it sends anything of that use. So every rank knows of
-it when that use is complete, and takes the slot for the uses after it. Nobody waits for an answer: a rank that cannot
-goes the ordinary way, and all follow (see ``direct``), since what it sends reaches the hub, which then takes the slot
-back.
+it when that use is complete, and takes the slot for the uses after it. No rank waits for an answer: one that cannot use
+the slot sends chunks, and all follow (see ``direct``), since its chunks reach the hub, which then takes the slot back.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class SlotTable:
 
     Args:
         links: to those who use them, too.
-        meter: is told who was waited for, if anything is.
+        meter: records the ranks that were waited for; None if nothing does.
 
     Attributes:
-        pending: uses under way, each of which may be complete at any time.
+        pending: uses under way; any may be complete at any time.
         num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
     """
 
@@ -90,7 +89,7 @@ class SlotTable:
                     sender.link.wake_peer()
 
     def told(self, slot: Slot, use: InSlot, *, is_over: bool) -> None:
-        """Something has come: wake who may not know, and tell the meter for whom a use that is over has waited."""
+        """A word has come: wake ranks that may sleep, and record the ranks that a finished use has waited for."""
         if slot.has_news or (slot.is_root and 1 in slot.parked()):  # leaves of a star cannot wake each other
             self.wake(slot)
         if not is_over:
@@ -116,7 +115,7 @@ class SlotTable:
             board.add(slot.number, use)
 
     def drop(self, use: InSlot) -> None:
-        """It is no more."""
+        """A use is over, or has left its slot."""
         if self.pending.pop(use, 0) is None:
             slot = use.slot
             if slot is None or slot.board is None:
@@ -125,11 +124,11 @@ class SlotTable:
                 slot.board.drop(slot.number)
 
     def uses(self) -> list[InSlot]:
-        """Those under way that are no operations; on any thread."""
+        """The uses under way that are not operations yet; on any thread."""
         return [use for use in list(self.pending) if not use.is_operation]
 
     def look(self) -> bool:
-        """Look at all that is under way; whether anything has come of it."""
+        """Poll all uses under way; return whether any has moved."""
         moved = False
         if len(self.pending) <= FEW:
             for use in tuple(self.pending):
@@ -162,7 +161,7 @@ class SlotTable:
     # ---------------------------------------------------------------- how they are agreed on
 
     def _found(self, operation: SlottedOperation) -> Slot | None:
-        """A slot handed out before this use; if there is none, the hub hands one out with it."""
+        """A slot handed out before this use; without one, the hub hands one out with it."""
         series, key = operation.series, operation.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
@@ -182,9 +181,9 @@ class SlotTable:
         return None
 
     def take_back(self, operation: SlottedOperation) -> None:
-        """This rank goes the ordinary way; if it has handed out a slot that it uses no more, all hear of it.
+        """This rank sends chunks for this use; if it has handed out a slot that it uses no more, it tells all.
 
-        Whoever else does sends something to that one, whose graph reaches all: so all follow.
+        Any other rank that does so sends a chunk to this one, whose graph reaches all: so all follow.
         """
         series = operation.series
         slots = series.key.slots
@@ -249,7 +248,7 @@ class SlotTable:
             self._look_if_vacant(group_id, own)
 
     def vacated(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
-        """Nobody uses a slot in the memory of the peer any more.
+        """A slot in the memory of the peer is vacant.
 
         Raises:
             RemoteProtocolError: the peer does not share memory, or has no such slot.
@@ -323,7 +322,7 @@ class SlotTable:
 
 
 def _own_slots(keys: Iterable[Key]) -> list[Slot]:
-    """Those that this rank has handed out for some keys."""
+    """The slots that this rank has handed out for some keys."""
     return [slot for key in keys for slot in (key.slots or {}).values() if slot.is_root]
 
 
@@ -348,7 +347,7 @@ def _moves(use: InSlot) -> bool:
 
 
 class _Board:
-    """The uses under way in one memory: by two comparisons it is known of which something may come."""
+    """The uses under way in one memory: two comparisons of arrays find those that may have moved."""
 
     def __init__(self, memory: SlotMemory) -> None:
         self._words = memory.everywhere(POSTED), memory.everywhere(SHARED)
@@ -368,7 +367,7 @@ class _Board:
             self._end = number + 1
 
     def look_for(self, use: InSlot) -> None:
-        """What is under way is further now."""
+        """A use has moved: await its next words."""
         slot = use.slot
         if slot is not None:
             self._posted[slot.number], self._shared[slot.number] = slot.awaits(use.word)
@@ -378,7 +377,7 @@ class _Board:
         self._posted[number] = self._shared[number] = NEVER
 
     def candidates(self) -> list[Any]:
-        """Those of which all words may have come, posted or shared."""
+        """The uses whose words may all have come, posted or shared."""
         if not self._by_number:
             return []
         end = self._end

@@ -1,4 +1,4 @@
-"""Every test of this room runs over links in memory and through shared memory."""
+"""Every test of this folder runs over links in memory and through shared memory."""
 
 from __future__ import annotations
 

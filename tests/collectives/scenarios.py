@@ -1,4 +1,4 @@
-"""What happens to collectives that may be in slots, whoever shares them: by whoever goes first, last or not at all."""
+"""Scenarios for collectives that may be in slots: ranks that call first, last or not at all."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def one_is_missing(comms: Comms, missing: int, timeout_s: float) -> None:
 
 
 async def one_disagrees(comms: Comms, other: int) -> None:
-    """In another slot of the same name: nobody sends anything."""
+    """In another slot of the same name: no chunk is sent."""
     for _ in range(3):
         await everywhere(comms, lambda comm: comm.all_reduce(X))
         await everywhere(comms, lambda comm: comm.all_reduce(X[:3]))

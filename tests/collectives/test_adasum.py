@@ -94,7 +94,7 @@ async def test_mappings_with_out_and_a_name() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call", ["shape", "dtype", "op", "many"])
-async def test_what_differs_is_an_error_on_all_ranks(call: str) -> None:
+async def test_mismatch_raises_on_all_ranks(call: str) -> None:
     async def main(comm: Communicator) -> None:
         odd, x = comm.rank == 1, np.ones(4)
         match call:
@@ -115,7 +115,7 @@ async def test_what_differs_is_an_error_on_all_ranks(call: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_combined_is_refused_on_all_ranks() -> None:
+async def test_unsupported_arrays_are_refused_on_all_ranks() -> None:
     async def main(comm: Communicator) -> None:
         for bad, word in (({"x": np.ones(3, np.int32)}, "adasum is for"), ({"wire_dtype": "float16"}, "wire dtype")):
             x = bad.pop("x", np.ones(3)) if comm.rank == 0 else np.ones(3)

@@ -166,7 +166,7 @@ async def test_the_result_of_every_verb_goes_where_it_should(verb: str, make: Ca
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce"])
 async def test_a_result_may_overlap_the_input(verb: str) -> None:
-    """Where it lies in the same memory, or in a part of it, the input is read before that is overwritten."""
+    """An ``out`` that overlaps the input is written after the input was read."""
     async with world(SIZE) as comms:
         for shift in (0, 0, 0, 1, 1, 1):
             memory = [np.zeros(40, np.float32) for _ in comms]

@@ -21,7 +21,7 @@ from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, 
 
 @pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR, Direct.CHAINS])
 def without_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How messages go where there is no slot, whatever the number of processors; the last: all are long."""
+    """Path of messages without a slot, whatever the number of processors; the last: all are long."""
     if request.param is Direct.CHAINS:
         monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 0)
         monkeypatch.setattr("kfcomm.transports.shm.slots.WINDOW_NBYTES", 4096)
@@ -37,7 +37,7 @@ LENGTHS = (0, 1, 2, 3, 100, 4095, 4096, 4097, 30_000)
 
 
 def slot_of(comm: Communicator, name: str | None) -> Any:
-    """In which the next use of a compiled name is carried out; None if it has none."""
+    """The slot of the next use of a cached name; None without one."""
     compiled = comm._group.compiled.get(name)
     return None if compiled is None else compiled.series.slot
 
@@ -64,7 +64,7 @@ async def test_every_use_of_a_name_gives_the_same(size: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [base.DIRECT_NBYTES - 4, base.DIRECT_NBYTES, base.DIRECT_NBYTES + 4, 5 << 20])
 async def test_messages_of_several_windows(nbytes: int) -> None:
-    """As long as they are, every use gives the same, in place and not; and what is given stays as it was."""
+    """For each length every use gives the same, in place and not, and leaves its input unchanged."""
     async with world(3, strategy="direct") as comms:
         xs = [oracle.data("float32", nbytes // 4, rank) for rank in range(3)]
         want = oracle.all_reduced("sum", xs, comms[0].strategy, "x")
@@ -189,7 +189,7 @@ async def test_a_timeout_says_who_is_missing(missing: int) -> None:
 
 @pytest.mark.asyncio
 async def test_ranks_in_different_slots_of_a_name_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody sends anything: they find out as soon as they have waited for a moment."""
+    """No chunk is sent: the ranks find out after a moment."""
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
     async with world(3, strategy="direct") as comms:
         await scenarios.one_disagrees(comms, 0)
@@ -244,7 +244,7 @@ async def test_a_change_that_one_rank_makes_later_is_a_mismatch(monkeypatch: pyt
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_folded_fails_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_fold_fails_everywhere(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2, strategy="direct") as comms:
         await warm(comms, "x")
         series = comms[0]._group.compiled["x"].series

@@ -56,7 +56,7 @@ async def test_messages_keep_their_order_whatever_their_size() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("x", "fit"), [(LARGEST, ROOM_NBYTES // EAGER_NBYTES), (X, ROOM_MESSAGES)])
-async def test_where_the_room_is_used_up_a_send_waits_for_its_receiver(x: Any, fit: int) -> None:
+async def test_send_beyond_the_limit_waits_for_its_receiver(x: Any, fit: int) -> None:
     async with world(3) as comms:
         sent = [comms[0].send(x, 1) for _ in range(fit + 1)]
         assert [one.done() for one in sent] == [True] * fit + [False]
@@ -71,7 +71,7 @@ async def test_where_the_room_is_used_up_a_send_waits_for_its_receiver(x: Any, f
 
 
 @pytest.mark.asyncio
-async def test_what_goes_wrong_later_is_raised_there_and_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_failure_raises_at_the_receiver_and_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:
         await comms[0].send(X, 1)
         with pytest.raises(CollectiveMismatch):
@@ -120,7 +120,7 @@ async def test_a_group_that_closes_does_too() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_leaves_without_receiving_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rank_that_leaves_without_receiving_blocks_no_sender(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:
         await comms[0].send(X, 1)
         await asyncio.gather(comms[0].close(), comms[1].close())

@@ -81,7 +81,7 @@ async def test_timeout(verb: str, missing: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
+async def test_error_names_the_last_act_of_the_missing_rank() -> None:
     async with world(2) as comms:
         await works(comms, "earlier")
         with pytest.raises(CollectiveTimeout, match=r"missing ranks \[1\]; rank 1 last completed 'earlier' #0"):
@@ -176,7 +176,7 @@ def _reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_reported_of_what_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_end_in_time_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kfcomm"):
         async with world(3) as comms:
             await works(comms)
@@ -308,7 +308,7 @@ async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
 
 @pytest.mark.asyncio
 async def test_a_link_breaks() -> None:
-    """What it carried fails and says so; peers live, so the next use of the name works, over a new link."""
+    """Calls over it fail with that reason; the peers live, so the next use of the name works, over a new link."""
     async with world(3, strategy="ring", tombstones=True) as comms:
         await works(comms, "k")
         handles = [comm.all_reduce(X, "k") for comm in comms[:2]]
@@ -357,8 +357,8 @@ async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_leaving_rank_has_posted_still_completes_or_fails() -> None:
-    """A close does not outrun the data: whoever has completed may leave at once."""
+async def test_posts_of_a_leaving_rank_complete_or_fail() -> None:
+    """A close does not outrun the data: a rank that has completed may leave at once."""
     async with world(3, strategy="star", tombstones=True) as comms:
 
         async def last(comm: Any) -> Any:

@@ -236,7 +236,7 @@ async def test_a_group_that_all_have_closed_is_forgotten(monkeypatch: pytest.Mon
 
 
 @pytest.mark.asyncio
-async def test_what_waits_for_a_member_that_closes_the_group_fails_at_once() -> None:
+async def test_calls_fail_at_once_when_a_member_closes_the_group() -> None:
     async with world(3, tombstones=True) as comms:
         group = await _grouped(comms, [0, 1, 2])
         await everywhere(group, lambda one: one.all_reduce(1, "x"))

@@ -207,7 +207,7 @@ class _NoMemory:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("waits", [False, True])
 async def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller gets MemoryError; the others are told; also for calls that waited for a verdict."""
+    """The caller gets MemoryError and the others an abort; also for calls that waited for a strategy."""
     async with world(2) as comms:
         cut = comms[0].set_strategy("ring") if waits else None
         if not waits:
@@ -263,7 +263,7 @@ BROKEN_CALLS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("call", BROKEN_CALLS)
 @pytest.mark.parametrize("where", ["__array__", "__cuda_array_interface__", "__dlpack_device__", "*"])
 async def test_an_array_that_breaks_while_it_is_read(where: str, call: str) -> None:
-    """Whatever an object raises, and wherever, the other rank is told, and the names stay in step."""
+    """If an object raises anything, anywhere, the other rank gets an abort, and the names stay in step."""
     verb = BROKEN_CALLS[call]
     async with world(2) as comms:
         outcomes = await ends(comms, lambda comm: verb(comm, X if comm.rank else broken(where)))

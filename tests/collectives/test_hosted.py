@@ -1,4 +1,4 @@
-"""Several hosts: the part inside each is in a slot, where memory is shared, and nobody can tell from the results."""
+"""Several hosts: the part inside each is in a slot, where memory is shared, and the results are the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIVE = {"size": 5, "hosts": 2, "strategy": "binary_tree_star"}
 
 
 def slots_of(comm: Communicator, name: str) -> list[Any]:
-    """Those of a name that are in use."""
+    """The slots of a name that are in use."""
     key = comm._group.engine.router.names.key(comm._group.view.id, name)
     return [slot for slot in (key.slots or {}).values() if not slot.is_dead]
 
@@ -109,7 +109,7 @@ async def test_groups_have_hubs_of_their_own() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("other", range(5))
-async def test_who_goes_the_ordinary_way_takes_its_host_along(other: int) -> None:
+async def test_rank_that_sends_chunks_makes_its_host_do_so(other: int) -> None:
     async with world(**FIVE) as comms:
         await scenarios.uses_overlap(comms, other)
 
@@ -170,7 +170,7 @@ async def test_strategies_may_change_and_come_again() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("hub", [0, 3])
-async def test_what_cannot_be_folded_fails_everywhere(
+async def test_failing_fold_fails_everywhere(
     hub: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(**FIVE) as comms:

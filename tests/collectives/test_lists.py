@@ -124,7 +124,7 @@ async def test_reduce_scatter_takes_an_array_for_each_rank(shapes: list[tuple[in
 
 
 @pytest.mark.asyncio
-async def test_what_is_gathered_goes_into_a_list_with_an_array_for_each_rank() -> None:
+async def test_gather_into_a_list_with_an_array_for_each_rank() -> None:
     async with world(SIZE) as comms:
         xs = [np.arange(4.0).reshape(2, 2) + rank for rank in range(SIZE)]
         for concat in (False, True):
@@ -245,7 +245,7 @@ async def test_a_list_with_something_else_in_it_fails_everywhere(call: Callable[
 
 
 @pytest.mark.asyncio
-async def test_where_a_list_of_arrays_is_refused() -> None:
+async def test_unsupported_uses_of_lists_are_refused() -> None:
     async with world(SIZE) as comms:
         for call in (
             lambda c: c.all_reduce([X], "k", shared=True),

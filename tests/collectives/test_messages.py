@@ -258,7 +258,7 @@ async def test_a_send_that_is_refused_is_told_to_its_receiver(early: bool) -> No
 
 
 @pytest.mark.asyncio
-async def test_who_waits_for_anybody_in_vain_is_told_who_could_send_nothing_more():
+async def test_receive_from_any_rank_names_the_lost_ranks():
     async with world(3) as comms:
         await comms[2].close()
         with pytest.raises(CollectiveTimeout, match=r"came from any rank \(rank 2 has left .*\) within"):

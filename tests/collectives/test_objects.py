@@ -1,4 +1,4 @@
-"""Objects: what msgpack carries arrives as it was; what it does not is refused where it is given."""
+"""Objects: what msgpack carries arrives unchanged; anything else is refused on the rank that gives it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "words"), REFUSED)
-def test_what_cannot_be_carried_is_refused_with_the_place_and_what_to_do(value: Any, words: str) -> None:
+def test_unsupported_objects_are_refused_with_place_and_advice(value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"msgpack cannot carry {words}"):
         packed(value)
 

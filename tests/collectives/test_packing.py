@@ -79,7 +79,7 @@ async def test_ranks_that_pack_differently_are_told_on_every_rank() -> None:
 
 @pytest.mark.asyncio
 async def test_calls_that_failed_leave_all_ranks_in_step() -> None:
-    """Whatever the number of units that each rank had begun."""
+    """The ranks may have begun different numbers of units."""
     parts = {"a": np.ones(2), "b": np.ones(2, np.int16), "c": np.ones(PACK_NBYTES)}
     async with world(2) as comms:
         for count in range(4):

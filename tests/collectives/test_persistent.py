@@ -474,10 +474,10 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
         ("recv", [1], {"tag": 1.5}, "a tag is"),
     ],
 )
-async def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start(
+async def test_invalid_arguments_are_refused_at_the_first_start(
     verb: str, arguments: list[Any], options: dict[str, Any], message: str
 ) -> None:
-    """And the other ranks are told, as by a call: they lose neither step nor number."""
+    """The other ranks get an abort, as from a call: they lose neither step nor number."""
     is_named = verb not in ("all_reduce_many", "send", "recv")
     async with world(SIZE, tombstones=True) as comms:  # those of the later step of what the others call in one step
         prepared = getattr(comms[0], f"{verb}_init")(*arguments, **({"name": "x"} if is_named else {}), **options)
@@ -510,7 +510,7 @@ async def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start(
 async def test_a_name_a_timeout_and_a_priority_are_checked_when_it_is_prepared(
     verb: str, options: dict[str, Any], message: str
 ) -> None:
-    """And nobody else hears of it."""
+    """No other rank hears of it."""
     arguments = [] if verb == "barrier" else [np.ones(2)]
     async with world(SIZE) as comms:
         with pytest.raises(ConfigError, match=message):

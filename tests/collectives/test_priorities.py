@@ -1,4 +1,4 @@
-"""What is urgent goes first, on every link; the results are what they would be anyway."""
+"""Urgent calls go first, on every link, with unchanged results."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_a_priority_that_is_none(bad: Any) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory"], indirect=True)  # whose turns can be counted
 @pytest.mark.parametrize("strategy", ["ring", "clique", "star"])
-async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy: str) -> None:
+async def test_urgent_calls_overtake_calls_under_way(links: None, strategy: str) -> None:
     async with world(3, strategy=strategy) as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
         done: list[str] = []

@@ -64,7 +64,7 @@ async def test_queues_by_name_and_their_ends() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_queue_refuses_takes_no_room() -> None:
+async def test_array_refused_by_a_queue_uses_no_capacity() -> None:
     async with world(2) as comms:
         ways = [comm.queue("q", 0, 1, capacity=1) for comm in comms]
         for _ in range(3):
@@ -85,7 +85,7 @@ async def test_what_a_queue_refuses_takes_no_room() -> None:
 
 @pytest.mark.asyncio
 async def test_a_queue_that_breaks() -> None:
-    """Whoever waits to put is told, and whoever comes later; and asyncio has nothing to complain of."""
+    """Present and later calls of ``put`` raise, and asyncio reports no unretrieved error."""
     async with world(2, tombstones=True) as comms:
         ways = [comm.queue("q", 0, 1, capacity=2) for comm in comms]
         await ways[0].put(X)

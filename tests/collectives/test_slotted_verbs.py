@@ -28,7 +28,7 @@ Expect = Callable[[Inputs, Any, int], Any]
 
 
 def _mine(xs: Inputs, size: int, rank: int) -> list[Any]:
-    """What all ranks give to one of them."""
+    """Inputs of all ranks for one of them."""
     parts = [split(len(xs[0]) // size * size, size)[rank]] * size
     return [x[at : at + length] for x, (at, length) in zip(xs, parts, strict=True)]
 
@@ -63,7 +63,7 @@ VERBS: dict[str, tuple[Call, Expect]] = {
         lambda xs, strategy, rank: np.concatenate(_mine(xs, len(xs), rank)),
     ),
 }
-"""Those of which every rank knows the shape of the result by itself."""
+"""Verbs whose result shape every rank knows by itself."""
 
 TOLD: dict[str, tuple[Call, Expect]] = {
     "scatter": (
@@ -142,7 +142,7 @@ async def test_in_place(verb: str) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
-async def test_what_is_long_goes_by_messages(verb: str) -> None:
+async def test_long_arrays_travel_in_chunks(verb: str) -> None:
     call, expect = VERBS[verb]
     async with world(3, strategy="direct") as comms:
         for nbytes, is_short in ((DIRECT_NBYTES // 3 // 12 * 12, True), (DIRECT_NBYTES + 12, False)):

@@ -105,7 +105,7 @@ async def test_two_steps_across_the_cut() -> None:
 
 @pytest.mark.asyncio
 async def test_a_verdict_that_comes_between_the_two_steps() -> None:
-    """The graph is long, the way to the verdict short: on some ranks the first step ends before it, on some after."""
+    """The graph is long, the agreement short: on some ranks the first step ends before it, on some after."""
     size = 14
     path = from_edges(size, [(rank, rank + 1) for rank in range(size - 1)])
     async with world(size, strategy=path) as comms:
@@ -163,7 +163,7 @@ USED_AGAIN: dict[str, Any] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", USED_AGAIN)
 async def test_names_used_before_wait_for_the_verdict_too(verb: str) -> None:
-    """To a strategy that is new, and to one that comes again; with ``out``, and with what is not like it was."""
+    """To a new strategy, and to an earlier one; with ``out``, and with other arrays than before."""
     call = USED_AGAIN[verb]
     xs = [oracle.data("float32", 6, rank).reshape(3, 2) for rank in range(3)]
     async with world(3, strategy="star") as comms:
@@ -307,7 +307,7 @@ async def test_a_swap_that_times_out_or_is_cancelled() -> None:
 
 @pytest.mark.asyncio
 async def test_ranks_that_took_a_verdict_differently_meet_again() -> None:
-    """A rank gives up just when the others are done: they have other graphs now, until the next swap."""
+    """A rank aborts just when the others are done: they have other graphs now, until the next swap."""
     async with world(2, strategy="star") as comms:
         for count in range(1, 12):
             cuts = [comm.set_strategy("ring") for comm in comms]
@@ -375,7 +375,7 @@ async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("charged", [0, 1])
 @pytest.mark.parametrize("generation", [0, 1])
-async def test_what_is_withdrawn_gives_back_its_credit_if_it_had_any(generation: int, charged: int) -> None:
+async def test_withdrawn_chunks_return_their_credit(generation: int, charged: int) -> None:
     """A chunk's header holds both in one number: its generation and whether it was charged."""
     async with world(2, strategy="star", tombstones=True) as comms:
         for _ in range(generation):

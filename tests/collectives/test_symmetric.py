@@ -114,7 +114,7 @@ async def test_groups_of_any_members(members: list[int]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_nobody_completes_before_his_result_was_read() -> None:
+async def test_no_rank_completes_before_its_result_was_read() -> None:
     """Each rank writes over what it gave, and over its result, as soon as it has that."""
     async with world(3, strategy="direct") as comms:
         given, into = [comm.empty(LENGTH) for comm in comms], [comm.empty(LENGTH) for comm in comms]
@@ -174,7 +174,7 @@ async def test_unlike_calls_are_still_a_mismatch(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.asyncio
-async def test_what_is_told_of_a_place_is_not_believed(
+async def test_places_named_by_a_peer_are_checked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(2, strategy="direct") as comms:
@@ -197,7 +197,7 @@ async def test_what_is_told_of_a_place_is_not_believed(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("stopped", "way"), [("_fold_next", "x"), ("_copy_next", "x"), ("_copy_next", "out")])
-async def test_who_stops_in_the_midst_is_named(stopped: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_names_a_rank_that_stops_midway(stopped: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All have posted it, and it goes no further, since one of them does not."""
     async with world(3, strategy="direct") as comms:
         given = [comm.empty(LENGTH) if way == "out" else np.empty(LENGTH, np.float32) for comm in comms]
@@ -365,7 +365,7 @@ async def test_a_shared_result_is_freed_with_its_last_view_on_any_rank() -> None
 
 
 @pytest.mark.asyncio
-async def test_what_is_shared_is_counted() -> None:
+async def test_shared_bytes_are_counted() -> None:
     async with world(2, strategy="direct") as comms:
         before = comms[1].statistics()
         assert (before.slots, before.slots_nbytes, before.symmetric_nbytes) == (0, 0, 0)
@@ -404,7 +404,7 @@ async def test_too_many_results_in_use_are_ordinary_ones(monkeypatch: pytest.Mon
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["list", "number", "int64", "short"])
-async def test_whatever_is_given_the_result_is_numpys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shared_result_is_numpys_for_any_input(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "short":
         monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 1 << 30)
     given = {"list": [1, 2, 3], "number": 4, "int64": np.arange(12).reshape(3, 4), "short": np.arange(4.0)}[kind]
@@ -435,7 +435,7 @@ async def test_after_a_failure_results_are_ordinary_ones(who: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_asks_for_a_shared_result_and_who_does_not_disagree() -> None:
+async def test_shared_on_some_ranks_only_is_a_mismatch() -> None:
     async with world(2, strategy="direct") as comms:
         x = np.ones(LENGTH, np.float32)
         outcomes = await ends(comms, lambda comm: comm.all_reduce(x, "x", shared=comm.rank == 0))

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.asyncio
-async def test_what_is_refused_fails_on_all(what: str) -> None:
+async def test_refused_calls_fail_on_all_ranks(what: str) -> None:
     call, why = REFUSED[what]
     async with world(2, tombstones="mapping" in what) as comms:
 

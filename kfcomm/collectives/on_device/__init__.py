@@ -1,4 +1,4 @@
-"""Collectives of memory on devices: named, with deadlines and words as all others, carried out by another path.
+"""Collectives of memory on devices: named, with deadlines and errors as all others, carried out by another path.
 
 A *call* is one of them on one rank. To the runtime it is a collective without chunks: it has a number, a deadline, and
 fails everywhere if it fails anywhere. A *path* carries it out: whole on the devices, or through the host's memory.
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 
 def tell(reactor: Reactor, callback: Callable[..., object], *arguments: Any) -> None:
-    """From a thread of a device, or any other: let the reactor call back. What is told after its end is not heard."""
+    """Let the reactor call back; from any thread. After the end of the reactor this does nothing."""
     with contextlib.suppress(RuntimeError):
         reactor.call_soon_threadsafe(callback, *arguments)

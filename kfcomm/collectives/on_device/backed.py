@@ -2,7 +2,7 @@
 
 The ranks of a group *form* a backend together, when the first call comes, and launch by `core.launch_order`::
 
-    state       what happens                                next        what is said to whom
+    state       what happens                                next        messages
     ----------  ------------------------------------------  ----------  ------------------------------------------
     idle        the leader's first call comes; it makes an  forming     FORM, with the identity, leader to all
                 identity
@@ -14,7 +14,7 @@ The ranks of a group *form* a backend together, when the first call comes, and l
     ending      calls that are launched are done, or were   idle        ENDED to the leader, which forms anew when
                 given the time, and the backend is ended                it has that of all, and a call comes
 
-A launch cannot be taken back, and one that some ranks have made and others never will holds up all that follows. So
+A launch cannot be taken back, and one that only some ranks make holds up every later one. So
 with such a call all fail that are not launched, those that are have a moment to complete, and the next begins in a new
 formation. That is expensive; nothing else is: once the order is known, a launch needs no message.
 
@@ -36,7 +36,7 @@ from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.calls import Call
+from kfcomm.collectives.on_device.calls import Call, Path
 from kfcomm.collectives.on_device.channel import Channel
 from kfcomm.collectives.on_device.failures import Failures, Use, Ways
 from kfcomm.collectives.on_device.launcher import Launcher
@@ -45,6 +45,7 @@ from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchO
 from kfcomm.core.signature import Signature
 from kfcomm.errors import CollectiveAborted, TransportError
 from kfcomm.transports.backend import BackendMaker, CollectiveBackend
+from kfcomm.types import override
 
 logger = logging.getLogger("kfcomm")
 
@@ -60,15 +61,15 @@ GRACE_S = 0.5
 MEET_S = 5.0
 """How long a backend that is still being formed is waited for then; what comes of it later is ended at once."""
 WATCH_AFTER_S = 1e-3
-"""How long a launch waits for others before the device is asked to tell when it is done: that costs two threads a turn,
-and nobody is in a hurry to hear it, but for who says so (``hurry``)."""
+"""How long launches are collected before the device is asked for one notice of them all: a notice costs two threads a
+turn, and only a caller of ``hurry`` needs it sooner."""
 LOOK_EVERY_S = 0.25
 DOUBT_S = 1.0
 """From the first sign of a failure of the backend until it counts: a peer that died is better told by its name."""
 
 
 class State(StrEnum):
-    """See the table above."""
+    """States of a formation, as in the table above."""
 
     IDLE = "idle"
     FORMING = "forming"
@@ -77,7 +78,7 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-class BackendPath:
+class BackendPath(Path):
     """The calls of one group on this rank. Everything runs on the engine's loop.
 
     Args:
@@ -122,8 +123,8 @@ class BackendPath:
         group.engine.mismatch_listeners[group.view.id] = self.never_began
 
     @property
+    @override
     def name(self) -> str:
-        """See ``Path``."""
         return self._maker.name
 
     @property
@@ -133,8 +134,8 @@ class BackendPath:
 
     # ---------------------------------------------------------------- calls
 
+    @override
     def begin(self, call: Call) -> None:
-        """See ``Path``."""
         if self._failures.knows(_use_of(call)):
             call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=name_of(call.key)))
         elif self._is_ordering and not self._failures.hold:
@@ -143,26 +144,28 @@ class BackendPath:
             self._before.append(call)
             self._form_if_wanted()
 
+    @override
     def give_up(self, call: Call) -> None:
-        """See ``Path``: what is launched stays, with its memory, until its stream is past it."""
+        # What is launched stays, with its memory, until its stream is past it.
         if call in self._before:
             self._before.remove(call)
         elif call not in self._waiting and call not in self._launched:
             return  # what failed before has ended it
         self._failures.failed(_use_of(call), launched=self._forbid(_use_of(call)))
 
+    @override
     def never_began(self, key: str, seq: int) -> None:
-        """See ``Path``: others may have begun it."""
+        # Others may have begun it.
         if self.state is not State.CLOSED:
             self._failures.failed((key, seq), launched=False)
 
+    @override
     def hurry(self) -> None:
-        """See ``Path``."""
         if self._to_watch:
             self._watch()
 
+    @override
     def close(self) -> None:
-        """See ``Path``."""
         self.state = State.CLOSED
         self._group.engine.mismatch_listeners.pop(self._group.view.id, None)
         self._channel.close()
@@ -222,7 +225,7 @@ class BackendPath:
             self._set_timer(self._look, self._reactor.time() + LOOK_EVERY_S)
 
     def _watch(self) -> None:
-        """Ask to hear when the stream is past all that was launched since this was asked last."""
+        """Ask for a notice when the stream has passed every launch since the last such request."""
         self._set_timer(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
@@ -348,7 +351,7 @@ class BackendPath:
             self._say(ENDED, None, LEADER)
 
     def _has_ended(self, rank: int) -> None:
-        """The leader goes on when all have: what it tells of the next formation must not meet the last one."""
+        """The leader continues when all ranks have ended: messages of the next formation must not meet the last one."""
         self._ended.add(rank)
         if len(self._ended) == self._size:
             self._ended.clear()
@@ -408,7 +411,7 @@ class BackendPath:
     # ---------------------------------------------------------------- shared
 
     def _key_of(self, call: Call) -> str:
-        """What its place in the order belongs to: ranks that mean something else by a name never launch together."""
+        """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
         digest = self._digests.get(call.signature)
         if digest is None:
             if len(self._digests) >= MAX_DIGESTS:

@@ -10,8 +10,8 @@ The life of a call::
     this place of a stream              the host has not waited for the device
     done: nothing on a stream touches   over on this rank
     its memory any more
-    failed, here or elsewhere           over on all ranks; the handle raises, or, if it has resolved, whoever looks
-                                        for errors that came late
+    failed, here or elsewhere           over on all ranks; the handle raises, or, if it has resolved, the next call or
+                                        ``synchronize`` does
 
 Invariants: the memory of a call is kept alive by it, and the path keeps the call until no stream touches that.
 This module must not know how a call is carried out.
@@ -45,7 +45,7 @@ _SIZES = ItemSizes(1, 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What was asked for, as every rank has to ask for it.
+    """The request of a call, the same on every rank.
 
     Attributes:
         verb: what is done.
@@ -73,7 +73,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """What an order works with on this rank.
+    """Device, stream and memory of an order on this rank.
 
     Attributes:
         device: where it is.
@@ -167,7 +167,7 @@ class Call:
         return shown(self.key)
 
     def post(self, timeout_s: float | None, *, overlapping: bool, seq: int | None = None) -> None:
-        """Take the name, and begin; what keeps it from beginning is told by the handle.
+        """Take the name, and begin; the handle raises what prevents that.
 
         ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
         """
@@ -234,15 +234,15 @@ class _Ending:
         self.operation: Operation | None = None
 
     def done(self) -> bool:
-        """Nobody else ends it."""
+        """False: only the operation ends it."""
         return False
 
     def set_result(self, _: Any) -> None:
-        """See ``Future.set_result``."""
+        """The operation is complete."""
         self._call.over(None)
 
     def set_exception(self, error: BaseException) -> None:
-        """See ``Future.set_exception``."""
+        """The operation has failed."""
         self._call.over(error)
 
 

@@ -1,8 +1,8 @@
 """Ordered messages between the ranks of a group, for what they have to agree on: small, in order, none lost or doubled.
 
 They travel as messages of the group's mailbox, under a tag of their own; those to one rank in one turn of the loop
-travel as one. A message that a broken link may have lost is sent again, under its number: whoever has had it
-passes over it.
+travel as one. A message that a broken link may have lost is sent again, under its number: a rank that has
+had it ignores it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Channel:
         heard: called when something that was told has been heard by all whom it was told.
 
     Attributes:
-        batch: number of what is told next, and all else in this turn of the loop.
+        batch: number of the next message, and of all others in this turn of the loop.
         num_sent: messages so far.
     """
 

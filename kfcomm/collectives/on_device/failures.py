@@ -1,14 +1,14 @@
-"""Which calls of a group have failed, and what that ends: found out, and told, by one rank for all.
+"""Failed calls of a group, and whether they end its formation: decided by one rank for all.
 
-A call that some rank has launched and others never will holds up all that is launched behind it: it *ends* the
-formation. One that nobody has launched ends nothing, if nobody will. So where a call fails::
+A call that only some ranks launch holds up every later launch: it *ends* the formation. A failed call that no rank has
+launched ends nothing, provided that no rank launches it later. So where a call fails::
 
-    whoever fails at it         REPORT to the leader: whether it has launched it
-    the leader, unless it has   ASK to all: who hears it launches the call no more, and ANSWERs whether it has; who
-    been launched               does not answer in time may have
-    the leader                  VERDICT to all: whether the formation is over
+    a rank that fails at it     REPORT to the leader: whether it has launched it
+    the leader, unless it has   ASK to all: a rank that hears it launches the call no more, and ANSWERs whether it
+    been launched               has; one that does not answer in time may have
+    the leader                  OUTCOME to all: whether the formation is over
 
-A rank that has failed at a call begins nothing before the verdict: else it might begin the next one in a formation that
+A rank that has failed at a call begins nothing before the outcome: else it might begin the next one in a formation that
 others are about to end. Nor does it begin a call that it knows to have failed.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Use: TypeAlias = tuple[str, int]
 """A key, and the number of its use. What fails without a call has an empty key, and a number below 0."""
 
-REPORT, ASK, ANSWER, VERDICT = range(4)
+REPORT, ASK, ANSWER, OUTCOME = range(4)
 
 MAX_KNOWN = 4096
 """Failures that are remembered; of more, the first is forgotten."""
@@ -37,7 +37,7 @@ ANSWER_WITHIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How failures are told, and what follows from them.
+    """Functions that send messages about failures and carry out what follows.
 
     Attributes:
         tell: one rank; without a rank all others, which only the leader does.
@@ -60,7 +60,7 @@ class Failures:
         self._ways = ways
         self._leads = group.view.rank == LEADER
         self._known: OrderedDict[Use, None] = OrderedDict()
-        self._undecided: set[Use] = set()  # here, until the verdict
+        self._undecided: set[Use] = set()  # here, until the outcome
         self._asked: dict[Use, set[int]] = {}  # by the leader: who has yet to answer
 
     @property
@@ -86,7 +86,7 @@ class Failures:
                 self._ways.end(_reason(use))
 
     def hear(self, sender: int, said: list[Any], *, is_current: bool) -> None:
-        """What another rank says of a failure; ``is_current``: it speaks of the formation in force here.
+        """A message of another rank about a failure; ``is_current``: it is about the formation in force here.
 
         Raises:
             ValueError, TypeError: that makes no sense.
@@ -102,7 +102,7 @@ class Failures:
         elif kind == ASK:
             self._know(use)
             self._ways.tell([ANSWER, *use, self._ways.forbid(use)], LEADER)
-        elif kind == VERDICT:
+        elif kind == OUTCOME:
             self._know(use)
             self._undecided.discard(use)
             if rest[0] and is_current:
@@ -142,7 +142,7 @@ class Failures:
     def _decide(self, use: Use, *, ends: bool) -> None:
         self._asked.pop(use, None)
         self._undecided.discard(use)
-        self._ways.tell([VERDICT, *use, ends])
+        self._ways.tell([OUTCOME, *use, ends])
         if ends:
             self._ways.end(_reason(use))
         self._ways.go_on()

@@ -1,6 +1,6 @@
 """An all_reduce of devices on several hosts: the backend inside each host, graphs over links between the hosts.
 
-Cut into *blocks*, of which each rank of a host has a *share*; several are under way at a time::
+It is cut into *blocks*. Each rank of a host has a *share* of every block. Several are under way at a time::
 
     step        among                                     what
     ----------  ----------------------------------------  ------------------------------------------------------------
@@ -12,8 +12,8 @@ So each byte crosses the network once for each host and not once for each device
 begins when the one before is on its stream; copies and links of one block go on beside the backend's work on another. A
 block that the ranks of a host cannot share evenly is padded, in memory of its own.
 
-The order inside a host is told by its leader each time: when a step *together* comes depends on other hosts, and an
-order that was learned could wait for it before it lets another host go on.
+The leader of a host sends the order of its launches each time: when a step *together* comes depends on other hosts, and
+an order that was learned could wait for it before it lets another host continue.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.collectives.on_device import tell
+from kfcomm.collectives.on_device.calls import Path
 from kfcomm.transports.backend import Part
-from kfcomm.types import Verb
+from kfcomm.types import Verb, override
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +74,7 @@ class Step:
         self._done = done
 
     def enqueued(self, mark: Mark) -> None:
-        """See ``Call``."""
+        """The result is complete behind this mark."""
         if self.is_over:
             return
         try:
@@ -82,13 +83,13 @@ class Step:
             self.failed(error)
 
     def done(self) -> None:
-        """See ``Call``."""
+        """No stream touches the part any more."""
         if not self.is_over:
             self.is_over = True
             self._done(self)
 
     def failed(self, error: BaseException) -> None:
-        """See ``Call``: the whole fails with it."""
+        """It cannot be carried out: the whole fails with it."""
         if not self.is_over:
             self._whole.failed(error)
 
@@ -117,8 +118,8 @@ class _UnderWay:
     is_in_place: bool = False
 
 
-class HierarchicalPath:
-    """All_reduces of one group on this rank. Implements ``calls.Path``.
+class HierarchicalPath(Path):
+    """All_reduces of one group on this rank.
 
     Args:
         backend: inside the host; its order is not followed.
@@ -144,12 +145,12 @@ class HierarchicalPath:
         self._under_way: dict[Call, _UnderWay] = {}
 
     @property
+    @override
     def name(self) -> str:
-        """See ``Path``."""
         return f"hierarchy of {self._backend.name}"
 
+    @override
     def begin(self, call: Call) -> None:
-        """See ``Path``."""
         try:
             if self._stream is None:
                 self._stream = self._device.stream()
@@ -165,8 +166,8 @@ class HierarchicalPath:
                 partial(self._reduced, call, block),
             )  # fmt: skip
 
+    @override
     def give_up(self, call: Call) -> None:
-        """See ``Path``."""
         under_way = self._under_way.pop(call, None)
         if under_way is not None:
             for step in under_way.steps:
@@ -177,16 +178,17 @@ class HierarchicalPath:
         # Other ranks of this host may have a step under way that is done here, or to come.
         self.never_began(call.key, call.head.seq)
 
+    @override
     def never_began(self, key: str, seq: int) -> None:
-        """See ``Path``: others may have begun its first step."""
+        # Others may have begun its first step.
         self._backend.never_began(_key_of(key, Verb.REDUCE_SCATTER, 0), seq)
 
+    @override
     def hurry(self) -> None:
-        """See ``Path``."""
         self._backend.hurry()
 
+    @override
     def close(self) -> None:
-        """See ``Path``."""
         self._backend.close()
         self._staged.close()
         self._mailbox.close("the group is closed")
@@ -269,7 +271,7 @@ class HierarchicalPath:
 
 
 def _kept(*_: object) -> None:
-    """What this was bound to is needed no longer."""
+    """Release the arrays that this was bound to."""
 
 
 def _key_of(key: str, verb: Verb, block: int) -> str:

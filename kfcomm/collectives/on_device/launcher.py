@@ -50,7 +50,7 @@ class Launcher:
         self._thread: threading.Thread | None = None
 
     def launch(self, call: Call, kind: str, *, alone: bool) -> None:
-        """The next launch; ``kind`` is the same for those of which none blocks once one has been made."""
+        """The next launch; once one of a ``kind`` was made, others of that kind do not block."""
         if not self._under_way and (alone or kind in self._kinds):
             self._launched(call, *self._put(call))
             return

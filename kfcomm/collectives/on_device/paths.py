@@ -1,7 +1,7 @@
-"""Which path an order takes in one group: chosen from what all its ranks know, so that all choose alike.
+"""Choice of the path of an order in one group, from facts that all its ranks know, so that all choose alike.
 
-Paths are there from the beginning, to hear what other ranks tell of theirs, unless no rank has a device: then they are
-not even imported. They touch none before the first order takes them.
+Paths exist from the beginning, to hear messages of other ranks, unless no rank has a device: then they are not even
+imported. They touch no device before their first order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Paths:
     Attributes:
         group: of whom.
         mailbox: of the group.
-        device, maker: of this rank; None if it has none.
+        device, maker: of this rank; None without a device.
         choice: of the group; None where no rank has a device.
         new_group: makes the groups inside of hosts, and across them.
         pool_of: pinned memory for a device.

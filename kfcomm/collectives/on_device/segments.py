@@ -47,17 +47,17 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Where it is in the block."""
+        """Its slice of the block."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What goes through the host at a time.
+    """Part of a call that goes through the host at a time.
 
     Attributes:
         index: in its call.
-        room: elements of its block.
+        room: number of elements of its block.
         count: elements of the collective; see ``Planner`` for what that means.
         fetched: pieces of the sources that are copied to the host.
         put: pieces of the targets that are copied from the host.

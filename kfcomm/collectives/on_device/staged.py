@@ -7,7 +7,7 @@ follows from the use of the key and the segment's index alone. So the numbers ag
 refused the call or mean another one, and collectives of one key are posted in the order of their numbers: a segment's
 *turn* comes when all earlier ones of its key are posted, or given up.
 
-Why it always goes on: a call whose memory is ready waits for nothing but its own segments, the earlier calls of its
+Why it always proceeds: a call whose memory is ready waits for nothing but its own segments, the earlier calls of its
 key, and the other ranks. Each call has a window of its own, the pool of blocks never makes anyone wait, and within a
 key all ranks have the same order. What waits for a caller's stream waits on a *gate*, a stream of its own for each
 stream of a caller, on which nothing is put later than in ``begin``; all else goes to one stream for copies in and one
@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.collectives.group import Group
+from kfcomm.collectives.on_device.calls import Path
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
 from kfcomm.collectives.on_device.staging import Staging, Streams
 from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.pinned import PinnedPool
@@ -40,8 +42,8 @@ MAX_GATES = 16
 of ours may cost the device a thread."""
 
 
-class StagedPath:
-    """The calls of one group on this rank. Implements ``calls.Path``; everything runs on the engine's loop.
+class StagedPath(Path):
+    """The calls of one group on this rank. Everything runs on the engine's loop.
 
     Args:
         group: its ranks.
@@ -69,16 +71,16 @@ class StagedPath:
         self._under_way: dict[Call, Staging] = {}
 
     def __len__(self) -> int:
-        """Calls of which something is under way, on a stream or a link."""
+        """Number of calls with something under way, on a stream or a link."""
         return len(self._under_way)
 
     @property
+    @override
     def name(self) -> str:
-        """See ``Path``."""
         return "staged"
 
+    @override
     def begin(self, call: Call) -> None:
-        """See ``Path``."""
         try:
             staging = self._under_way[call] = Staging(self, call)
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
@@ -86,29 +88,32 @@ class StagedPath:
             return
         staging.begin()
 
+    @override
     def give_up(self, call: Call) -> None:
-        """See ``Path``: blocks go back when no copy and no link uses them any more."""
+        # Blocks go back when no copy and no link uses them any more.
         staging = self._under_way.get(call)
         if staging is not None:
             staging.give_up()
 
+    @override
     def never_began(self, key: str, seq: int) -> None:
-        """See ``Path``: what others have sent for its segments is dropped, when its turn comes."""
+        # What others have sent for its segments is dropped, when its turn comes.
         below = (seq + 1) * MAX_SEGMENTS
         self.turns.next(key).ready(lambda: self.engine.leave_out(self.view, key, below))
 
+    @override
     def hurry(self) -> None:
-        """See ``Path``: it always hears at once, since blocks wait for it."""
+        pass  # it always hears at once, since blocks wait for it
 
+    @override
     def close(self) -> None:
-        """See ``Path``."""
         for staging in list(self._under_way.values()):
             staging.give_up()
         self._gates.clear()
         self._ways.clear()
 
     def streams(self, call: Call) -> Streams:
-        """Those for the copies of a call."""
+        """Streams for the copies of a call."""
         device = call.device
         gate = self._gates.pop((device, call.stream), None)
         if gate is None:

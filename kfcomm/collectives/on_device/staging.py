@@ -53,7 +53,7 @@ _EMPTY = np.empty(0, np.uint8)
 
 
 class Streams(NamedTuple):
-    """What the copies of a call are put on; see ``staged``."""
+    """Streams for the copies of a call; see ``staged``."""
 
     gate: Stream
     inward: Stream
@@ -61,7 +61,7 @@ class Streams(NamedTuple):
 
 
 class State(StrEnum):
-    """See the table above."""
+    """States of a segment, as in the table above."""
 
     WAITING = "waiting"
     FETCHING = "fetching"
@@ -122,7 +122,7 @@ class Staging:
             self._fill()
 
     def _finish_alone(self) -> None:
-        """What every verb gives is the only input, which has been copied."""
+        """End a call in a group of one rank: the result of every verb is its input, which has been copied."""
         gate = self._streams.gate
         try:
             self._call.enqueued(self._device.mark(gate))
@@ -138,7 +138,7 @@ class Staging:
     # ---------------------------------------------------------------- waiting, fetching, here
 
     def _fill(self) -> None:
-        """Begin with further segments, as many as the window has room for."""
+        """Begin further segments, up to the size of the window."""
         while not self._is_over and self._num_begun < len(self._staged) and self._num_held < self._path.window:
             staged = self._staged[self._num_begun]
             self._num_begun += 1
@@ -273,7 +273,7 @@ class Staging:
         self._call.done()
 
     def _give_back(self, staged: _Staged) -> None:
-        """Nobody uses its block any more."""
+        """Return the block of a segment, which no copy and no link uses any more."""
         if staged.state is State.OVER:
             return
         staged.state = State.OVER
@@ -291,7 +291,7 @@ class Staging:
     # ---------------------------------------------------------------- failures
 
     def _go_on(self, staged: _Staged, step: Step, error: BaseException | None = None) -> None:
-        """What follows for a segment, unless the call is over, or is now: then its block goes back."""
+        """Run the next step of a segment; if the call is over, return its block instead."""
         if error is not None:
             self._failed(error)
         if self._is_over:
@@ -300,7 +300,7 @@ class Staging:
             step(staged)
 
     def _try(self, step: Callable[[], None]) -> None:
-        """What a step raises is the call's."""
+        """Run a step; its error fails the call."""
         try:
             step()
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
@@ -337,7 +337,7 @@ class Staging:
     # ---------------------------------------------------------------- the device
 
     def _notify(self, stream: Stream, then: Heard) -> None:
-        """Call ``then`` on the loop when all that is on the stream by now is done, or has failed."""
+        """Call ``then`` on the loop when the present work of the stream is done, or has failed."""
         reactor = self._path.engine.reactor
         self._copying += 1
         try:

@@ -1,6 +1,6 @@
 """Device memory for the verbs that know host memory alone: fetched before its step begins, put back after the last.
 
-For what is told in two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So
+For calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So
 a call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
 memory. Large arrays are better served by the verbs whose calls overlap copies and links.
 """
@@ -62,7 +62,7 @@ class Fetched:
         self._kept.append(what)
 
     def release(self, _: Any = None) -> None:
-        """Nobody reads it any more."""
+        """Return the memory: it is read no more."""
         self._is_unwanted = True
         self._timer.cancel()
         if self._is_copied:
@@ -102,7 +102,7 @@ class Returned:
 
     @property
     def name(self) -> str:
-        """See ``ArrayKind``."""
+        """Name of the kind."""
         return self.kind.name
 
     def read(self, x: Any) -> tuple[Array, bool]:
@@ -142,7 +142,7 @@ class OutOfHost:
 
 
 def _put(device: Device, pool: PinnedPool, source: Array, target: Flat, stream: Stream) -> None:
-    """Copy to the device, by way of pinned memory: a copy from other memory may wait for all that is on the stream."""
+    """Copy to the device, by way of pinned memory: a copy from other memory may wait for the whole stream."""
     block = pool.take(source.nbytes)
     block.view[:] = source.view(np.uint8)
     device.put(block.view, target, stream)

@@ -55,7 +55,7 @@ class DeviceVerbs:
 
     Args:
         paths: how orders are carried out in the group.
-        lack: why this rank has no device, if it has none where others do.
+        lack: why this rank has no device, where others have one.
 
     Attributes:
         mixed: some rank of the group has no device, where others do.
@@ -83,10 +83,10 @@ class DeviceVerbs:
         """Before each call.
 
         Raises:
-            ConfigError: what is not for devices was asked for.
-            CollectiveError: an earlier call has failed after its handle had resolved, which nobody was told yet; the
-                first of those, which the others follow from. ``synchronize`` raises it, too, whoever was told by this:
-                what else came after it is void as well.
+            ConfigError: an option was given that is not for devices.
+            CollectiveError: an earlier call has failed after its handle had resolved, and no call has raised that yet;
+                the first such error, which causes the others. ``synchronize`` raises it again: later results are void
+                as well.
         """
         if self._late is not None and not self._is_told:
             self._is_told = True
@@ -111,7 +111,7 @@ class DeviceVerbs:
         return adapt_device(x, self._own_device(), stream)
 
     def out(self, out: Any, like: AnyArray, shape: Shape) -> AnyOut | None:
-        """Where the result goes, if the caller says so."""
+        """The caller's memory for the result, if ``out`` was given."""
         if out is None:
             return None
         place: AnyOut
@@ -206,7 +206,7 @@ class DeviceVerbs:
         return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
 
     def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
-        """Where a result goes that is made in host memory, if the caller says so."""
+        """The caller's memory for a result that is made in host memory, if ``out`` was given."""
         if out is None or not is_on_device(out):
             return None if out is None else adapt_out(out, shape, dtype)
         device = self._own_device()
@@ -239,7 +239,7 @@ class DeviceVerbs:
             handle: what is returned; a new one if left out.
 
         Raises:
-            MemoryError: the device has no room for the results.
+            MemoryError: the device has no memory for the results.
             TransportError: the device has failed.
         """
         group = self._group
@@ -290,7 +290,7 @@ class DeviceVerbs:
         self, order: Order, array: AnyArray, shape: Shape | None, options: CallOptions,
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """Begin a call with one array and one result, or none where ``shape`` is None."""
+        """Begin a call with one array, and a result of ``shape``, if that is given."""
         return self.begin(order, [self.given(array, shape, options.out)], _only, options, handle)
 
     def many(
@@ -362,7 +362,7 @@ class DeviceVerbs:
                     waiter.set_result(None)
 
     def _wait(self, counts: Callable[[Call], bool]) -> asyncio.Future[None] | None:
-        """Done when all calls that count are over; None if there is none."""
+        """Future done when all calls that count are over; None if they are."""
         if not any(map(counts, self._live)):
             return None
         waiter: asyncio.Future[None] = self._group.engine.loop.create_future()
@@ -371,7 +371,7 @@ class DeviceVerbs:
         return waiter
 
     def drained(self) -> asyncio.Future[None] | None:
-        """Done when the device has made all that callers believe to have; None if it has."""
+        """Future done when the device has made every result that a handle has resolved with; None if it has."""
         return self._wait(lambda call: call.is_enqueued)
 
     async def synchronize(self) -> None:

@@ -1,4 +1,4 @@
-"""What tests of staging share: calls without a communicator's verbs, pools that count, and a look for what is left."""
+"""Helpers of tests of staging: calls without a communicator's verbs, counting pools, and a check for leftovers."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Rank:
         return self.call(Verb.ALL_REDUCE, key, [source], [target], op=op, **options).post(), target
 
     def got(self, x: Any) -> Any:
-        """What the caller's stream sees."""
+        """Contents of the memory, in the order of the caller's stream."""
         if isinstance(x, np.ndarray):
             return x
         with self.device.working_on(self.stream):

@@ -276,7 +276,7 @@ async def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_launched_everywhere_before_a_failure_completes() -> None:
+async def test_calls_launched_everywhere_before_a_failure_complete() -> None:
     async with device_world(2) as world:
         await world.works("before")
 

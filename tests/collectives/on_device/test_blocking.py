@@ -1,4 +1,4 @@
-"""Device memory in the blocking API: the stream is the calling thread's, and nobody waits for the device."""
+"""Device memory in the blocking API: the stream is the calling thread's, and no thread waits for the device."""
 
 from __future__ import annotations
 

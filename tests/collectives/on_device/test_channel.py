@@ -45,7 +45,7 @@ async def test_messages_come_in_order_and_those_of_one_turn_together() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_told_is_heard_in_the_end() -> None:
+async def test_messages_arrive_in_the_end() -> None:
     async with worlds.world(3) as comms:
         channels, heard = _channels(comms)
         one = channels[0]
@@ -63,7 +63,7 @@ async def test_what_was_told_is_heard_in_the_end() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_broken_link_may_have_lost_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_lost_by_a_broken_link_arrive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "AGAIN_AFTER_S", 0.0)
     async with worlds.world(2) as comms:
         channels, heard = _channels(comms)
@@ -78,7 +78,7 @@ async def test_what_a_broken_link_may_have_lost_comes_once(monkeypatch: pytest.M
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_read_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreadable_messages_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with worlds.world(2) as comms:
         channels, heard = _channels(comms)
         for record in (

@@ -28,7 +28,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def mortal_world(*, backend: str = "fake", shared: bool = False, **options: Any) -> AsyncIterator[DeviceWorld]:
-    """Ranks with devices, some of which die; none of the others keeps anything of an epoch that is over."""
+    """Ranks with devices, after some have died: survivors keep nothing of an earlier epoch."""
     fabric = FakeFabric()
     devices = [FakeDevice(0, "one" if shared else None, backend=backend) for _ in range(SIZE)]
     async with world(SIZE, devices=devices, maker=fabric, **options) as comms:
@@ -64,7 +64,7 @@ def birth(comm: Any) -> int:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ROUTES)
-async def test_those_who_live_go_on(route: str) -> None:
+async def test_survivors_continue(route: str) -> None:
     async with mortal_world(**ROUTES[route]) as made:
         comms = list(made.comms)
         await sums(made, comms)
@@ -85,7 +85,7 @@ async def test_those_who_live_go_on(route: str) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ROUTES)
 async def test_training_with_gradients_on_devices(route: str) -> None:
-    """What lives on a device is not done again: it fails, and the step runs again from its state."""
+    """Calls with device arrays are not repeated: they fail, and the step runs again from its state."""
     async with mortal_world(elastic=True, **ROUTES[route]) as made:
 
         async def main(comm: Any) -> Any:

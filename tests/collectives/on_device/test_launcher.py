@@ -1,4 +1,4 @@
-"""Launches that wait for other ranks do not hold up the loop on which those are told what to launch."""
+"""Launches that wait for other ranks do not hold up the loop that sends the order of launches."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def uses_of(rng: Random, size: int, *, with_faults: bool) -> list[Use]:
 
 
 async def program(world: DeviceWorld, comm: Any, rng: Random, uses: list[Use], swap: str | None) -> None:
-    """What one rank does in one round."""
+    """One round of one rank."""
     device = world.devices[comm.rank]
     verdict = None if swap is None else comm.set_strategy(swap)
     handles: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def paths_of(comm: Any) -> Iterator[Any]:
 
 
 def under_way(world: DeviceWorld) -> list[str]:
-    """What has not come to rest, in words; ranks that went different ways remember that, until the next use."""
+    """Leftover state as text; ranks that went different ways remember that, until the next use."""
     left = leftovers(world.comms, tombstones=True)
     for comm in world.comms:
         device = world.devices[comm.rank]

@@ -37,7 +37,7 @@ def test_a_tiny_tail_goes_with_what_is_before_it(total, sizes):
     assert [sum(piece.stop - piece.start for piece in pieces) for pieces in cut([total], 10)] == sizes
 
 
-def test_what_is_huge_has_larger_segments():
+def test_huge_calls_have_larger_segments():
     assert len(cut([3 * MAX_SEGMENTS], 1)) <= MAX_SEGMENTS
 
 

@@ -248,8 +248,8 @@ async def test_many_at_once_in_opposite_orders_with_a_tiny_pool(num_pinned: int)
 
 
 @pytest.mark.asyncio
-async def test_what_waits_for_one_callers_stream_holds_up_nobody_else() -> None:
-    """Calls on two streams, of which one goes on only when the call on the other is done, on all ranks."""
+async def test_waiting_for_one_stream_holds_up_no_other_stream() -> None:
+    """Calls on two streams: one stream continues only when the call on the other is done, on all ranks."""
     async with world(2) as comms:
         ranks = ranks_of(comms, window=2)
         slow = [rank.device.stream() for rank in ranks]
@@ -474,7 +474,7 @@ async def test_one_of_several_calls_of_a_key_is_cancelled(which: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_put_after_the_end() -> None:
+async def test_no_copy_begins_after_the_end() -> None:
     async with world(2) as comms:
         ranks = ranks_of(comms)
         ranks[1].device.hold(ranks[1].stream)

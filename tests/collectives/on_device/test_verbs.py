@@ -302,8 +302,8 @@ def _on(world: DeviceWorld, comm: Any) -> FakeArray:
 REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
     "wire_dtype": (lambda w, c: c.all_reduce(_on(w, c), "k", wire_dtype="float16"), "host memory"),
     "stream of a host array": (lambda w, c: c.all_reduce(np.ones(3), "k", stream=1), "stream="),
-    "a root that is none": (lambda w, c: c.broadcast(_on(w, c), -1, "k"), "root -1"),
-    "an op that is none": (lambda w, c: c.all_reduce(_on(w, c), "k", op="median"), "median"),
+    "an invalid root": (lambda w, c: c.broadcast(_on(w, c), -1, "k"), "root -1"),
+    "an invalid op": (lambda w, c: c.all_reduce(_on(w, c), "k", op="median"), "median"),
     "avg of integers": (lambda w, c: c.all_reduce(w.devices[c.rank].array([1, 2]), "k", op="avg"), "avg"),
     "uneven all_to_all": (lambda w, c: c.all_to_all(w.array(c, [1, 2, 3]), "k"), "3 rows among 2 ranks"),
     "rows of a number": (lambda w, c: c.reduce_scatter(w.array(c, 1.0), "k"), "without dimensions"),
@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
     "both memories in a list of sums": (lambda w, c: c.reduce_scatter([_on(w, c), np.ones(4, np.float32)]), "not both"),
     "parts of several shapes": (lambda w, c: c.reduce_scatter([_on(w, c), w.array(c, [1])], "k"), "of one shape"),
     "consensus": (lambda w, c: c.consensus(_on(w, c), "k"), "a copy in host memory"),
-    "a timeout that is none": (lambda w, c: c.all_reduce(_on(w, c), "k", timeout=-1), "timeout"),
+    "an invalid timeout": (lambda w, c: c.all_reduce(_on(w, c), "k", timeout=-1), "timeout"),
     "half of itself as out": (
         lambda w, c: (lambda x: c.all_reduce(x[:2], "k", out=x[1:3]))(_on(w, c)),
         "shares some of the memory",
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["backend", "shared"])
 @pytest.mark.parametrize("what", REFUSED)
-async def test_what_cannot_be_is_refused(what: str, route: str) -> None:
+async def test_invalid_arguments_are_refused(what: str, route: str) -> None:
     call, words = REFUSED[what]
     async with device_world(2, tombstones=True, **ROUTES[route]) as world:
         for comm in world.comms:
@@ -354,7 +354,7 @@ async def test_host_and_device_under_one_name_differ_where_all_have_a_device() -
 
 
 @pytest.mark.asyncio
-async def test_what_fails_late_is_told_by_the_next_call() -> None:
+async def test_late_failures_are_raised_by_the_next_call() -> None:
     async with device_world(2) as world:
         await world.works("before")
         world.fabric.stop(1)

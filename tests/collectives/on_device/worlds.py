@@ -27,13 +27,13 @@ class DeviceWorld:
         return self.devices[comm.rank].array(np.asarray(values, np.float32))
 
     async def get(self, comm: Communicator, call: Awaitable[Any]) -> Any:
-        """What a call gives, as seen by the host once the device has made it."""
+        """Result of a call in host memory, once the device has made it."""
         result = await call
         await comm.synchronize()
         return result.get() if isinstance(result, FakeArray) else result
 
     async def everywhere(self, call: Callable[[Communicator], Any]) -> list[Any]:
-        """What ``call(comm)`` gives on every rank, in host memory."""
+        """Results of ``call(comm)`` on every rank, in host memory."""
         return await everywhere(self.comms, lambda comm: self.get(comm, call(comm)))
 
     async def ends(self, call: Callable[[Communicator], Any]) -> list[Any]:
