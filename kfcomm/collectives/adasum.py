@@ -25,7 +25,7 @@ from kfcomm.arrays.reduce.adasum import adasum_weights
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import Item
-from kfcomm.collectives.plans import Plans
+from kfcomm.collectives.plans import PlanKey, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS
 from kfcomm.collectives.steps import LaterSteps, Steps
 from kfcomm.collectives.verbs import Posting
@@ -176,8 +176,8 @@ class Adasum:
 
     def _posting(self, verb: Verb, rows: Array, key: str) -> Posting:
         spec, view = SPECS[verb], self._verbs._group.view
-        plan = (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if spec.folds else None, -1, key)
-        return Posting(plan, adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
+        kind = PlanKey(verb, rows.dtype, rows.shape, Op.SUM if spec.folds else None)
+        return Posting((Plans.of, kind, key), adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
 
 
 def combine(

@@ -20,7 +20,7 @@ from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.verbs import Given
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import Batch, Item, list_key, many_key, post_units
-from kfcomm.collectives.plans import Planner, Plans
+from kfcomm.collectives.plans import PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS
 from kfcomm.collectives.verbs import Checks, MakePlan, Posting, checked_op
 from kfcomm.common.arguments import checked_name
@@ -171,7 +171,9 @@ def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: 
         flat = np.concatenate([one.flat for one in arrays])
         joined = HostArray(flat, whole_shape if is_even else flat.shape, arrays[rank].kind, False)
         target = None if options.out is None else adapt_out(options.out, shape, dtype)
-        plan: MakePlan = (Plans.of, Verb.REDUCE_SCATTER, dtype, whole_shape, op, -1, name or UNNAMED, wire)
+        plan: MakePlan = (
+            Plans.of, PlanKey(Verb.REDUCE_SCATTER, dtype, whole_shape, op, wire=wire), name or UNNAMED,
+        )  # fmt: skip
         if not is_even:
             shapes = tuple(one.shape for one in arrays)
             plan = (Plans.plan, Planner.reduce_scatter_parts, dtype, shapes, op, wire)

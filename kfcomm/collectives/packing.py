@@ -23,7 +23,7 @@ from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.options import CallOptions
-from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import VerbSpec
 from kfcomm.collectives.verbs import room
 from kfcomm.types import Op
@@ -101,7 +101,8 @@ class Batch:
     def plan(self, plans: Plans, unit: Unit, key: str) -> Plan:
         """How one unit goes."""
         dtype = unit.items[0].array.dtype
-        return plans.of(self.spec.verb, dtype, unit.shape, self.ops[dtype], self.root, key, self.wires.get(dtype))
+        kind = PlanKey(self.spec.verb, dtype, unit.shape, self.ops[dtype], self.root, self.wires.get(dtype))
+        return plans.of(kind, key)
 
     def shape_of(self, item: Item) -> tuple[int, ...]:
         """The shape of a result."""

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from kfcomm.engine.direct import OneStepOperation, SlottedOperation
 from kfcomm.engine.hosted import HOSTED_NBYTES, HubOperation, hub_of
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.engine.wired import WiredOperation, WiredWork
+from kfcomm.errors import InternalError
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.transports.shm.slots import word_of
@@ -49,6 +49,27 @@ WireDtype: TypeAlias = "np.dtype[Any] | None"
 
 Shares: TypeAlias = tuple[int, ...]
 """Of a ``Strategy``."""
+
+
+class PlanKey(NamedTuple):
+    """One kind of collective whose result shape every rank knows by itself; the key of its plan in the cache.
+
+    Attributes:
+        verb: with arrays.
+        dtype, shape: of the caller's array.
+        op: of verbs that fold; else None.
+        root: of verbs that have one; else -1.
+        wire: see ``WireDtype``; for gather and all_to_all None.
+        is_shared: the result of an all_reduce is one array for all ranks of a host, where that can be.
+    """
+
+    verb: Verb
+    dtype: np.dtype[Any]
+    shape: Shape
+    op: Op | None = None
+    root: int = -1
+    wire: WireDtype = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +120,13 @@ class Planner:
             return 1, ()
         return (len(graphs.pairs), graphs.shares) if graphs.is_whole or count < WHOLE_BELOW else (1, ())
 
-    def all_reduce(
-        self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype = None, *, is_shared: bool = False
-    ) -> Plan:
-        """Every rank gets the fold of all inputs; ``way`` is one of ``ways``, ``is_shared`` agreed on."""
-        plan = self._all_reduce(dtype, shape, op, way, wire, is_shared=is_shared)
-        return replace(plan, signature=plan.signature._replace(memory="shared")) if is_shared else plan
+    def all_reduce(self, kind: PlanKey, way: int) -> Plan:
+        """Every rank gets the fold of all inputs; ``way`` is one of ``ways``."""
+        plan = self._all_reduce(kind, way)
+        return replace(plan, signature=plan.signature._replace(memory="shared")) if kind.is_shared else plan
 
-    def _all_reduce(
-        self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype, *, is_shared: bool
-    ) -> Plan:
+    def _all_reduce(self, kind: PlanKey, way: int) -> Plan:
+        _, dtype, shape, op, _, wire, is_shared = kind
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         if graphs.direct and wire is None:
             is_one_step = graphs.direct is Direct.ONE_STEP and count * dtype.itemsize <= SHOWN_WHOLE_NBYTES
@@ -269,9 +287,6 @@ def _in_slots(
     return replace(plan, work=work, operation=SlottedOperation)
 
 
-_SHARED_ALL_REDUCE = partial(Planner.all_reduce, is_shared=True)
-
-
 def _wired(plan: Plan, wire: Wire) -> Plan:
     """A plan whose chunks travel in another dtype."""
     itemsize = wire.wire_dtype.itemsize
@@ -321,64 +336,57 @@ class Plans:
         """The plan ``make(planner, *what)``, made when it is first needed."""
         key = (make, *what)
         plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make(self.planner, *what)
-        return plan
+        return self._store(key, make(self.planner, *what)) if plan is None else plan
 
-    def of(
-        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, op: Op | None, root: int, key: str,
-        wire: WireDtype = None, is_shared: bool = False,
-    ) -> Plan:  # fmt: skip
-        """The plan of a verb with arrays whose result shape every rank knows by itself.
-
-        Args:
-            verb: not scatter, and with arrays.
-            dtype: of the caller's array.
-            shape: of the caller's array.
-            op: of verbs that fold; else None.
-            root: of verbs that have one.
-            key: of the call.
-            wire: see ``WireDtype``; for gather and all_to_all None.
-            is_shared: the result of an all_reduce is one array, which all ranks see, where that can be.
-        """
-        if op is not None:
-            if verb is Verb.ALL_REDUCE:
-                return self.all_reduce(dtype, shape, op, key, wire, is_shared=is_shared)
-            if verb is Verb.REDUCE:
-                return self.plan(Planner.reduce, dtype, shape, op, root, wire)
-            return self.plan(Planner.reduce_scatter, dtype, shape, op, wire)
-        if verb is Verb.BROADCAST:
-            return self.plan(Planner.broadcast, dtype, shape, root, wire)
-        if verb is Verb.ALL_GATHER:
-            return self.plan(Planner.all_gather, dtype, shape, (), wire)
-        if verb is Verb.GATHER:
-            return self.plan(Planner.gather, dtype, shape, root)
-        size = self.planner.size
-        return self.plan(Planner.all_to_all, dtype, shape[1:], ((shape[0] // size,) * size,) * size)
+    def of(self, kind: PlanKey, key: str) -> Plan:
+        """The plan of a verb with arrays whose result shape every rank knows by itself; ``key``: of the call."""
+        verb, dtype, shape, op, root, wire, _ = kind
+        if verb is Verb.ALL_REDUCE:
+            return self._all_reduce(kind, key)
+        plan = self._plans.get(kind)
+        if plan is not None:
+            return plan
+        make = self.planner
+        match verb:
+            case Verb.REDUCE if op is not None:
+                plan = make.reduce(dtype, shape, op, root, wire)
+            case Verb.REDUCE_SCATTER if op is not None:
+                plan = make.reduce_scatter(dtype, shape, op, wire)
+            case Verb.BROADCAST:
+                plan = make.broadcast(dtype, shape, root, wire)
+            case Verb.ALL_GATHER:
+                plan = make.all_gather(dtype, shape, (), wire)
+            case Verb.GATHER:
+                plan = make.gather(dtype, shape, root)
+            case Verb.ALL_TO_ALL:
+                plan = make.all_to_all(dtype, shape[1:], ((shape[0] // make.size,) * make.size,) * make.size)
+            case _:
+                raise InternalError(f"no plan for {kind}")
+        return self._store(kind, plan)
 
     def barrier(self, name: str) -> Plan:
         """The plan for a barrier, made at each."""
         return self.planner.barrier(name)
 
-    def all_reduce(
-        self, dtype: np.dtype[Any], shape: Shape, op: Op, key: str, wire: WireDtype = None, *, is_shared: bool = False
-    ) -> Plan:
-        """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
-        kind = (dtype, shape, op, wire, is_shared)
+    def _all_reduce(self, kind: PlanKey, key: str) -> Plan:
+        """One of several plans, where the key decides which graph pair is taken."""
         found = self._ways.get(kind)
         if found is None:
             if len(self._ways) >= MAX_PLANS:
                 self._ways.clear()
-            number, shares = self.planner.ways(dtype, shape, wire)
+            number, shares = self.planner.ways(kind.dtype, kind.shape, kind.wire)
             found = self._ways[kind] = [None] * number, shares
         ways, shares = found
         way = pair_of(key, len(ways), shares) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
-            make = _SHARED_ALL_REDUCE if is_shared else Planner.all_reduce
-            plan = ways[way] = self.plan(make, dtype, shape, op, way, wire)
+            plan = ways[way] = self.planner.all_reduce(kind, way)
+        return plan
+
+    def _store(self, key: Hashable, plan: Plan) -> Plan:
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
         return plan
 
 

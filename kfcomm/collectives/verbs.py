@@ -23,7 +23,7 @@ from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.options import PLAIN, CallOptions
-from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import (
     ALL_REDUCE,
     BARRIER,
@@ -334,11 +334,11 @@ class Verbs:
             target = self._target(spec, options.out, shape, array)
         if options.shared:
             array = HostArray(array.flat, array.shape, READ_ONLY, array.is_view)
-        plan = (Plans.of, verb, array.dtype, array.shape, chosen, root, name or UNNAMED, wire, options.shared)
+        kind = PlanKey(verb, array.dtype, array.shape, chosen, root, wire, options.shared)
         alike: Arguments | None = None
         if type(x) is np.ndarray and wire is None and not (options.is_step or options.shared):
             alike = spec.arguments(op if isinstance(op, Hashable) else chosen, options.root)
-        posting = Posting(plan, array, shape, target, spec.in_place)
+        posting = Posting((Plans.of, kind, name or UNNAMED), array, shape, target, spec.in_place)
         return self._begin(name, posting, options, handle=handle, alike=alike)
 
     def _target(self, spec: VerbSpec, out: Any, shape: Shape | None, array: HostArray) -> Out | None:

@@ -23,7 +23,7 @@ from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.packing import many_key
-from kfcomm.collectives.plans import Plan, Plans
+from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, Shape
 from kfcomm.collectives.steps import Steps
 from kfcomm.collectives.verbs import Checks, Posting, checked_op
@@ -96,7 +96,7 @@ def average_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOptio
 
 def _plan(plans: Plans, dtype: np.dtype[Any], shape: Shape, sum_dtype: np.dtype[Any], key: str) -> Plan:
     """Plan of a sum with one element more, whose signature matches weighted averages of such arrays alone."""
-    found = plans.of(ALL_REDUCE, sum_dtype, (math.prod(shape) + 1,), Op.SUM, -1, key)
+    found = plans.of(PlanKey(ALL_REDUCE, sum_dtype, (math.prod(shape) + 1,), Op.SUM), key)
     return replace(found, signature=found.signature._replace(dtype=dtype_name(dtype), shape=shape, op=OP))
 
 

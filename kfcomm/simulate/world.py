@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.collectives.plans import Plan, Planner, Plans
+from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.agenda import Agenda
@@ -23,7 +23,7 @@ from kfcomm.simulate.result import Result, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
-from kfcomm.types import Layout, Op
+from kfcomm.types import Layout, Op, Verb
 
 
 def simulate(
@@ -96,7 +96,7 @@ def _plans(strategy: AnyStrategy, ranks: int, size: int, nbytes: int, dtype: str
         raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
     shape = (nbytes // element.itemsize,)
     plans = (Plans(Planner(rank, size, strategy)) for rank in range(ranks))
-    return [each.all_reduce(element, shape, Op.SUM, key) for each in plans]
+    return [each.of(PlanKey(Verb.ALL_REDUCE, element, shape, Op.SUM), key) for each in plans]
 
 
 def _ranks(

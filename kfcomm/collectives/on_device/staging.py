@@ -32,7 +32,7 @@ from kfcomm.arrays.devices import Flat, Stream
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
-from kfcomm.collectives.plans import Plan
+from kfcomm.collectives.plans import Plan, PlanKey
 from kfcomm.collectives.specs import SPECS
 from kfcomm.collectives.turns import Turn
 from kfcomm.common.callbacks import do_nothing
@@ -367,7 +367,7 @@ def _plan_of(call: Call, count: int) -> Plan:
     Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
     """
     shape = (count,) if SPECS[call.verb].is_elementwise else call.shape
-    plan, whole = call.plans.of(call.verb, call.dtype, shape, call.op, call.root, call.key), call.signature
+    plan, whole = call.plans.of(PlanKey(call.verb, call.dtype, shape, call.op, call.root), call.key), call.signature
     signature = plan.signature._replace(shape=whole.shape, counts=whole.counts, memory=whole.memory)
     return replace(plan, signature=signature)
 
