@@ -311,15 +311,17 @@ class Plans:
     Attributes:
         planner: makes what is missing.
         generation: which of the group's strategies this is; 0 for the first.
+        stamp: the generation as operations carry it; see ``core.collective``.
         first_word: what says in a slot that the first window of a name's first use is there.
         compiled: by name, what can be known of the next use.
     """
 
-    __slots__ = ("_plans", "_ways", "compiled", "first_word", "generation", "planner")
+    __slots__ = ("_plans", "_ways", "compiled", "first_word", "generation", "planner", "stamp")
 
     def __init__(self, planner: Planner, generation: int = 0) -> None:
         self.planner = planner
         self.generation = generation
+        self.stamp = generation << 1
         self.first_word = word_of(0, generation)
         self.compiled: dict[str | None, Compiled] = {}
         self._plans: dict[Hashable, Plan] = {}
@@ -329,6 +331,7 @@ class Plans:
         """The same plans for a later generation of the same strategy."""
         later = copy(self)
         later.generation = generation
+        later.stamp = generation << 1
         later.first_word = word_of(0, generation)
         return later
 

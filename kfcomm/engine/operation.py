@@ -157,12 +157,10 @@ class Operation(Collective):
         self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
         if program.gate:
             self._gate = program.gate
-        if name.is_small:
-            self.is_small = True
-        if name.is_whole:
-            self.is_whole = True
+        self.is_small = name.is_small
+        self.is_whole = name.is_whole
         self.posted = series.posted
-        self.stamp = name.group.plans.generation << 1
+        self.stamp = name.group.plans.stamp
         self.engine = name.engine
         self.work = name.work
         self.nbytes = name.nbytes
