@@ -37,7 +37,7 @@ def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOpt
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
     name = checked_name(name)
-    names = names_of(arrays)
+    names = names_of(arrays)  # sorted: mappings may list their arrays in unlike orders
     whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
     if not names:
         whole.set_result({})

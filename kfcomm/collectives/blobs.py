@@ -58,6 +58,7 @@ class Blobs:
             if isinstance(kept, str):
                 raise CollectiveError(kept, key=name)
             return kind.restore(kept.flat.copy().reshape(kept.shape))
+        # Tags of answers are used again, since every tag that was ever used is remembered by both ends.
         slot = self._free_slots.pop() if self._free_slots else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         question = np.frombuffer(msgpack.packb([name, version, slot]), np.uint8)

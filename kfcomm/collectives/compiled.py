@@ -80,6 +80,7 @@ class Compiled(ABC):
         slot = series.slot
         if slot is not None and not slot.is_dead:
             engine, key = self.engine, series.key
+            # Any other use of the name, and any loss, needs the tables of the router, which report what is wrong.
             if not (key.begun or key.live or key.early or engine.unusual or engine.router.dead):
                 use = SlotUse(self, slot, handle, source, result, value)
                 if handle is not None:

@@ -168,6 +168,7 @@ class Group:
 
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
+        # From here on posts wait: which graphs they take depends on the outcome.
         self._waiting = []
         self.former, self.compiled = self.compiled, {}
         plan = self._generations.agreement(strategy)

@@ -190,11 +190,12 @@ def post_units(
         return
     units = units_of(batch.items)
     handles: list[Handle[Any]] = []
-    seq = None
+    seq = None  # of the first unit, and then of all: a call that fails on one rank leaves all ranks in step
     try:
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)
             key = batch.key(number)
+            # The first signature lists the arrays of all units, so that ranks that differ in any find out at once.
             told = unit.items if number else batch.items
             fields = listing_of([one.name for one in told], [one.array for one in told])
             plan = batch.plan(group.plans, unit, key)

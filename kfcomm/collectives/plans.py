@@ -279,6 +279,7 @@ def _in_slots(
     plan: Plan, graphs: Strategy, wire: WireDtype, work_of: Callable[..., shown.SharedWork], *how: Any
 ) -> Plan:
     """The same plan, to be carried out in slots if the strategy is direct and all of it is short."""
+    # Numbers that travel in another dtype are converted on their way to a link, and a slot has none.
     if not graphs.goes_whole or wire is not None:
         return plan
     work = work_of(plan.work, *how)
@@ -387,6 +388,7 @@ class Plans:
         return plan
 
     def _store(self, key: Hashable, plan: Plan) -> Plan:
+        # Emptied as a whole: to find the plan that was not used for longest would cost each call.
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan

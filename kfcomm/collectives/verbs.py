@@ -158,6 +158,7 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
+        # First the cached plan: a repeated call without options builds and checks nothing.
         if (
             timeout is None and wire_dtype is None and weight is None and stream is None
             and not (priority or shared)
@@ -303,6 +304,7 @@ class Verbs:
         ``handle``: what is returned; a new one if left out.
         """
         devices = self._devices
+        # Looking into a list may raise, so it is done inside the checks; arrays are told apart by their type alone.
         if is_list(x):
             with self._checks(name, options) as (name, options):
                 is_listed = holds_arrays(x)
@@ -458,6 +460,8 @@ class Verbs:
             if alike is not None and (array is None or array.is_view):
                 group.compile(name, alike, array, shape, chosen)
 
+        # A later step never waits for a strategy that is being agreed: it runs under the plans of its first step, which
+        # the other ranks may wait for before they call ``set_strategy``.
         if later is not None or not group.waits:
             post()
             return made

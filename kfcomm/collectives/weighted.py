@@ -51,6 +51,7 @@ def average(verbs: Verbs, x: Any, name: str | None, options: CallOptions) -> Han
         _check_op(options.op, array.dtype)
         target = None if options.out is None else adapt_out(options.out, array.shape, array.dtype)
         packed = np.empty(array.size + 1, _sum_dtype(array))
+        # The weight is one more element, so that the sum of weights always belongs to the sum that it divides.
         packed[-1] = counted = _checked(options.weight)
         _scale(array.flat, counted, packed[:-1])
 

@@ -194,6 +194,7 @@ class Operation(Collective):
     def _fold(
         self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
     ) -> None:
+        # FOLD_UP takes the long way: its result may be made in the link's memory.
         if self.is_whole and type(payload) is memoryview and tag != FOLD_UP:
             kernel, out = self._folding(), self._out
             own = self._in if first else out
@@ -223,6 +224,7 @@ class Operation(Collective):
 
     def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
         if type(payload) is memoryview:
+            # A chunk that is the whole result needs no bounds and no slices.
             if self.is_cached and lane.count == len(self._out) and lane.num_chunks == 1:
                 self._out[:] = np.frombuffer(payload, self._out.dtype)
             else:
