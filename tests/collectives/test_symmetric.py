@@ -262,7 +262,7 @@ async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> 
     [
         (-1, "float32", "negative"),
         ((2, -3), "float32", "negative"),
-        ("3", "float32", "shape '3'"),
+        ("3", "float32", "as shape, got '3'"),
         ((1.5,), "float32", "shape"),
         (3, "nonsense", "'nonsense'"),
         (3, "O", "not supported"),
