@@ -32,7 +32,7 @@ from kfcomm.world.communicator import Communicator as Async
 
 
 def text() -> str:
-    """What the file should hold."""
+    """Return the content that the file should have."""
     return HEAD + "".join([*_of(verbs.BlockingVerbs, Async), *_of(verbs.Queue, AsyncQueue)])
 
 

@@ -1,4 +1,4 @@
-"""What hot paths cost, in bytecodes and calls of Python functions: figures that no noise can move.
+"""Budgets of hot paths, in bytecodes and calls of Python functions: figures without noise.
 
 Each is the least of several calls, since a caller may have to look once more than another time. A budget that is passed
 by more than a tenth is a regression; one that a change makes too large is to be lowered. See "Performance" in the docs.

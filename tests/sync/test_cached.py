@@ -106,7 +106,7 @@ def test_out_has_the_shape_that_mpi_gives_it(case: str) -> None:
                 assert np.array_equal(out, one.reshape(-1))
 
 
-def test_what_cannot_be_is_refused_each_time() -> None:
+def test_invalid_arguments_are_refused_each_time() -> None:
     with sync_world(1) as comms:
         for _ in range(3):
             comms[0].reduce(XS[0], 0, "x")

@@ -315,7 +315,7 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
         until(lambda: not here.is_awake)
 
 
-def test_who_calls_after_a_lull_is_heard_by_who_has_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_after_a_lull_wakes_a_parked_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined("shm") as (one, other):
         for lull_s in (0.0, 1e6):
             monkeypatch.setattr(driver, "LULL_S", lull_s)
@@ -349,9 +349,7 @@ def mask(comm: Communicator) -> None:
 
 @pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_what_comes_between_two_calls_of_many_is_left_to_the_next_one(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_between_two_calls_waits_for_the_next_call(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "MASKED_S", 1e6)
     with joined(transport) as (one, other):
         run_threads([one, other], lambda comm: comm.reduce(1, 0, "x"))
@@ -390,7 +388,7 @@ def test_the_io_thread_listens_at_once_when_something_begins_there(
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_who_makes_no_more_calls_listens_after_a_while(transport: str) -> None:
+def test_io_thread_listens_after_the_last_call(transport: str) -> None:
     with joined(transport) as (one, other):
         for _ in range(3):
             called(one, other)

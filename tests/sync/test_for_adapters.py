@@ -1,4 +1,4 @@
-"""What a library's words over the blocking interface need of it."""
+"""Methods of the blocking interface for adapters of other libraries."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_handle_whose_wait_was_interrupted_was_cancelled(wait: Any, monkeypatc
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_whoever_completes_it_everybody_hears(transport: str) -> None:
+def test_completion_notifies_every_waiter(transport: str) -> None:
     """The I/O thread, the one who waits for it, or a caller who waits for something else."""
     with joined(transport) as (one, other):
         for completes in ("the I/O thread", "a wait", "another call"):
@@ -75,7 +75,7 @@ def test_whoever_completes_it_everybody_hears(transport: str) -> None:
             late.wait()
 
 
-def test_what_is_cancelled_twice_or_late_stays_as_it_is() -> None:
+def test_second_or_late_cancel_changes_nothing() -> None:
     with joined("shm") as (one, other):
         begun = one.all_reduce_async(1, "a")
         cancels = [Call(begun.cancel) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The engine lock: one at a time, whoever asks is next, and what an interrupt leaves behind."""
+"""Engine lock: one holder at a time, waiting threads first, and locks left by an interrupt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taken_elsewhere(lock: EngineLock) -> None:
     elsewhere(other)
 
 
-def test_who_asks_for_it_gets_it_before_the_one_who_lays_it_down() -> None:
+def test_waiting_thread_gets_the_lock_before_the_releasing_one() -> None:
     lock = EngineLock()
     order: list[int] = []
 
@@ -79,7 +79,7 @@ def test_one_at_a_time_and_nobody_starves() -> None:
     assert sorted(turns) == sorted([*range(4)] * 200)
 
 
-def test_who_does_not_hold_it_lays_down_nothing() -> None:
+def test_release_without_holding_does_nothing() -> None:
     lock = EngineLock()
     lock.lay_down()
     lock.take()

@@ -193,7 +193,7 @@ def test_it_cannot_be_started_on_a_closed_communicator() -> None:
             comms[0].all_reduce_init(np.ones(1), "y")
 
 
-def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start() -> None:
+def test_first_start_checks_the_arguments() -> None:
     """And the other ranks hear of it, as they do of a call; a name, a timeout and a priority are checked before."""
     with sync_world(2) as comms:
         with pytest.raises(ConfigError, match="a timeout"):
@@ -269,7 +269,7 @@ def no_inquiries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_was_started_moves_though_nobody_waits_for_it(transport: str) -> None:
+def test_started_collective_progresses_without_a_waiter(transport: str) -> None:
     with joined(transport) as (one, other):
         for comm, peer in ((one, other), (other, one)):
             name = f"of rank {comm.rank}"
@@ -282,7 +282,7 @@ def test_what_was_started_moves_though_nobody_waits_for_it(transport: str) -> No
 
 @pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_callback_starts_moves_too(transport: str) -> None:
+def test_collective_started_in_a_callback_progresses(transport: str) -> None:
     with joined(transport) as (one, other):
         prepared = one.all_reduce_init(np.ones(2), "x")
         for number in range(4):

@@ -1,4 +1,4 @@
-"""What callers of blocking verbs read when these fail, and when nobody looks at what has failed."""
+"""Tracebacks and logs of blocking verbs that fail, also where the program never reads the error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_name_that_comes_again_fails_as_the_first_did() -> None:
     assert len([one for one in traceback.extract_tb(failed.tb) if Path(one.filename).is_relative_to(PACKAGE)]) == 1
 
 
-def test_what_somebody_elses_code_has_done_is_shown() -> None:
+def test_foreign_code_stays_in_the_traceback() -> None:
     with sync_world(1) as (comm,):
         with pytest.raises(Broken) as failed:
             comm.all_reduce(broken("__array__"))
@@ -106,7 +106,7 @@ def test_the_whole_story_on_demand_and_of_defects(monkeypatch: pytest.MonkeyPatc
     assert terse(defect.value).__traceback__ is not None
 
 
-def test_who_cannot_join_reads_why_and_little_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_join_shows_the_reason_only(monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"http://127.0.0.1:{free_port()}"
     for value, has_story in (("short", False), ("full", True)):
         monkeypatch.setenv("KFCOMM_TRACEBACK", value)

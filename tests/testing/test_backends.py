@@ -77,7 +77,7 @@ def test_it_runs_when_all_have_launched_and_come_to_it(trio: Trio) -> None:
     assert [trio.read(rank) for rank in range(3)] == [[3, 3, 3]] * 3
 
 
-def test_what_is_behind_waits(trio: Trio) -> None:
+def test_later_launch_waits_for_the_earlier_one(trio: Trio) -> None:
     done: list[str] = []
     trio.launch(0)
     trio.devices[0].notify(trio.ranks[0].stream, lambda error: done.append(f"told {error}"))
@@ -173,7 +173,7 @@ def test_a_device_stops_in_every_group(trio: Trio) -> None:
     assert [one.stream.num_waiting for one in pair] == [0, 0]
 
 
-def test_what_was_aborted_before_its_turn_is_passed(trio: Trio) -> None:
+def test_aborted_launch_is_skipped(trio: Trio) -> None:
     trio.devices[0].hold(trio.ranks[0].stream)
     trio.launch(0)
     trio.ranks[0].backend.abort()
