@@ -30,7 +30,8 @@ from kfcomm.world.epochs import settle
 
 if TYPE_CHECKING:
     from kfcomm.engine.alone import Alone
-    from kfcomm.engine.network import Exchange, SocketNetwork
+    from kfcomm.engine.meeting import Exchange
+    from kfcomm.engine.network import SocketNetwork
 
 logger = logging.getLogger("kfcomm")
 

@@ -206,7 +206,7 @@ class ElasticCommunicator:
             ConfigError: the size is outside the job's range; or the job has no store.
             RendezvousError: the store cannot be reached.
         """
-        await self.current._session.network.want_size(_checked_size(size))
+        await self.current._session.network.membership.want_size(_checked_size(size))
 
     async def propose_replacement(self, rank: int) -> None:
         """Propose another process in the place of a rank, such as a slow one; from any rank.
@@ -225,7 +225,7 @@ class ElasticCommunicator:
         number = whole_number(rank)
         if number is None or not 0 <= number < self.size:
             raise ConfigError(f"a rank is a whole number from 0 to {self.size - 1}, not {rank!r}")
-        await self.current._session.network.want_replaced(self.births[number])
+        await self.current._session.network.membership.want_replaced(self.births[number])
 
     def _check_not_open(self, verb: str) -> None:
         if self._calls is not None:
@@ -304,13 +304,13 @@ def _checked_size(size: Any) -> int:
 
 async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, Any]:
     """Return the plan for a size, or the reason against it; msgpack can carry it."""
-    network, needed = comm._session.network, size - comm.size
+    membership, needed = comm._session.network.membership, size - comm.size
     found: list[Candidate] = []
     try:
-        await network.want_size(size)
+        await membership.want_size(size)
         async with asyncio.timeout(limit_s):
             while len(found) < needed:
-                found += await network.candidates({one.birth for one in found})
+                found += await membership.candidates({one.birth for one in found})
     except TimeoutError:
         return {"late": f"resize({size}): {len(found)} of {needed} new ranks have come within {limit_s:g} s"}
     except (ConfigError, RendezvousError) as error:

@@ -35,16 +35,16 @@ class Requests:
     def look(self, comm: Communicator) -> None:
         """Begin to read requests, if this rank is the first of its epoch."""
         if comm.rank == 0 and not self._tasks:
-            network = comm._session.network
+            membership = comm._session.network.membership
             loop = comm._session.engine.loop
 
             async def hear_candidates() -> None:
-                for one in await network.candidates(self._known):
+                for one in await membership.candidates(self._known):
                     self._known.add(one.birth)
                     self._candidates[one.birth] = one
 
             async def hear_wishes() -> None:
-                self._wanted = await network.wanted(self._wanted)
+                self._wanted = await membership.wanted(self._wanted)
 
             for hear in (hear_candidates, hear_wishes):
                 self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))

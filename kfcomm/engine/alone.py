@@ -1,4 +1,4 @@
-"""The network of a world of one process, of which there is nobody else: no port, no thread, no store."""
+"""Single-process network: no sockets, threads or store."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices.routes import choose
+from kfcomm.engine.interfaces import Door, Membership, Network
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Candidate, Layout, Wanted
+from kfcomm.types import Candidate, Layout, Wanted, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.base import DeviceReport
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from kfcomm.transports.reactor import Reactor
 
 
-class Alone:
-    """The network of a world of one: there is nobody to reach.
+class Alone(Network):
+    """Network of a world of one.
 
     Attributes:
         layout: its host.
         reports: what it would tell of its device.
         device_transport: what it was told of transports.
-        job, births: see ``session.Network``.
+        job, births: see ``Network``.
 
     Raises:
         ConfigError: see ``devices.routes.choose``.
@@ -36,6 +37,7 @@ class Alone:
     def __init__(self, settings: Settings, device: DeviceReport) -> None:
         self.layout = Layout((0,))
         self.births = (0,)
+        self.membership: Membership = AloneMembership()
         self.epoch = self.num_old = 0
         self.strategy = settings.strategy
         self.reports = (device,)
@@ -43,10 +45,10 @@ class Alone:
         choose(self.reports, self.layout, self.device_transport)
         self.job = secrets.token_hex(8)
 
+    @override
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> ControlPlane | None:
-        """See ``session.Network``."""
         return None
 
     async def connect(self, peer: int) -> Link:
@@ -70,21 +72,47 @@ class Alone:
         """None."""
         return 0
 
+    @override
     def describe(self, peer: int) -> str:
-        """See ``session.Network``."""
         return "itself"
-
-    def may_live(self, peer: int) -> bool:
-        """Never called: there is nobody to lose."""
-        return False
 
     def descriptors(self) -> list[int]:
         """None."""
         return []
 
+    @override
     async def open_door(self, epoch: int) -> AloneAgain:
-        """See ``session.Network``."""
         return AloneAgain(self)
+
+    async def leave(self) -> None:
+        """There is nobody to tell."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class AloneAgain(Door):
+    """The next epoch of a world of one."""
+
+    part = b""
+
+    def __init__(self, network: Alone) -> None:
+        self._network = network
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
+        """See ``interfaces.Door``."""
+        return self._network
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class AloneMembership(Membership):
+    """Membership of a world of one, which stays alone."""
+
+    def may_live(self, peer: int) -> bool:
+        """Never called: there is nobody to lose."""
+        return False
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """Nobody can come where there is no store."""
@@ -114,25 +142,3 @@ class Alone:
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         """Never called: one is more than half of one."""
         return True
-
-    async def leave(self) -> None:
-        """There is nobody to tell."""
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
-class AloneAgain:
-    """The next epoch of a world of one; implements ``session.Door``."""
-
-    part = b""
-
-    def __init__(self, network: Alone) -> None:
-        self._network = network
-
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
-        """See ``session.Door``."""
-        return self._network
-
-    async def close(self) -> None:
-        """Nothing was opened."""

@@ -10,34 +10,43 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgpack
 
-from kfcomm.arrays.devices.routes import agree, choose
+from kfcomm.arrays.devices.routes import agree
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.engine.control import ControlThread, World, addresses_of
-from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
+from kfcomm.engine.interfaces import Door, Network
+from kfcomm.engine.meeting import (
+    Exchange,
+    Meeting,
+    check_checksums,
+    check_devices,
+    check_reach,
+    layout_of,
+    listen,
+    tls_of,
+    unix_name,
+)
+from kfcomm.engine.membership import StoreMembership, is_certain
+from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous import exit_report
-from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
-from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.join import check_versions, close_store, join, leave_store, open_store
-from kfcomm.rendezvous.keyvalue import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
-from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.rendezvous.keyvalue import ENTRY, JOINING
+from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
-from kfcomm.transports.registry import AUTO, TCP, Transport, named, selected
+from kfcomm.transports.registry import TCP, Transport, selected
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.sockets import Address, Connection, Listener
-from kfcomm.types import Candidate, Costs, Layout, Wanted
+from kfcomm.types import Candidate, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.base import DeviceReport
-    from kfcomm.common.tls import Tls
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
-    from kfcomm.rendezvous.client import StoreClient
-    from kfcomm.rendezvous.store import StoreServer
     from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor
 
@@ -46,51 +55,12 @@ DESCRIPTORS_PER_PEER = 10
 
 logger = logging.getLogger("kfcomm")
 
-LOOK_S = 15.0
-WORD_WITHIN_S = 2.0
-"""For which ranks that are half of all ask the store whether they may go on."""
 LAUNCHER_WORD_S = 0.1
 """How long a launcher on this host is given to say how a process ended; it takes some milliseconds."""
 DIAL_TIMEOUT_S = 30.0
 
-Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
-"""Tells the other ranks of this process, and gives those of all ranks, by rank; without a store of kfcomm's."""
 
-
-class Meeting(NamedTuple):
-    """Where the first epoch met, which stays open through all that follow.
-
-    Attributes:
-        settings: of this rank in the first epoch.
-        me: what the others were told of this process then.
-        mark: tells apart the worlds of one process, in the names of their sockets.
-        rendezvous: of the job's store; None where the ranks found each other by other means.
-        server: the store, where this rank serves it.
-        tls: what connections are secured with.
-        ends: what launchers have said of processes of whatever epoch, by birth.
-    """
-
-    settings: Settings
-    me: PeerInfo
-    mark: str
-    rendezvous: StoreClient | None
-    server: StoreServer | None
-    tls: Tls | None
-    ends: dict[int, Exit]
-
-    @property
-    def client(self) -> StoreClient:
-        """Of the job's store.
-
-        Raises:
-            RendezvousError: it has none.
-        """
-        if self.rendezvous is None:
-            raise RendezvousError("these ranks found each other without a store of kfcomm's")
-        return self.rendezvous
-
-
-class SocketNetwork:
+class SocketNetwork(Network):
     """The network of one process among others, joined through the store or made by those that lived on.
 
     Args:
@@ -105,7 +75,7 @@ class SocketNetwork:
         layout: their hosts.
         reports: what they tell of their devices.
         device_transport: what they have agreed on for device memory.
-        job: see ``session.Network``: made of what they have told each other.
+        job: see ``interfaces.Network``: made of what they have told each other.
         births, epoch: see above.
         num_old: where this process has been let in: how many ranks were there before, the first ones; else 0.
         strategy: the name of the one with which the epoch begins.
@@ -117,7 +87,7 @@ class SocketNetwork:
         settings = meeting.settings
         self.births = tuple(births)
         self.peers = tuple(peers)
-        self.layout = _layout_of(peers)
+        self.layout = layout_of(peers)
         self.reports = tuple(peer.device for peer in peers)
         self.device_transport = agree([peer.transport for peer in peers])
         self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
@@ -129,6 +99,7 @@ class SocketNetwork:
         self.epoch = epoch
         self.num_old = 0
         self.strategy = settings.strategy
+        self.membership = StoreMembership(meeting, self.peers, self.births, epoch, self.job)
         self._world = World(
             self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
             launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
@@ -161,20 +132,20 @@ class SocketNetwork:
                 memory cannot go as they ask.
             RendezvousError: see ``rendezvous.join``.
         """
-        tls = _tls_of(settings)
+        tls = tls_of(settings)
         client, server = await open_store(settings, tls)
         listener: Listener | None = None
         try:
             mark = secrets.token_hex(4)
-            listener, me = await _listen(settings, device, mark)
+            listener, me = await listen(settings, device, mark)
             meeting = Meeting(settings, me, mark, client, server, tls, {})
             if settings.join:
                 return await cls._enter(meeting, listener)
             peers = await join(settings, me, client)
-            _check_reach(peers, settings.links)
+            check_reach(peers, settings.links)
             try:
-                _check_checksums(peers)
-                _check_devices(peers)
+                check_checksums(peers)
+                check_devices(peers)
             except ConfigError:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
                 await leave_store(settings, me, client, server)
@@ -202,15 +173,15 @@ class SocketNetwork:
             ConfigError: see ``join``.
             RendezvousError: they run another version; and what ``exchange`` raises.
         """
-        tls = _tls_of(settings)
+        tls = tls_of(settings)
         mark = secrets.token_hex(4)
-        listener, me = await _listen(settings, device, mark)
+        listener, me = await listen(settings, device, mark)
         try:
             peers = await exchange(me)
             check_versions(me, peers)
-            _check_reach(peers, settings.links)
-            _check_checksums(peers)
-            _check_devices(peers)
+            check_reach(peers, settings.links)
+            check_checksums(peers)
+            check_devices(peers)
             return cls(Meeting(settings, me, mark, None, None, tls, {}), peers, listener, range(settings.size))
         except BaseException:
             listener.close()
@@ -249,10 +220,10 @@ class SocketNetwork:
         made.num_old, made.strategy = num_old, strategy
         return made
 
+    @override
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> ControlPlane | None:
-        """See ``session.Network``."""
         self._inbound, self._reactor = inbound, reactor
         surroundings = Surroundings(
             loop=self._loop, reactor=reactor, inbound=inbound, rank=self._me.rank,
@@ -270,8 +241,8 @@ class SocketNetwork:
         self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")
         return self._control
 
+    @override
     async def connect(self, peer: int) -> Link:
-        """See ``session.Network``."""
         refusals: list[tuple[Transport, str]] = []
         *preferred, last = self._ways(peer).values()
         for way in preferred:
@@ -285,54 +256,49 @@ class SocketNetwork:
             self._say_fallback(peer, last[0], transport, reason)
         return link
 
+    @override
     def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
-        """See ``session.Network``."""
         endpoint = self._endpoints.get(purpose)
         if endpoint is None:
             connection.close()
         else:
             endpoint.adopt(connection, peer)
 
+    @override
     def forget(self, peer: int) -> None:
-        """See ``session.Network``."""
         for endpoint in self._endpoints.values():
             endpoint.forget(peer)
 
+    @override
     def sever(self) -> None:
-        """See ``session.Network``."""
         for endpoint in self._endpoints.values():
             endpoint.sever()
 
+    @override
     def room(self, nbytes: int) -> Array | None:
-        """See ``session.Network``."""
         blocks = (endpoint.empty(nbytes) for endpoint in self._endpoints.values())
         return next((block for block in blocks if block is not None), None)
 
+    @override
     def room_nbytes(self) -> int:
-        """See ``session.Network``."""
         return sum(endpoint.used_nbytes for endpoint in self._endpoints.values())
 
+    @override
     def describe(self, peer: int) -> str:
-        """See ``session.Network``."""
         transport = next(iter(self._ways(peer).values()))[0]
         if transport.purpose != TCP.purpose:  # its connections carry no data: where they lead is of no interest
             return transport.title
         address = self._address(peer, transport)
         return f"unix {address}" if isinstance(address, str) else f"tcp {address[0]}:{address[1]}"
 
-    def may_live(self, peer: int) -> bool:
-        """See ``session.Network``."""
-        end = self._meeting.ends.get(self.births[peer])
-        return end is None or not _is_certain(end)
-
+    @override
     def descriptors(self) -> list[int]:
-        """See ``session.Network``."""
         own = [descriptor for endpoint in self._endpoints.values() for descriptor in endpoint.descriptors()]
         return [*own, *(self._control.descriptors() if self._control is not None else ())]
 
+    @override
     async def open_door(self, epoch: int) -> SocketDoor:
-        """See ``session.Network``."""
-        unix = None if self._me.unix is None else _unix_name(self._meeting, epoch)
+        unix = None if self._me.unix is None else unix_name(self._meeting, epoch)
         return SocketDoor(self, Listener(self._me.address, 0, unix=unix), unix, epoch)
 
     def next(
@@ -350,100 +316,8 @@ class SocketNetwork:
         made._former = dict(self._endpoints)
         return made
 
-    async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """See ``session.Network``; whom these ranks cannot understand is told so, and left out."""
-        count = 1
-        while True:
-            found = await self._meeting.client.collect(JOINING, count, unless=None, timeout_s=LOOK_S)
-            count = len(found) + 1
-            new = [Candidate(int(name), about) for name, about in found.items() if int(name) not in known]
-            fit = [one for one in new if not await self._was_let_in(one) and await self._fits(one)]
-            if fit:
-                return sorted(fit)
-
-    async def _was_let_in(self, candidate: Candidate) -> bool:
-        """Whether it has been let in before, and is here, or was; or has been refused."""
-        return await self._meeting.client.find(f"{ENTRY}/{candidate.birth}") is not None
-
-    async def _fits(self, candidate: Candidate) -> bool:
-        """Whether a process can be let in: it has not ended, and speaks as these do; else it is told."""
-        if candidate.birth in self.births or candidate.birth in self._meeting.ends:
-            return False
-        try:
-            peer = PeerInfo.from_wire(candidate.about)
-        except RemoteProtocolError:
-            return False
-        try:
-            check_versions(self._me, [peer])
-            _check_checksums([self._me, peer])
-        except KfcommError as error:
-            await self._meeting.client.claim(f"{ENTRY}/{candidate.birth}", msgpack.packb(str(error)))
-            return False
-        return True
-
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        """See ``session.Network``."""
-        peers = [peer.to_wire() for peer in self.peers]
-        entry = msgpack.packb([self.epoch, self.births, peers, num_old, strategy])
-        for birth in births:
-            await self._meeting.client.claim(f"{ENTRY}/{birth}", entry)
-
-    async def give_up(self, births: Collection[int]) -> None:
-        """See ``session.Network``."""
-        for birth in births:
-            await self._meeting.client.claim(f"{GIVEN_UP}/{birth}", b"")
-
-    async def let_go(self, births: Collection[int]) -> None:
-        """See ``session.Network``; this process tells its launcher itself, which hears it before it sees it end."""
-        if self._settings.rank in births:
-            exit_report.report_release()
-            return
-        for birth in births:
-            await self._meeting.client.claim(f"{RELEASED}/{birth}", b"")
-
-    async def wanted(self, known: Wanted) -> Wanted:
-        """See ``session.Network``."""
-        from kfcomm.rendezvous.keyvalue import StoreClosed
-
-        async for wanted in self._meeting.client.watch_wanted():
-            if wanted != known:
-                return wanted
-        raise StoreClosed("the store is gone")
-
-    async def want_size(self, size: int) -> None:
-        """See ``session.Network``."""
-        client = self._meeting.client
-        bounds = await client.find(BOUNDS)
-        if bounds is not None:
-            least, most = map(int, bounds.split(b":"))
-            if not least <= size <= most:
-                raise ConfigError(f"size {size} is outside the job's range {least}..{most}")
-        await client.ask_size(size)
-
-    async def want_replaced(self, birth: int) -> None:
-        """See ``session.Network``; the launcher hears it first, so that the end of that process is none of the job."""
-        client = self._meeting.client
-        await client.claim(f"{REPLACED}/{birth}", b"")
-        await client.ask_to_go(birth)
-
-    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        """See ``session.Network``; a store that cannot be reached has no word to give."""
-        client = self._meeting.client
-        mine = bytes(msgpack.packb([self.peers[rank].uid for rank in living]))
-        key = f"epochs/{self.job}/{self._world.epoch + 1}"
-        try:
-            if rivals and await client.find(f"{GIVEN_UP}/{self._settings.rank}", timeout_s=WORD_WITHIN_S) is not None:
-                return False  # they have gone on, and need nobody's word
-            held = await client.claim(key, mine, timeout_s=WORD_WITHIN_S)
-            is_mine = self._me.uid in msgpack.unpackb(held)
-            for rank in rivals if is_mine else ():
-                await client.claim(f"{GIVEN_UP}/{self.births[rank]}", b"", timeout_s=WORD_WITHIN_S)
-        except RendezvousError:
-            return False
-        return is_mine
-
+    @override
     async def leave(self) -> None:
-        """See ``session.Network``."""
         meeting = self._meeting
         if meeting.rendezvous is None:
             return
@@ -453,8 +327,8 @@ class SocketNetwork:
             timeout_s=0.0 if is_gone else None,
         )  # fmt: skip
 
+    @override
     async def close(self) -> None:
-        """See ``session.Network``."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -499,13 +373,13 @@ class SocketNetwork:
             async for end in self._meeting.client.watch_exits(lasting=True):
                 self._meeting.ends[end.rank] = end
                 if end.rank in self.births and end.rank != self._settings.rank:
-                    control.declare_lost(self.births.index(end.rank), end.describe(), has_ended=_is_certain(end))
+                    control.declare_lost(self.births.index(end.rank), end.describe(), has_ended=is_certain(end))
         except RendezvousError as error:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 
 
-class SocketDoor:
-    """A port, and an abstract Unix socket, for the next epoch; implements ``session.Door``."""
+class SocketDoor(Door):
+    """A port, and an abstract Unix socket, for the next epoch; implements ``interfaces.Door``."""
 
     def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, epoch: int) -> None:
         self.part: bytes = msgpack.packb([listener.port, unix])
@@ -514,70 +388,10 @@ class SocketDoor:
         self._epoch = epoch
 
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
-        """See ``session.Door``."""
+        """See ``interfaces.Door``."""
         found = {rank: tuple(msgpack.unpackb(part)) for rank, part in doors.items()}
         return self._network.next(self._listener, found, self._epoch, joiners)
 
+    @override
     async def close(self) -> None:
-        """See ``session.Door``."""
         self._listener.close()
-
-
-def _tls_of(settings: Settings) -> Tls | None:
-    if settings.tls is None:
-        return None
-    from kfcomm.common.tls import load
-
-    return load(settings.tls)
-
-
-async def _listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[Listener, PeerInfo]:
-    """Open the port of this rank, and say what the others need to know of it."""
-    if settings.store is None:
-        raise ConfigError("a world of one has no network")
-    if settings.links != AUTO and (unsupported := named(settings.links).why_unsupported()) is not None:
-        raise ConfigError(f"transport {settings.links!r} cannot work here: {unsupported}; use 'auto'")
-    address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
-    is_local = any(transport.is_local for transport in selected(settings.links))
-    unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
-    listener = Listener(address, 0, unix=unix)
-    me = PeerInfo.here(
-        rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
-        checksum=settings.checksum, device=device,
-    )  # fmt: skip
-    return listener, me
-
-
-def _is_certain(end: Exit) -> bool:
-    """Whether the process has ended. Of one on a host that is not heard of any more, or has not come, nobody knows."""
-    return end.why not in (Why.SILENT, Why.ABSENT)
-
-
-def _unix_name(meeting: Meeting, epoch: int) -> str:
-    return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}"
-
-
-def _check_reach(peers: Sequence[PeerInfo], transport: str) -> None:
-    here = host_id()
-    others = [peer.rank for peer in peers if peer.host != here]
-    if others and all(one.is_local for one in selected(transport)):
-        there = f"ranks {others[:16]}, which are on other hosts"
-        raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")
-
-
-def _check_checksums(peers: Sequence[PeerInfo]) -> None:
-    """Refuse what no two ranks could understand of each other."""
-    with_it = [peer.rank for peer in peers if peer.checksum]
-    if with_it and len(with_it) < len(peers):
-        without = next(peer.rank for peer in peers if not peer.checksum)
-        raise ConfigError(f"checksum is on for rank {with_it[0]} and off for rank {without}: it has to be the same")
-
-
-def _check_devices(peers: Sequence[PeerInfo]) -> None:
-    """Refuse transports that contradict each other, and NCCL where it cannot work."""
-    choose([peer.device for peer in peers], _layout_of(peers), agree([peer.transport for peer in peers]))
-
-
-def _layout_of(peers: Sequence[PeerInfo]) -> Layout:
-    costs = Costs.worst(peer.costs for peer in peers)
-    return Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers), costs)

@@ -18,12 +18,12 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.pinned import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.core.cause import Cause, CauseKind
@@ -32,16 +32,15 @@ from kfcomm.core.credit import credit_of
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
 from kfcomm.engine.closing import Closing, Drain
-from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, ControlPlane, StatusSource
+from kfcomm.engine.control.base import GOODBYE_S, ControlPlane
 from kfcomm.engine.engine import Engine
+from kfcomm.engine.interfaces import Door, Network, Service
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.backend import DeviceSetup
-from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Candidate, Layout, Wanted
+from kfcomm.types import Layout
 
 logger = logging.getLogger("kfcomm")
 
@@ -50,132 +49,6 @@ LEAVE_WITHIN_S = 5.0
 CLOSE_WITHIN_S = 2.0
 """How long it waits for the goodbyes of its links."""
 LOAD_EVERY_S = 0.1
-
-
-class Network(Protocol):
-    """The ways from one rank to all others."""
-
-    def start(
-        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
-    ) -> ControlPlane | None:
-        """Begin; links are driven by the reactor. Returns the control plane, or None in a world of one."""
-
-    async def connect(self, peer: int) -> Link:
-        """Open a data link to a peer.
-
-        Raises:
-            TransportError: it cannot be reached.
-        """
-
-    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
-        """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
-
-    def forget(self, peer: int) -> None:
-        """A peer is gone for good: what is kept for it is not needed any more."""
-
-    def sever(self) -> None:
-        """In a forked child: from now on touch no memory that the parent shares with its peers."""
-
-    def describe(self, peer: int) -> str:
-        """The way to a peer, in words."""
-
-    def room(self, nbytes: int) -> Array | None:
-        """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
-
-    def room_nbytes(self) -> int:
-        """Of such bytes, those in use."""
-
-    @property
-    def layout(self) -> Layout:
-        """Hosts of all ranks."""
-
-    @property
-    def births(self) -> tuple[int, ...]:
-        """The ranks that they had in the first epoch."""
-
-    num_old: int
-    """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
-
-    @property
-    def reports(self) -> tuple[DeviceReport, ...]:
-        """What all ranks tell of their devices."""
-
-    @property
-    def job(self) -> str:
-        """The same text on all ranks of this world, and on those of no other."""
-
-    def may_live(self, peer: int) -> bool:
-        """Whether a peer may live: no launcher has seen its process end."""
-
-    def descriptors(self) -> list[int]:
-        """Descriptors that a forked child must let go of."""
-
-    async def open_door(self, epoch: int) -> Door:
-        """Listen where the peers of the next epoch, which has this number, will come."""
-
-    async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Wait until processes that are not known ask to be let in; these."""
-
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        """Tell those of these births, which are in this epoch from now on, of it; the first ``num_old`` ranks know."""
-
-    async def give_up(self, births: Collection[int]) -> None:
-        """Tell the launcher that the processes of these births were given up."""
-
-    async def let_go(self, births: Collection[int]) -> None:
-        """Tell the launcher that the processes with these uids were released; one of these may be this process."""
-
-    async def wanted(self, known: Wanted) -> Wanted:
-        """Wait until somebody asks for anything but what is ``known``; that."""
-
-    async def want_size(self, size: int) -> None:
-        """Ask for so many ranks."""
-
-    async def want_replaced(self, birth: int) -> None:
-        """Ask that another process come in the place of this one, which is to go."""
-
-    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        """Whether these ranks may go on and the others may not: whoever asks the store first may.
-
-        Args:
-            living: ranks that hear each other.
-            rivals: ranks whose processes are to be ended first, by their launchers, since they may know what ranks that
-                have ended have agreed to. Without launchers they may go on, and these may not.
-        """
-
-    async def leave(self) -> None:
-        """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
-
-    async def close(self) -> None:
-        """Close everything that is still open. Waits for nobody."""
-
-
-class Door(Protocol):
-    """Where a rank listens for the next epoch, before it is known who that will be.
-
-    Attributes:
-        part: how the others find it, in some bytes.
-    """
-
-    @property
-    def part(self) -> bytes:
-        """See the class."""
-
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
-        """The network of the ranks that go on (their parts, by the ranks that they have had) and of new ones."""
-
-    async def close(self) -> None:
-        """Nobody goes through it."""
-
-
-class Service(Protocol):
-    """Something besides that is open for as long as the session is, on threads of its own."""
-
-    def descriptors(self) -> list[int]:
-        """Descriptors that a forked child must let go of."""
-
-    def stop(self) -> None:
-        """Close everything; may wait a moment. Not called on the session's loop."""
 
 
 class Session:
@@ -468,7 +341,7 @@ class Session:
         """
         former, self._former = self._former, []
         for session in former:
-            stays = lingers and any(map(session.network.may_live, session.agreements.strays))
+            stays = lingers and any(map(session.network.membership.may_live, session.agreements.strays))
             if stays:
                 self._former.append(session)
             retiring = session._retire(lingers=stays)

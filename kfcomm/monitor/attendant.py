@@ -44,7 +44,7 @@ class _Guest:
 class Attendant:
     """Calls ``serve`` with every connection on which something was said, and closes it then.
 
-    Implements ``session.Service``.
+    Implements ``interfaces.Service``.
 
     Args:
         listener: a listening socket, which belongs to the attendant from now on.
@@ -65,12 +65,12 @@ class Attendant:
         self._thread.start()
 
     def descriptors(self) -> list[int]:
-        """See ``session.Service``. Takes no lock: a forked child has no thread that could ever give it back."""
+        """See ``interfaces.Service``. Takes no lock: a forked child has no thread that could ever give it back."""
         found = [self._listener.fileno(), *(sock.fileno() for sock in list(self._guests))]
         return [descriptor for descriptor in found if descriptor >= 0]
 
     def stop(self) -> None:
-        """See ``session.Service``. Connections that are open are cut off."""
+        """See ``interfaces.Service``. Connections that are open are cut off."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for it

@@ -35,7 +35,7 @@ from kfcomm.types import Seconds
 from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
-    from kfcomm.engine.network import Exchange
+    from kfcomm.engine.meeting import Exchange
     from kfcomm.monitor import Statistics
     from kfcomm.rendezvous.settings import Settings
 

@@ -27,7 +27,7 @@ class Welcome(NamedTuple):
 
 
 class MemoryStore:
-    """Part of ``session.Network``, for all ranks of a world. Never lost; see there for what the methods do."""
+    """Part of ``interfaces.Network``, for all ranks of a world. Never lost; see there for what the methods do."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[Welcome]] = {}

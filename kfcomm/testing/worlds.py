@@ -15,7 +15,8 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.control.memory import MemoryHub
-from kfcomm.engine.session import Door, Session
+from kfcomm.engine.interfaces import Door, Membership
+from kfcomm.engine.session import Session
 from kfcomm.errors import TransportError
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.testing.store import MemoryStore, Welcome
@@ -106,39 +107,20 @@ class _Door(Door):
         """Nothing was opened."""
 
 
-class _Way:
-    """Network of one rank; implements ``session.Network``."""
+class _Members(Membership):
+    """The membership of one rank's network."""
 
     def __init__(self, rank: int, epoch: Epoch) -> None:
-        self.layout = epoch.layout
-        self.births = epoch.births
-        self.epoch = epoch.number
-        self.num_old = 0
-        self.reports = tuple(epoch.world.reports.get(birth, _NO_DEVICE) for birth in epoch.births)
-        self.job = epoch.job
-        self._epoch = epoch
         self._rank = rank
-        self._links = epoch.links
-        self._hub = epoch.hub
+        self._epoch = epoch
         self._store = epoch.world.store
 
-    def start(
-        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
-    ) -> ControlPlane | None:
-        self._links.add(self._rank, inbound)
-        self._epoch.joined.add(self._rank)
-        self._epoch.arrived()
-        plane = self._hub.join(self._rank, reactor, events, status)
-        birth = self.births[self._rank]
-        if birth in self._epoch.world.dead:
-            self._epoch.kill(birth)
-        return plane
-
-    async def open_door(self, epoch: int) -> _Door:
-        return _Door(self._rank, self._epoch)
+    def may_live(self, peer: int) -> bool:
+        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
+        return False
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        return await self._store.candidates({*known, *self.births})
+        return await self._store.candidates({*known, *self._epoch.births})
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
@@ -159,11 +141,43 @@ class _Way:
         await self._store.want_replaced(birth)
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        """See ``session.Network``; there is no launcher."""
+        # there is no launcher, which could end rivals
         if rivals:
             return False
-        births = [self.births[rank] for rank in living]
-        return await self._store.has_word(self.births[self._rank], births, self.epoch + 1)
+        births = [self._epoch.births[rank] for rank in living]
+        return await self._store.has_word(self._epoch.births[self._rank], births, self._epoch.number + 1)
+
+
+class _Way:
+    """Network of one rank; implements ``interfaces.Network``."""
+
+    def __init__(self, rank: int, epoch: Epoch) -> None:
+        self.layout = epoch.layout
+        self.births = epoch.births
+        self.epoch = epoch.number
+        self.num_old = 0
+        self.reports = tuple(epoch.world.reports.get(birth, _NO_DEVICE) for birth in epoch.births)
+        self.job = epoch.job
+        self._epoch = epoch
+        self._rank = rank
+        self._links = epoch.links
+        self._hub = epoch.hub
+        self.membership: Membership = _Members(rank, epoch)
+
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        self._links.add(self._rank, inbound)
+        self._epoch.joined.add(self._rank)
+        self._epoch.arrived()
+        plane = self._hub.join(self._rank, reactor, events, status)
+        birth = self.births[self._rank]
+        if birth in self._epoch.world.dead:
+            self._epoch.kill(birth)
+        return plane
+
+    async def open_door(self, epoch: int) -> _Door:
+        return _Door(self._rank, self._epoch)
 
     async def connect(self, peer: int) -> Link:
         await self._epoch.is_there(peer)
@@ -189,10 +203,6 @@ class _Way:
 
     def describe(self, peer: int) -> str:
         return "memory"
-
-    def may_live(self, peer: int) -> bool:
-        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
-        return False
 
     def descriptors(self) -> list[int]:
         """None."""

@@ -178,7 +178,7 @@ class Communicator(Persistent):
             raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
         part = packed([given]).tobytes()
         said = await self._session.agreements.decide(
-            Call.AGREE, part, self._seconds(timeout), self._session.network.has_word
+            Call.AGREE, part, self._seconds(timeout), self._session.network.membership.has_word
         )
         values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
         if len({type(one) for one in values}) > 1:

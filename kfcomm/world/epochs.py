@@ -88,7 +88,7 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
         session.door = await session.network.open_door(session.epoch + 1)
     door, network = session.door, session.network
     given: bytes = msgpack.packb([door.part, part, plan.digest])
-    said = await session.agreements.decide(Call.SHRINK, given, timeout_s, network.has_word)
+    said = await session.agreements.decide(Call.SHRINK, given, timeout_s, network.membership.has_word)
     session.door = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
@@ -109,7 +109,7 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
     logger.info("rank %d: %s", session.rank, text)
     if session.rank not in members:
         await door.close()
-        await network.let_go([births[session.rank]])
+        await network.membership.let_go([births[session.rank]])
         raise Released(text)
     follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
@@ -133,10 +133,10 @@ async def tell_store(session: Session, former: Collection[int], plan: Plan, stra
     joiners = {one.birth for one in plan.joiners}
     with contextlib.suppress(RendezvousError):
         if lost:
-            await network.give_up(lost)
+            await network.membership.give_up(lost)
         if plan != NO_PLAN:
-            await network.welcome(len(network.births) - len(joiners), joiners, strategy)
-            await network.let_go(plan.leavers)
+            await network.membership.welcome(len(network.births) - len(joiners), joiners, strategy)
+            await network.membership.let_go(plan.leavers)
 
 
 def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> None:

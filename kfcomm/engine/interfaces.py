@@ -1,0 +1,142 @@
+"""Interfaces between a session and what it is given: the network, the membership, the door and services."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices import DeviceReport
+    from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.transports.base import Link, Waiter
+    from kfcomm.transports.reactor import Reactor
+    from kfcomm.transports.shm.heap import Array
+    from kfcomm.transports.sockets import Connection
+    from kfcomm.types import Candidate, Layout, Wanted
+
+
+class Membership(Protocol):
+    """Changes of the ranks of a job, as far as the job's store and launchers take part in them."""
+
+    def may_live(self, peer: int) -> bool:
+        """Whether a peer may live: no launcher has seen its process end."""
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Wait until processes that are not known ask to be let in; these."""
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """Tell those of these births, which are in this epoch from now on, of it; the first ``num_old`` ranks know."""
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes of these births were given up."""
+
+    async def let_go(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes with these uids were released; one of these may be this process."""
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Wait until somebody asks for anything but what is ``known``; that."""
+
+    async def want_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+
+    async def want_replaced(self, birth: int) -> None:
+        """Ask that another process come in the place of this one, which is to go."""
+
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        """Whether these ranks may go on and the others may not: whoever asks the store first may.
+
+        Args:
+            living: ranks that hear each other.
+            rivals: ranks whose processes are to be ended first, by their launchers, since they may know what ranks that
+                have ended have agreed to. Without launchers they may go on, and these may not.
+        """
+
+
+class Network(Protocol):
+    """The ways from one rank to all others."""
+
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        """Begin; links are driven by the reactor. Returns the control plane, or None in a world of one."""
+
+    async def connect(self, peer: int) -> Link:
+        """Open a data link to a peer.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
+
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
+        """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good: what is kept for it is not needed any more."""
+
+    def sever(self) -> None:
+        """In a forked child: from now on touch no memory that the parent shares with its peers."""
+
+    def describe(self, peer: int) -> str:
+        """The way to a peer, in words."""
+
+    def room(self, nbytes: int) -> Array | None:
+        """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
+
+    def room_nbytes(self) -> int:
+        """Of such bytes, those in use."""
+
+    membership: Membership
+    """Of the ranks in the job."""
+
+    layout: Layout
+    """Hosts of all ranks."""
+
+    births: tuple[int, ...]
+    """The ranks that they had in the first epoch."""
+
+    num_old: int
+    """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
+
+    reports: tuple[DeviceReport, ...]
+    """What all ranks tell of their devices."""
+
+    job: str
+    """The same text on all ranks of this world, and on those of no other."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    async def open_door(self, epoch: int) -> Door:
+        """Listen where the peers of the next epoch, which has this number, will come."""
+
+    async def leave(self) -> None:
+        """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
+
+    async def close(self) -> None:
+        """Close everything that is still open. Waits for nobody."""
+
+
+class Door(Protocol):
+    """Where a rank listens for the next epoch, before it is known who that will be.
+
+    Attributes:
+        part: how the others find it, in some bytes.
+    """
+
+    part: bytes
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+        """The network of the ranks that go on (their parts, by the ranks that they have had) and of new ones."""
+
+    async def close(self) -> None:
+        """Nobody goes through it."""
+
+
+class Service(Protocol):
+    """Something besides that is open for as long as the session is, on threads of its own."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    def stop(self) -> None:
+        """Close everything; may wait a moment. Not called on the session's loop."""
