@@ -127,7 +127,7 @@ async def test_a_loop_without_a_turn_is_noticed() -> None:
         async with world(2) as comms:
             session = comms[0]._session
             fresh = comms[0].dump()["loop_blocked_s"]
-            session._lag_seen_s -= 66
+            session.lag._seen_s -= 66
             late = comms[0].dump()
             return [fresh, late["loop_blocked_s"], late["activity"]]
 

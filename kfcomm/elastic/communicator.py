@@ -277,7 +277,7 @@ class ElasticCommunicator:
             SessionClosed, EpochChanged: as ``Session.check_open``.
         """
         session = self.current._session.latest
-        if self._calls is None or not session.is_changing:
+        if self._calls is None or session.over is None:
             session.check_open()
 
     def _move(self, comm: Communicator) -> None:

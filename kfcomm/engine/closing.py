@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 logger = logging.getLogger("kfcomm")
 
+LEAVE_WITHIN_S = 5.0
+"""How long a rank that closes stays for the others' questions."""
+CLOSE_WITHIN_S = 2.0
+"""How long it waits for the goodbyes of its links."""
 HURRIED_S = 1.5
 """What is left of closing takes no longer than this once there is a reason to hurry."""
 SAID_AFTER_S = 1.0
@@ -87,3 +91,12 @@ class Closing:
         if when_s is not None and why is not None:
             left_s = max(0.0, when_s - asyncio.get_running_loop().time())
             logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, why(), left_s)
+
+
+async def in_a_thread(blocking: Callable[[], None]) -> None:
+    """Call something that blocks, without holding up the loop."""
+    try:
+        await asyncio.get_running_loop().run_in_executor(None, blocking)
+    except RuntimeError:
+        # the interpreter is ending and starts no more threads; then nothing is left on this loop to be held up
+        blocking()

@@ -8,16 +8,8 @@ are views of it for one group each.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import hashlib
 import logging
 import math
-import os
-import sys
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,32 +19,29 @@ from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.pinned import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import MAX_LEFT, GroupView
+from kfcomm.core.collective import GroupView
 from kfcomm.core.credit import credit_of
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
-from kfcomm.engine.closing import Closing, Drain
-from kfcomm.engine.control.base import GOODBYE_S, ControlPlane
+from kfcomm.engine.closing import CLOSE_WITHIN_S, LEAVE_WITHIN_S, Closing, Drain, in_a_thread
+from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, StatusSource
 from kfcomm.engine.engine import Engine
+from kfcomm.engine.forks import let_go, sessions
+from kfcomm.engine.group_table import GroupTable
 from kfcomm.engine.interfaces import Door, Network, Service
+from kfcomm.engine.loop_lag import LoopLag
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.backend import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Layout
+from kfcomm.types import Layout, override
 
 logger = logging.getLogger("kfcomm")
 
-LEAVE_WITHIN_S = 5.0
-"""How long a rank that closes stays for the others' questions."""
-CLOSE_WITHIN_S = 2.0
-"""How long it waits for the goodbyes of its links."""
-LOAD_EVERY_S = 0.1
 
-
-class Session:
-    """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
+class Session(ControlEvents, StatusSource):
+    """One epoch's world, as this rank sees it.
 
     The reactor is its maker's: ``closed`` is called when the session needs it no more.
 
@@ -62,7 +51,8 @@ class Session:
         is_crowded: this host has more ranks than processors.
         engine: what runs the collectives.
         world: all ranks as a group.
-        groups: name and members, by world rank, of every group that this rank is in, by id.
+        groups: those that this rank is in.
+        lag: of the event loop; none in a world of one.
         services: what is to be stopped when the session is closed.
         drains: asked at the end for what is to be waited for, bounded, before anything fails.
         devices: those of the world; this rank's is closed with the session.
@@ -99,22 +89,18 @@ class Session:
         self._closing = Closing(rank)
         self._closed_by: asyncio.Future[None] | None = None
         self._is_broken = False
-        self.groups = {self.world.id: ("world", self.world.members)}
+        self.groups = GroupTable(self.world)
         self.services: list[Service] = []
         self.drains: list[Callable[[], list[Drain]]] = []
         self.devices = devices
         self._pools: dict[Device, PinnedPool] = {}
-        self._groups: dict[bytes, int] = {}
-        self._left: deque[bytes] = deque()
         self._unshared_said = False
-        self._lag_s = 0.0
-        self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
-        self._lag_timer: asyncio.TimerHandle | None = None
+        self.lag = LoopLag()
         self.where: Callable[[], str] = str
         self.engine.control = network.start(self.engine.receiver, reactor, self, self)
         if self.engine.control is not None:
-            self._measure_lag(loop.time())
-        _sessions.add(self)
+            self.lag.start(self.engine)
+        sessions.add(self)
 
     def say_unshared(self) -> None:
         """Somebody who asked for symmetric memory got ordinary memory; said once, unless there is nobody else."""
@@ -124,23 +110,11 @@ class Session:
 
     # ---------------------------------------------------------------- groups
 
-    def new_group(self, parent: GroupView, name: str, members: Sequence[int]) -> GroupView:
-        """The view of a further group; ``members`` are ranks of the parent, this rank among them."""
-        world_ranks = tuple(parent.members[rank] for rank in members)
-        kind = hashlib.blake2b(repr((parent.id, name, world_ranks)).encode(), digest_size=16).digest()
-        number = self._groups.get(kind, 0)
-        self._groups[kind] = number + 1
-        identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()
-        self.groups[identity] = (name, world_ranks)
-        return GroupView(identity, world_ranks, world_ranks.index(self.rank))
-
     def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
         """A group is closed here: what is in flight in it, under any of its ids, fails, and it is forgotten."""
         self.engine.abandon(ids, reason)
         self.engine.leave(ids)
-        self._left.append(group_id)
-        if len(self._left) > MAX_LEFT:
-            self.groups.pop(self._left.popleft(), None)
+        self.groups.leave(group_id)
 
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
@@ -159,27 +133,28 @@ class Session:
 
     # ---------------------------------------------------------------- ControlEvents
 
+    @override
     def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
-        """A peer opened a connection for data: it may need this rank until the links are closed."""
+        # a peer may need this rank until its links are closed
         if self.engine.links.closing:
             connection.close()
         else:
             self.network.adopt(connection, rank, purpose)
 
+    @override
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
-        """A collective failed elsewhere."""
         self.engine.on_abort(group, key, seq, Cause.from_wire(cause))
 
+    @override
     def on_ended(self, rank: int) -> None:
-        """The process of a lost rank is known to be gone."""
         self.agreements.lost(rank, has_ended=True)
 
+    @override
     def on_agreement(self, rank: int, number: int, message: Message) -> None:
-        """Another rank says something in an agreement; this one answers for as long as anybody may ask."""
         self.agreements.on_message(rank, number, message)
 
+    @override
     def on_peer_lost(self, rank: int, reason: str) -> None:
-        """A rank is gone without a goodbye."""
         if self._over is not None:
             self.agreements.lost(rank, has_ended=False)  # whoever has not heard what was decided hears it from here
             return
@@ -194,8 +169,8 @@ class Session:
         self.network.forget(rank)
         self.hurry()
 
+    @override
     def on_leaving(self, rank: int) -> None:
-        """A rank posts nothing more: what it has not posted by now fails here."""
         control = self.engine.control
         self.agreements.lost(rank, has_ended=True)
         if control is None or self._over is not None:
@@ -217,35 +192,16 @@ class Session:
 
     # ---------------------------------------------------------------- StatusSource
 
+    @override
     def is_posted(self, group: bytes, key: str, seq: int) -> bool:
-        """Whether this rank has posted a collective; asked on the control thread."""
         return self.engine.router.is_posted(group, key, seq)
 
+    @override
     def activity(self) -> str:
-        """What this rank did last; asked on the control thread."""
-        behind_s = self.blocked_s()
+        behind_s = self.lag.blocked_s()
         blocked = f" (its event loop has been blocked for {behind_s:.1f} s)" if behind_s > 1.0 else ""
         line = self.where()
         return self.engine.recorder.last() + blocked + (f", at {line}" if line else "")
-
-    def blocked_s(self) -> float:
-        """For how long the event loop has not had a turn, in seconds; asked on any thread."""
-        return max(0.0, time.monotonic() - self._lag_seen_s - LOAD_EVERY_S)
-
-    def lag_s(self) -> float:
-        """How late the event loop is, in seconds: at the last look, or by now; 0 in a world of one. On any thread."""
-        return max(self._lag_s, self.blocked_s())
-
-    def _measure_lag(self, due_s: float) -> None:
-        loop = self.engine.loop
-        self._lag_s = max(0.0, loop.time() - due_s)
-        self._lag_seen_s = time.monotonic()
-        for observer in self.engine.observers or ():
-            observer.counter("loop lag", "ms", self._lag_s * 1e3)
-        if self.engine.meter is not None:
-            self.engine.links.traffic.mark(self._lag_seen_s)
-        next_s = loop.time() + LOAD_EVERY_S
-        self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
 
     # ---------------------------------------------------------------- the end
 
@@ -253,11 +209,6 @@ class Session:
     def is_closed(self) -> bool:
         """Whether nothing can be posted any more."""
         return self._closed is not None
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether the epoch is over, and another begins."""
-        return self._over is not None
 
     @property
     def over(self) -> Cause | None:
@@ -329,8 +280,7 @@ class Session:
         for observer in follower.engine.observers or ():
             observer.joined(follower.epoch, follower.rank, follower.layout.size)
         self._follower = follower
-        if self._lag_timer is not None:
-            self._lag_timer.cancel()
+        self.lag.stop()
         return follower
 
     def retire_former(self, *, lingers: bool = True) -> None:
@@ -362,12 +312,12 @@ class Session:
         if control is not None and lingers:
             control.linger()
         elif control is not None:
-            await _in_a_thread(partial(control.stop, 0.0))
+            await in_a_thread(partial(control.stop, 0.0))
         for pool in self._pools.values():
             pool.close()
         await self.network.close()
         if not lingers:
-            _sessions.discard(self)
+            sessions.discard(self)
 
     def hurry(self) -> None:
         """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""
@@ -412,27 +362,29 @@ class Session:
         for observer in observers or ():
             await observer.close()
         for service in self.services:
-            await _in_a_thread(service.stop)
+            await in_a_thread(service.stop)
         control = self.engine.control
         if control is not None:
-            awaited = partial(_awaited, control)
             self.agreements.leave()
-            await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, awaited)
-        if self._lag_timer is not None:
-            self._lag_timer.cancel()
+            await closing.wait(
+                control.leave(LEAVE_WITHIN_S),
+                LEAVE_WITHIN_S,
+                lambda: f"for ranks {control.needed_by()}, which may still ask this one",
+            )
+        self.lag.stop()
         await self._bury_former()
         await self.engine.close(closing.left_s(CLOSE_WITHIN_S))
         if control is not None:
-            await _in_a_thread(partial(control.stop, closing.left_s(GOODBYE_S)))
+            await in_a_thread(partial(control.stop, closing.left_s(GOODBYE_S)))
         try:
             for pool in self._pools.values():
                 pool.close()
             if self.devices.device is not None:
-                await _in_a_thread(self.devices.device.close)
+                await in_a_thread(self.devices.device.close)
         finally:
             await closing.wait(self.network.leave(), math.inf)
             await self.network.close()
-            _sessions.discard(self)
+            sessions.discard(self)
             self._when_closed()
         if closing.was_cancelled:
             raise asyncio.CancelledError
@@ -444,65 +396,6 @@ class Session:
         )
         for observer in self.engine.observers or ():
             observer.forked()
-        descriptors = [
-            *self.network.descriptors(),
-            *self.engine.links.descriptors(),
-            *self.engine.reactor.own_descriptors(),
-        ]
-        descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.engine.unusual.add("forked")
-        self.network.sever()
-        _inherited.append(self.devices)
+        let_go(self)
         self.devices = DeviceSetup.none(self.layout.size)
-        with contextlib.suppress(OSError):
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in descriptors:
-                with contextlib.suppress(OSError):
-                    os.dup2(nothing, descriptor)
-            os.close(nothing)
-
-
-def _awaited(control: ControlPlane) -> str:
-    return f"for ranks {control.needed_by()}, which may still ask this one"
-
-
-async def _in_a_thread(blocking: Callable[[], None]) -> None:
-    try:
-        await asyncio.get_running_loop().run_in_executor(None, blocking)
-    except RuntimeError:
-        # the interpreter is ending and starts no more threads; then nothing is left on this loop to be held up
-        blocking()
-
-
-def _mend_uvloop() -> None:
-    """Let a forked child exit: libuv joins its worker threads then, and crashes if the parent has left them behind.
-
-    Asked for work, it starts others (https://github.com/libuv/libuv/issues/4443).
-    """
-    uvloop = sys.modules.get("uvloop")
-    if uvloop is not None:
-        loop = uvloop.new_event_loop()
-        loop.run_until_complete(loop.getaddrinfo("127.0.0.1", 0))
-        loop.close()
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_inherited: list[DeviceSetup] = []
-"""In a forked child: kept for ever, since a library that frees what it has on a device fails in a child."""
-
-
-def open_sessions() -> list[Session]:
-    """The sessions of this process that are not closed, by rank."""
-    return sorted((session for session in _sessions if not session.is_closed), key=lambda session: session.rank)
-
-
-def _after_fork() -> None:
-    if _sessions:
-        atexit.register(_mend_uvloop)
-    for session in list(_sessions):
-        session.forked()
-    _sessions.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

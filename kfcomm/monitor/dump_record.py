@@ -48,12 +48,12 @@ def record_of(session: Session) -> dict[str, Any]:
         "pid": os.getpid(),
         "time_s": time.time(),
         "activity": session.activity(),
-        "loop_blocked_s": round(session.blocked_s(), 3),
+        "loop_blocked_s": round(session.lag.blocked_s(), 3),
         "lost": {str(rank): cause.message for rank, cause in lost.items()},
         "links": [f"to rank {rank}: {session.network.describe(rank)}" for rank in steady(engine.links.peers_in_use)],
         "groups": {
             group_id.hex(): {"name": name, "members": list(members)}
-            for group_id, (name, members) in steady(lambda: dict(session.groups)).items()
+            for group_id, (name, members) in steady(lambda: dict(session.groups.known)).items()
         },
         "device": asdict(session.devices.reports[session.rank]),
         "routes": _routes(session),
@@ -67,7 +67,7 @@ def record_of(session: Session) -> dict[str, Any]:
 
 
 def _routes(session: Session) -> dict[str, str]:
-    groups = steady(lambda: dict(session.groups))
+    groups = steady(lambda: dict(session.groups.known))
     found = {group_id.hex(): session.route_of(members) for group_id, (_, members) in groups.items()}
     return {group_id: str(choice) for group_id, choice in found.items() if choice is not None}
 

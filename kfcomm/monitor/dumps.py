@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kfcomm.engine.forks import open_sessions
 from kfcomm.engine.meter import steady
-from kfcomm.engine.session import Session, open_sessions
+from kfcomm.engine.session import Session
 from kfcomm.monitor.dump_record import record_of
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         keys=tuple(_key(name, tally) for name, tally in tallies.items()),
         others=None if others is None else _key(OTHERS, others),
         strategies=_strategies(meter, group.view.id),
-        loop_lag_s=session.lag_s(),
+        loop_lag_s=session.lag.lag_s(),
         peak_memory_nbytes=peak_memory_nbytes(),
         slots=session.engine.slots.num_taken,
         slots_nbytes=session.engine.slots.taken_nbytes,

@@ -35,8 +35,8 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.engine.agreements import Call
-from kfcomm.engine.closing import Drain
-from kfcomm.engine.session import LEAVE_WITHIN_S, Session
+from kfcomm.engine.closing import LEAVE_WITHIN_S, Drain
+from kfcomm.engine.session import Session
 from kfcomm.errors import CollectiveMismatch, ConfigError, SessionClosed
 from kfcomm.monitor.dumps import snapshot
 from kfcomm.rendezvous import exit_report
@@ -141,7 +141,7 @@ class Communicator(Persistent):
         choice = session.route_of(view.members)
 
         def new_group(name: str, members: Sequence[int]) -> tuple[GroupView, Layout]:
-            made = session.new_group(view, name, members)
+            made = session.groups.add(view, name, members)
             return made, session.layout_of(made)
 
         paths = Paths(self._group, self._mailbox, setup.device, setup.maker, choice, new_group, session.pool_of)
@@ -305,7 +305,7 @@ class Communicator(Persistent):
             raise ConfigError(f"a group names each rank once, got {list(members)}")
         if self.rank not in members:
             raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call")
-        view = self._session.new_group(self._group.view, name, members)
+        view = self._session.groups.add(self._group.view, name, members)
         chosen = await self._placed(self._strategy_below) if strategy is None else strategy
         made = Communicator(self._session, view, chosen, name)
         try:

@@ -148,7 +148,7 @@ def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> Non
     """
 
     def retire() -> None:
-        if not session.is_changing:
+        if session.over is None:
             session.retire_former()
 
     def done(_: Handle[None]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.core import names
-from kfcomm.engine import session
+from kfcomm.engine import group_table
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, PeerLost, SessionClosed
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 
@@ -200,7 +200,7 @@ def _known(comm: Any) -> tuple[int, ...]:
     links, senders = engine.links._incoming, list(engine.links.senders())
     return (
         len(engine.router._groups),
-        len(comm._session.groups),
+        len(comm._session.groups.known),
         sum(len(sender.state.keys) + len(sender.state.known) for sender in senders),
         sum(len(incoming.keys) + len(incoming.arrivals) for incoming in links),
         sum(sender.link.slots.num_slots for sender in senders if sender.link.slots is not None),
@@ -211,7 +211,7 @@ def _known(comm: Any) -> tuple[int, ...]:
 @pytest.mark.asyncio
 async def test_a_group_that_all_have_closed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "MAX_LEFT", 2)
-    monkeypatch.setattr(session, "MAX_LEFT", 2)
+    monkeypatch.setattr(group_table, "MAX_LEFT", 2)
     known = []
     async with world(3) as comms:
         for _ in range(6):

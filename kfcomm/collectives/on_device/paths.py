@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.on_device.calls import Order, Path
 
 NewGroup = Callable[[str, Sequence[int]], tuple[GroupView, Layout]]
-"""The view and the layout of some of a group's ranks; see ``Session.new_group``."""
+"""The view and the layout of some of a group's ranks; see ``GroupTable.add``."""
 
 
 @dataclass(slots=True, eq=False)

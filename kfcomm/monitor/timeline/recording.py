@@ -124,7 +124,7 @@ class Timeline(Observer):
             started_ns=clock(), time_s=time.time(),
         )  # fmt: skip
         try:
-            made = cls(Path(folder), about, session.groups, session.engine.control, clock)
+            made = cls(Path(folder), about, session.groups.known, session.engine.control, clock)
         except OSError as error:
             raise _refusal(folder, error) from error
         session.engine.observers = (*(session.engine.observers or ()), made)
