@@ -10,7 +10,8 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kfcomm.common.extras import is_installed, lacking
 from kfcomm.engine.meter import PER_OCTAVE, Meter, Tally, bound_s
@@ -22,9 +23,9 @@ from kfcomm.monitor.statistics import OTHERS, OWN, is_own, tallies_of
 from kfcomm.transports.base import Counts
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import Metric as Family
 
-    from kfcomm.engine.earlier import Earlier
+    from kfcomm.engine.traffic import Totals
 
 MAX_LABELLED_KEYS = 256
 """Keys with series of their own, the first that were used; the others are ``(others)`` together, and those of kfcomm
@@ -80,116 +81,172 @@ def attend(
 
 
 class _Collector:
-    """What ``prometheus_client`` asks at each scrape."""
+    """Collector that ``prometheus_client`` calls at each scrape."""
 
     def __init__(self, meter: Callable[[int], Meter], statistics: Callable[[], Statistics]) -> None:
         self._meter = meter
         self._statistics = statistics
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[Family]:
         """Nothing: or the registry would collect once to find out."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """All metrics, as they are now."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
         now = self._statistics()
-        meter = self._meter(now.epoch)
-        yield from _of_process(now)
-        yield from _of_peers(now, meter.earlier)
-        yield from _of_strategies(now)
-        yield from _of_training(now)
-        yield from _of_keys(*tallies_of(meter))
+        scrape = Scrape.of(now, self._meter(now.epoch))
+        yield _info(now)
+        yield _durations(scrape)
+        for metric in METRICS:
+            family = (CounterMetricFamily if metric.grows else GaugeMetricFamily)(
+                f"kfcomm_{metric.name}", metric.text, labels=metric.labels
+            )
+            for labels, value in metric.read(scrape):
+                family.add_metric(labels, value)
+            if family.samples or not metric.is_optional:
+                yield family
 
 
-def _of_process(now: Statistics) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Figures at one scrape.
+
+    Attributes:
+        now: the statistics of the world of this epoch.
+        meter: of this epoch.
+        totals: traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows.
+        waited_s: the same, of the waiting for each rank.
+        keys: what became of the calls by name, of all epochs; the names beyond ``MAX_LABELLED_KEYS`` together.
+    """
+
+    now: Statistics
+    meter: Meter
+    totals: Totals
+    waited_s: dict[int, float]
+    keys: dict[str, Tally]
+
+    @classmethod
+    def of(cls, now: Statistics, meter: Meter) -> Scrape:
+        """Read what the metrics need."""
+        totals = {(one.rank, one.link): Counts(*(getattr(one, field) for field in Counts._fields)) for one in now.peers}
+        waited_s: dict[int, float] = {}
+        earlier = meter.earlier
+        if earlier is not None:
+            totals = added(earlier.totals, totals)
+            waited_s = {rank: earlier.waited_s.get(rank, 0.0) for rank, _ in totals}
+        for peer in now.peers:
+            waited_s[peer.rank] = waited_s.get(peer.rank, 0.0) + peer.waited_s
+        return cls(now, meter, totals, waited_s, _labelled(*tallies_of(meter)))
+
+
+Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+"""Values of the labels, and of the metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: a line of ``METRICS``.
+
+    Attributes:
+        name: without ``kfcomm_``, and ``_total`` where it grows.
+        text: for people.
+        read: gives its values at a scrape.
+        labels: their names.
+        grows: it is a counter, else a gauge.
+        is_optional: it is left out where it has no values.
+    """
+
+    name: str
+    text: str
+    read: Callable[[Scrape], Values]
+    labels: tuple[str, ...] = ()
+    grows: bool = False
+    is_optional: bool = False
+
+
+def _of_process(name: str, text: str, field: str) -> Metric:
+    return Metric(name, text, lambda scrape: [((), getattr(scrape.now, field))])
+
+
+def _of_peers(name: str, text: str, field: str) -> Metric:
+    def read(scrape: Scrape) -> Values:
+        return [((str(rank), link), getattr(counts, field)) for (rank, link), counts in scrape.totals.items()]
+
+    return Metric(name, text, read, ("peer", "link"), grows=True)
+
+
+def _of_strategies(name: str, text: str, field: str) -> Metric:
+    return Metric(
+        name, text, lambda scrape: [((one.name,), getattr(one, field)) for one in scrape.now.strategies], ("strategy",)
+    )
+
+
+def _of_keys(name: str, text: str, field: str) -> Metric:
+    return Metric(
+        name, text, lambda scrape: [((key,), getattr(tally, field)) for key, tally in scrape.keys.items()], ("key",),
+        grows=True,
+    )  # fmt: skip
+
+
+METRICS = (
+    _of_process("epoch", "Number of the membership.", "epoch"),
+    _of_process("size", "Ranks of the epoch.", "size"),
+    _of_process("event_loop_lag_seconds", "How late the event loop is.", "loop_lag_s"),
+    _of_process("peak_memory_bytes", "The most memory ever resident.", "peak_memory_nbytes"),
+    _of_process("slots", "Slots of shared memory that were taken.", "slots"),
+    _of_process("slots_bytes", "What these may take of its memory.", "slots_nbytes"),
+    _of_process("symmetric_bytes", "Of arrays in symmetric memory.", "symmetric_nbytes"),
+    _of_peers("sent_bytes", "Bytes sent to a peer.", "sent_nbytes"),
+    _of_peers("received_bytes", "Bytes received from a peer.", "received_nbytes"),
+    _of_peers("sent_messages", "Messages sent to a peer.", "sent_messages"),
+    _of_peers("received_messages", "Messages received from a peer.", "received_messages"),
+    Metric(
+        "waited_seconds", "Waiting for a peer, of all collectives.",
+        lambda scrape: [((str(rank),), waited_s) for rank, waited_s in scrape.waited_s.items()], ("peer",), grows=True,
+    ),
+    _of_strategies("throughput_bytes_per_second", "Of the latest monitored all_reduce.", "throughput"),
+    _of_strategies("reference_throughput_bytes_per_second", "What is to be expected.", "reference"),
+    Metric(
+        "training", "What kfcomm.train says, by quantity.",
+        lambda scrape: [((name,), value) for name, value in scrape.now.gauges.items()], ("quantity",), is_optional=True,
+    ),
+    _of_keys("collectives", "Collectives completed, by name.", "count"),
+    _of_keys("collective_bytes", "Bytes of their results.", "nbytes"),
+    _of_keys("collective_seconds", "Seconds from post to completion, of all together.", "total_s"),
+    _of_keys("collective_failures", "Collectives that failed, by name.", "failures"),
+)  # fmt: skip
+"""All metrics but the histogram of durations and the information about the process. One more is one more line here,
+and what it reads, which may be a field of the meter or of the statistics."""
+
+
+def _info(now: Statistics) -> Family:
+    from prometheus_client.metrics_core import InfoMetricFamily
 
     labels = {"rank": str(now.rank), "size": str(now.size), "strategy": now.strategy}
-    yield InfoMetricFamily("kfcomm", "Who this process is.", labels)
-    yield GaugeMetricFamily("kfcomm_epoch", "Number of the membership.", now.epoch)
-    yield GaugeMetricFamily("kfcomm_size", "Ranks of the epoch.", now.size)
-    yield GaugeMetricFamily("kfcomm_event_loop_lag_seconds", "How late the event loop is.", now.loop_lag_s)
-    yield GaugeMetricFamily("kfcomm_peak_memory_bytes", "The most memory ever resident.", now.peak_memory_nbytes)
-    yield GaugeMetricFamily("kfcomm_slots", "Slots of shared memory that were taken.", now.slots)
-    yield GaugeMetricFamily("kfcomm_slots_bytes", "What these may take of its memory.", now.slots_nbytes)
-    yield GaugeMetricFamily("kfcomm_symmetric_bytes", "Of arrays in symmetric memory.", now.symmetric_nbytes)
+    return InfoMetricFamily("kfcomm", "Who this process is.", labels)
 
 
-def _of_peers(now: Statistics, earlier: Earlier | None) -> Iterator[Metric]:
-    """Traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows."""
-    from prometheus_client.metrics_core import CounterMetricFamily
-
-    totals = {(one.rank, one.link): Counts(*(getattr(one, field) for field in Counts._fields)) for one in now.peers}
-    waited: dict[int, float] = {}
-    if earlier is not None:
-        totals = added(earlier.totals, totals)
-        waited = {rank: earlier.waited_s.get(rank, 0.0) for rank, _ in totals}
-    for peer in now.peers:
-        waited[peer.rank] = waited.get(peer.rank, 0.0) + peer.waited_s
-    for name, text, field in (
-        ("sent_bytes", "Bytes sent to a peer.", "sent_nbytes"),
-        ("received_bytes", "Bytes received from a peer.", "received_nbytes"),
-        ("sent_messages", "Messages sent to a peer.", "sent_messages"),
-        ("received_messages", "Messages received from a peer.", "received_messages"),
-    ):
-        family = CounterMetricFamily(f"kfcomm_{name}", text, labels=("peer", "link"))
-        for (rank, link), counts in totals.items():
-            family.add_metric((str(rank), link), getattr(counts, field))
-        yield family
-    family = CounterMetricFamily("kfcomm_waited_seconds", "Waiting for a peer, of all collectives.", labels=("peer",))
-    for rank, waited_s in waited.items():
-        family.add_metric((str(rank),), waited_s)
-    yield family
-
-
-def _of_strategies(now: Statistics) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import GaugeMetricFamily
-
-    for name, text, field in (
-        ("throughput", "Of the latest monitored all_reduce.", "throughput"),
-        ("reference_throughput", "What is to be expected.", "reference"),
-    ):
-        family = GaugeMetricFamily(f"kfcomm_{name}_bytes_per_second", text, labels=("strategy",))
-        for one in now.strategies:
-            family.add_metric((one.name,), getattr(one, field))
-        yield family
-
-
-def _of_training(now: Statistics) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import GaugeMetricFamily
-
-    if now.gauges:
-        family = GaugeMetricFamily("kfcomm_training", "What kfcomm.train says, by quantity.", labels=("quantity",))
-        for name, value in now.gauges.items():
-            family.add_metric((name,), value)
-        yield family
-
-
-def _of_keys(tallies: dict[str, Tally], others: Tally | None) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
-
+def _labelled(tallies: dict[str, Tally], others: Tally | None) -> dict[str, Tally]:
     own = [tallies.pop(name) for name in [*tallies] if is_own(name)]
     names = list(tallies)
     rest = [tallies[name] for name in names[MAX_LABELLED_KEYS:]] + ([] if others is None else [others])
-    shown = {name: tallies[name] for name in names[:MAX_LABELLED_KEYS]}
+    labelled = {name: tallies[name] for name in names[:MAX_LABELLED_KEYS]}
     if rest:
-        shown[OTHERS] = Tally.sum(rest)
+        labelled[OTHERS] = Tally.sum(rest)
     if own:
-        shown[OWN] = Tally.sum(own)
-    whole = Tally.sum(shown.values())
+        labelled[OWN] = Tally.sum(own)
+    return labelled
+
+
+def _durations(scrape: Scrape) -> Family:
+    from prometheus_client.metrics_core import HistogramMetricFamily
+
+    whole = Tally.sum(scrape.keys.values())
     family = HistogramMetricFamily("kfcomm_collective_duration_seconds", "Collectives, from post to completion.")
     family.add_metric((), list(_cumulated(whole)), whole.total_s)
-    yield family
-    for name, text, field in (
-        ("collectives", "Collectives completed, by name.", "count"),
-        ("collective_bytes", "Bytes of their results.", "nbytes"),
-        ("collective_seconds", "Seconds from post to completion, of all together.", "total_s"),
-        ("collective_failures", "Collectives that failed, by name.", "failures"),
-    ):
-        counter = CounterMetricFamily(f"kfcomm_{name}", text, labels=("key",))
-        for key, tally in shown.items():
-            counter.add_metric((key,), getattr(tally, field))
-        yield counter
+    return family
 
 
 def _cumulated(tally: Tally) -> Iterator[tuple[str, float]]:
