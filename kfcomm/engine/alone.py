@@ -26,8 +26,8 @@ class Alone(Network):
 
     Attributes:
         layout: its host.
-        reports: what it would tell of its device.
-        device_transport: what it was told of transports.
+        reports: of its device.
+        device_transport: the setting for device memory.
         job, births: see ``Network``.
 
     Raises:
@@ -56,17 +56,17 @@ class Alone(Network):
         raise ConfigError("a world of one has no peers")
 
     def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
-        """Never called: nobody listens."""
+        """Never called: there is no listening socket."""
         raise ConfigError("a world of one has no peers")
 
     def forget(self, peer: int) -> None:
-        """Never called: there is nobody to lose."""
+        """Never called: there is no peer."""
 
     def sever(self) -> None:
         """Nothing is shared."""
 
     def room(self, nbytes: int) -> None:
-        """There is nobody to read it."""
+        """Return None: no other rank could read it."""
 
     def room_nbytes(self) -> int:
         """None."""
@@ -85,7 +85,7 @@ class Alone(Network):
         return AloneAgain(self)
 
     async def leave(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no peer."""
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -99,8 +99,8 @@ class AloneAgain(Door):
     def __init__(self, network: Alone) -> None:
         self._network = network
 
+    @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
-        """See ``interfaces.Door``."""
         return self._network
 
     async def close(self) -> None:
@@ -111,11 +111,11 @@ class AloneMembership(Membership):
     """Membership of a world of one, which stays alone."""
 
     def may_live(self, peer: int) -> bool:
-        """Never called: there is nobody to lose."""
+        """Never called: there is no peer."""
         return False
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Nobody can come where there is no store."""
+        """Wait for ever: without a store, no process can join."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
@@ -128,15 +128,15 @@ class AloneMembership(Membership):
         """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """Nobody asks."""
+        """Wait for ever: without a store, nothing can be asked for."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def want_size(self, size: int) -> None:
-        """It stays alone."""
+        """Refuse: no process can join."""
         raise ConfigError("a world of one has no store, by which others could come")
 
     async def want_replaced(self, birth: int) -> None:
-        """There is nobody else."""
+        """Refuse: there is no other process."""
         raise ConfigError("a world of one has no store, by which others could come")
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:

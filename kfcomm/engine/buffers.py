@@ -65,7 +65,7 @@ class Payload:
 
     @classmethod
     def held(cls, pool: BlockPool, nbytes: int) -> Payload:
-        """Room for ``nbytes`` that are still to come."""
+        """A payload in a block of the pool, for ``nbytes`` that are still to arrive."""
         block = pool.take(nbytes)
         payload = cls(block[:nbytes])
         payload.home = block

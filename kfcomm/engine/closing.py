@@ -1,7 +1,7 @@
-"""How long a rank that closes waits for others, and what it says meanwhile.
+"""Bounded waits of a rank that closes, each reported when it lasts.
 
-Each wait has a bound of its own. Once there is a reason to hurry (a peer is dead, the program was interrupted), all
-that is left of closing has one bound together, which may come in the midst of a wait. No wait that lasts is silent.
+Each wait has a bound of its own. Once there is a reason to hurry (a peer is dead, the program was interrupted), the
+rest of closing has one common bound, which may end a wait that is under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Drain(NamedTuple):
     Attributes:
         done: when it is over.
         within_s: how long it is waited for.
-        why: for whom, and for what, in words.
+        why: for which ranks, and for what, in words.
     """
 
     done: asyncio.Future[None]
@@ -42,7 +42,7 @@ class Closing:
     """The waits of a rank that closes, one after the other; all on one loop.
 
     Attributes:
-        was_cancelled: whoever closes was cancelled meanwhile: then the rest was done without waiting.
+        was_cancelled: the caller of close was cancelled; the rest was then done without waiting.
     """
 
     def __init__(self, rank: int) -> None:
@@ -67,8 +67,8 @@ class Closing:
 
         Args:
             awaited: for what.
-            at_most_s: how long, in seconds, if nobody is in a hurry.
-            why: for whom, and for what, in words; asked if it lasts. None: what is awaited says so itself.
+            at_most_s: how long, in seconds, unless ``hurry`` was called.
+            why: for which ranks, and for what, in words; called if it lasts. None: what is awaited reports itself.
         """
         report = asyncio.get_running_loop().call_later(SAID_AFTER_S, self._say, why)
         try:

@@ -1,4 +1,4 @@
-"""How long operations wait: one tick looks at all that is in flight, and asks before a timeout."""
+"""Deadlines of the operations in flight: one timer checks all of them, and asks other ranks before a timeout."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm")
 
 TICK_S = 0.02
-"""Between two looks at all that is in flight, at the least."""
+"""Shortest time between two checks of the operations in flight."""
 TICK_LOOKS = 50
 """The same, in times of what the last look took: of very many in flight, looking takes 2 % of the time at most."""
 REPORTS_AT_ONCE = 16
 """Of those that have waited too long, as many are asked about and reported one by one; of the rest, their number."""
 MAX_TIMEOUTS = 64
-"""Different ones, of which it is remembered when something is due first."""
+"""Different timeouts for which the first due time is cached."""
 
 
 class Deadlines:
-    """Those of all operations in flight.
+    """Deadlines of all operations in flight.
 
     Args:
         rank: world rank, for messages.

@@ -1,11 +1,11 @@
-"""The runtime of one rank: it carries out what the router and the machines decide.
+"""Engine of one rank: carries out what the router and the machines decide.
 
 The engine owns the operations in flight, their deadlines, and the table of the links. Events come in from the
 caller (``post``, ``cancel``), from links (``receiver``), from the control plane and from the clock; each is given to
 the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
 moved at the end of the burst, so that what belongs together leaves in one write.
 
-It owns no task, no timer and no thread: whoever drives the reactor makes it move. It knows no verb, no array kind and
+It owns no task, no timer and no thread: it runs in the turns of its reactor. It knows no verb, no array kind and
 no way to open a link: it is given memory and programs, and asks ``connect`` for links.
 """
 
@@ -250,11 +250,11 @@ class Engine:
         self.links.flush_soon()
 
     def end(self, reason: str) -> None:
-        """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
+        """Fail every operation in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
         self._end(lambda collective: self._cut_short(collective, reason), reason)
 
     def end_for(self, cause: Cause) -> None:
-        """As `end`, for a cause of which the other ranks may hear by themselves."""
+        """As `end`, for a cause that the other ranks may learn by themselves."""
         self._end(lambda _: cause, cause.message)
 
     def _end(self, cause_for: Callable[[Operation], Cause], reason: str) -> None:
@@ -296,7 +296,7 @@ class Engine:
         self.router.on_left(incoming, group_id, effects)
 
     def in_flight(self) -> list[Operation]:
-        """What is posted and not over, to be read; on any thread."""
+        """Operations that are posted and not over, to be read; on any thread."""
         operations = [use.as_operation() for use in self.slots.uses()]
         return [*cast("Collection[Operation]", list(self.router.live)), *operations]
 
@@ -314,7 +314,7 @@ class Engine:
 
     @property
     def observers(self) -> tuple[Observer, ...] | None:
-        """Those that hear of every event; None if there are none, which is one test for those who report events."""
+        """Observers of every event, or None: an event without observers costs one test."""
         return self._observers
 
     @observers.setter
@@ -327,7 +327,7 @@ class Engine:
             self.unusual.discard("observed")
 
     def all_observers(self) -> tuple[Observer, ...]:
-        """The same, and the statistics and the recorder, which hear of all but each single completion."""
+        """The same, and the statistics and the recorder, which get completions in batches."""
         return (*self._own, *(self._observers or ()))
 
     def tell_done(self, operation: Operation | InSlot) -> None:
@@ -394,7 +394,7 @@ class Engine:
                     self.broke(operation, error)
 
     def broke(self, operation: Collective | None, error: Exception) -> None:
-        """What a collective was to do could not be done: it fails everywhere. With the error being handled."""
+        """Fail a collective everywhere after an error in its own work; called while the error is handled."""
         if operation is None:
             raise error
         logger.error("rank %d could not carry out %s", self.rank, operation.title, exc_info=error)
@@ -486,7 +486,7 @@ class Engine:
         operation.was_read(effects)
 
     def completed(self, operation: Operation) -> None:
-        """All that an operation had to do is done."""
+        """An operation is complete."""
         self.recorder.end(operation.series, operation.seq, operation.posted_s, operation.nbytes)
         self.router.complete(operation)
         if self.deadlines.inquiries:

@@ -1,4 +1,4 @@
-"""From the cause of a failure, a value that every rank has, to the error that each of them raises."""
+"""Errors of failed collectives, made from the cause that every rank has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kfcomm.errors import (
 def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> KfcommError:
     """The error for a collective called ``name`` that failed for this cause; a new one at each call.
 
-    ``title`` is the name for people; ``story`` is told with defects only.
+    ``title`` is the name for people; ``story`` is used for defects only.
     """
     message, key = cause.message, name_of(name)
     match cause.kind:

@@ -1,11 +1,11 @@
-"""Collectives among several hosts, of which the part inside a host is carried out in a slot.
+"""Collectives among several hosts that use a slot of shared memory inside each host.
 
 Where the graphs make a star of a host's ranks, its centre is the *hub* of that host's slot. The others show there what
 they give; when all have, the hub takes it as if it had come by links, does with other hosts what its program says, and
 shows the result instead of sending it to each. So hosts need not agree: one may use its slot while another sends
 chunks, and the bits are the same.
 
-For the ranks of one host all that ``direct`` says holds, with chunks to and from the hub.
+For the ranks of one host the rules of ``direct`` hold, with chunks to and from the hub.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kfcomm.core.machine import DOWN, UP, Effects
 from kfcomm.engine.direct import SlottedOperation
 from kfcomm.engine.operation import Operation
 from kfcomm.transports.shm.slot import HubSlot
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.graph import GraphPair
@@ -42,8 +43,9 @@ class HubOperation(SlottedOperation):
     _host_slot: HubSlot | None = None
     _num_shown = 0
 
+    @override
     def look(self) -> bool:
-        """See ``InSlot.look``: it is not over, but in the slot nothing is waited for any more."""
+        # it is not over, but in the slot nothing is waited for any more
         slot, engine = self.slot, self.engine
         if type(slot) is not HubSlot:
             return False
@@ -61,15 +63,17 @@ class HubOperation(SlottedOperation):
             engine.links.flush()
         return True
 
+    @override
     def reject(self, error: BaseException) -> None:
-        """See ``Operation.reject``: the others of this host, who wait for the result, are told by the abort."""
+        # the others of this host, who wait for the result, are told by the abort
         if self._host_slot is not None:
             self._forget(self._host_slot)
             self._host_slot = None
         super().reject(error)
 
+    @override
     def awaits(self, sender: int) -> bool:
-        """See ``Machine.awaits``: in the slot nothing comes from this host by links."""
+        # in the slot nothing comes from this host by links
         if self.slot is not None and sender in self.work.ranks:
             return False
         return Operation.awaits(self, sender)

@@ -1,4 +1,4 @@
-"""Who is missing: the question that a rank puts to all others about a collective that waits too long."""
+"""Inquiry about a collective that waits too long: all other ranks are asked whether they have posted it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NAMED = 16
 
 
 class Inquiry:
-    """What is known of one waiting collective: from its chunks, and from what the other ranks answer."""
+    """State of one waiting collective, by its chunks and by the answers of the other ranks."""
 
     def __init__(self, operation: Operation, rank: int) -> None:
         self._operation = operation
@@ -63,7 +63,7 @@ class Inquiry:
             then()
 
     def timed_out(self) -> Cause:
-        """The cause of a timeout, with all that is known."""
+        """The cause of a timeout, with the ranks that arrived and those that are missing."""
         arrived, missing = self._arrived_and_missing()
         waited_s = self._operation.waited_s()
         group = self._operation.group

@@ -1,4 +1,4 @@
-"""Interfaces between a session and what it is given: the network, the membership, the door and services."""
+"""Interfaces of a session to its network, to the job's membership, to the next epoch and to services."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Membership(Protocol):
         """Wait until processes that are not known ask to be let in; these."""
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        """Tell those of these births, which are in this epoch from now on, of it; the first ``num_old`` ranks know."""
+        """Tell the processes with these uids that they are in this epoch; the first ``num_old`` ranks know."""
 
     async def give_up(self, births: Collection[int]) -> None:
-        """Tell the launcher that the processes of these births were given up."""
+        """Tell the launcher that the processes with these uids were given up."""
 
     async def let_go(self, births: Collection[int]) -> None:
         """Tell the launcher that the processes with these uids were released; one of these may be this process."""
@@ -43,7 +43,7 @@ class Membership(Protocol):
         """Ask that another process come in the place of this one, which is to go."""
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        """Whether these ranks may go on and the others may not: whoever asks the store first may.
+        """Whether these ranks may survive and the others may not: the first to ask the store may.
 
         Args:
             living: ranks that hear each other.
@@ -80,10 +80,10 @@ class Network(Protocol):
         """The way to a peer, in words."""
 
     def room(self, nbytes: int) -> Array | None:
-        """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
+        """Memory that the other ranks of this host can read in place; None if it is not available."""
 
     def room_nbytes(self) -> int:
-        """Of such bytes, those in use."""
+        """Bytes of such memory in use."""
 
     membership: Membership
     """Of the ranks in the job."""
@@ -98,7 +98,7 @@ class Network(Protocol):
     """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
 
     reports: tuple[DeviceReport, ...]
-    """What all ranks tell of their devices."""
+    """Reports of all ranks on their devices."""
 
     job: str
     """The same text on all ranks of this world, and on those of no other."""
@@ -113,11 +113,11 @@ class Network(Protocol):
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
 
     async def close(self) -> None:
-        """Close everything that is still open. Waits for nobody."""
+        """Close everything that is still open, without waiting for other ranks."""
 
 
 class Door(Protocol):
-    """Where a rank listens for the next epoch, before it is known who that will be.
+    """Listening end of a rank for the next epoch, opened before its members are known.
 
     Attributes:
         part: how the others find it, in some bytes.
@@ -126,10 +126,10 @@ class Door(Protocol):
     part: bytes
 
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
-        """The network of the ranks that go on (their parts, by the ranks that they have had) and of new ones."""
+        """The network of the surviving ranks (their parts, by their former ranks) and of new ones."""
 
     async def close(self) -> None:
-        """Nobody goes through it."""
+        """Close it unused."""
 
 
 class Service(Protocol):

@@ -64,7 +64,7 @@ class LinkTable:
         self._all_closed = asyncio.Event()
 
     def to(self, peer: int) -> PeerSender:
-        """The sender to a peer, to be flushed soon; a link is opened if there is none."""
+        """The sender to a peer, to be flushed soon; a link is opened if needed."""
         sender = self.towards(peer)
         self.dirty[sender] = None
         return sender
@@ -74,7 +74,7 @@ class LinkTable:
         self.dirty[sender] = None
 
     def towards(self, peer: int) -> PeerSender:
-        """The sender to a peer; a link is opened if there is none."""
+        """The sender to a peer; a link is opened if needed."""
         sender = self.by_peer.get(peer)
         if sender is None:
             sender = self.by_peer[peer] = PeerSender(*self._begin(peer))

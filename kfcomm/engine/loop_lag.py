@@ -14,7 +14,7 @@ MEASURED_EVERY_S = 0.1
 
 
 class LoopLag:
-    """Measures one loop, once it was started; until then there is no lag. Readable on any thread."""
+    """Lag of one loop; 0 until it was started. Readable on any thread."""
 
     def __init__(self) -> None:
         self._lag_s = 0.0

@@ -1,4 +1,4 @@
-"""Meeting of the ranks of a world: what each tells of itself, and the checks that all of them can work together."""
+"""Meeting of the ranks of a world: each rank's own description, and the checks that they can work together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
 
 
 class Meeting(NamedTuple):
-    """Where the first epoch met, which stays open through all that follow.
+    """Meeting point of the first epoch, which stays open through all later epochs.
 
     Attributes:
         settings: of this rank in the first epoch.
-        me: what the others were told of this process then.
+        me: this process, as the others know it since then.
         mark: tells apart the worlds of one process, in the names of their sockets.
         rendezvous: of the job's store; None where the ranks found each other by other means.
         server: the store, where this rank serves it.

@@ -1,4 +1,4 @@
-"""Membership of a job in its store: who asks to join, who was let in, released or given up, and what was asked for."""
+"""Membership of a job in its store: joining, welcomed, released and lost processes, and requested sizes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StoreMembership(Membership):
         return await self._meeting.client.find(f"{ENTRY}/{candidate.birth}") is not None
 
     async def _fits(self, candidate: Candidate) -> bool:
-        """Whether a process can be let in: it has not ended, and speaks as these do; else it is told."""
+        """Whether a process can be let in; one that speaks otherwise is sent the reason."""
         if candidate.birth in self._births or candidate.birth in self._meeting.ends:
             return False
         try:
@@ -145,5 +145,5 @@ class StoreMembership(Membership):
 
 
 def is_certain(end: Exit) -> bool:
-    """Whether the process has ended. Of one on a host that is not heard of any more, or has not come, nobody knows."""
+    """Whether the process has ended; unknown, hence False, if its host is silent or has not come."""
     return end.why not in (Why.SILENT, Why.ABSENT)

@@ -1,7 +1,7 @@
-"""What one rank counts and times while it works: calls by key, and the waiting for each peer.
+"""Counters and timings of one rank: calls by key, and the waiting for each peer.
 
 The engine holds a `Meter` and tells it of every chunk that arrives and of every collective that ends; bytes are
-counted by the links (see ``runtime.traffic``). Counting is cheap, since it happens on the engine's loop. The
+counted by the links (see ``engine.traffic``). Counting is cheap, since it happens on the engine's loop. The
 numbers may be read on any thread: a reader may see one number updated before another, but never a wrong number.
 
 The time of a collective, from its post to the last chunk that it gets, is shared out among the peers from which its
@@ -53,7 +53,7 @@ most a factor of ``2**(1/16)``, 4.4 %.
 
 
 class Tally:
-    """What became of the calls under one key.
+    """Outcomes and durations of the calls under one key.
 
     Attributes:
         nbytes: of the results of those that are complete (see ``Operation.nbytes``).
@@ -165,10 +165,10 @@ class Meter(Observer):
     Attributes:
         waited_s: by world rank, for its chunks.
         throughputs: by group id, of monitored calls by name of the strategy.
-        gauges: what a program says of itself, by name: the latest value.
+        gauges: latest values that the program reports, by name.
         steps: by group id and the name under which gradients are averaged.
         now_s: when the burst began that is being handed over; 0 between bursts.
-        settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
+        settle: tallies completions that wait in the recorder, see ``Recorder.settle``; set by the recorder.
         earlier: what this rank has counted in epochs before; None in the first.
     """
 
@@ -208,7 +208,7 @@ class Meter(Observer):
             tally.max_s = taken_s
 
     def tallies(self) -> tuple[Tallies, dict[bytes, Tally]]:
-        """What became of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
+        """Tallies of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
 
         On any thread; the tallies themselves go on.
         """

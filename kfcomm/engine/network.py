@@ -73,7 +73,7 @@ class SocketNetwork(Network):
     Attributes:
         peers: all processes, by rank.
         layout: their hosts.
-        reports: what they tell of their devices.
+        reports: on their devices.
         device_transport: what they have agreed on for device memory.
         job: see ``interfaces.Network``: made of what they have told each other.
         births, epoch: see above.
@@ -125,7 +125,7 @@ class SocketNetwork(Network):
 
         Args:
             settings: of this rank.
-            device: what the others are told of its device.
+            device: of this rank, for the others.
 
         Raises:
             ConfigError: no such interface, or a port that is taken; on all ranks, in the same words, where device
@@ -166,7 +166,7 @@ class SocketNetwork(Network):
 
         Args:
             settings: of this rank; ``store`` says towards which host the others are.
-            device: what the others are told of its device.
+            device: of this rank, for the others.
             exchange: gives what all ranks tell of themselves.
 
         Raises:
@@ -379,7 +379,7 @@ class SocketNetwork(Network):
 
 
 class SocketDoor(Door):
-    """A port, and an abstract Unix socket, for the next epoch; implements ``interfaces.Door``."""
+    """A port, and an abstract Unix socket, for the next epoch."""
 
     def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, epoch: int) -> None:
         self.part: bytes = msgpack.packb([listener.port, unix])
@@ -387,8 +387,8 @@ class SocketDoor(Door):
         self._listener = listener
         self._epoch = epoch
 
+    @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
-        """See ``interfaces.Door``."""
         found = {rank: tuple(msgpack.unpackb(part)) for rank, part in doors.items()}
         return self._network.next(self._listener, found, self._epoch, joiners)
 

@@ -1,4 +1,4 @@
-"""What arrives on the links of one rank: each frame goes to the router, and what that decides is carried out at once.
+"""Receiving end of all links of one rank: each frame goes to the router, whose decisions are carried out at once.
 
 A small payload is taken in during the call that shows it. A large one is first given a place, in the result if it is
 a part of that: then it is written where it belongs.
@@ -96,7 +96,7 @@ class Receiver:
             self._engine.perform(effects)
 
     def place(self, link: Link, header: Header, nbytes: int) -> Payload:
-        """Where a large payload goes: into the result if it is one, else into a block."""
+        """Give a large payload its memory: in the result if it is part of that, else in a block."""
         effects: Effects = []
         ticket = self._router.match(_incoming(link), header, nbytes, effects)
         self._engine.perform(effects)
@@ -131,7 +131,7 @@ class Receiver:
             self._engine.perform(effects)
 
     def burst_end(self, link: Link) -> None:
-        """All that had arrived was handed over: give credit back, and move what was queued."""
+        """End of a burst of frames: give credit back, and move queued frames."""
         if self._meter is not None:
             self._meter.now_s = 0.0
         state = link.state

@@ -1,4 +1,4 @@
-"""What a process did last: a bounded record, for error messages, dumps and the question what a rank is doing.
+"""Bounded log of a rank's latest events, for error messages, dumps and stall reports.
 
 A collective is noted once, when it is complete, with the time of its post; of those in flight the post is known from
 themselves. What has ended is settled in batches: then the meter tallies it, too. Reading is for diagnosis only, and may
@@ -31,7 +31,7 @@ BATCH = 256
 Event: TypeAlias = tuple[float, str, str, int, str]
 """Seconds of the monotonic clock, what happened, name, number of the use, detail."""
 Ended: TypeAlias = "tuple[Series, int, float, float, int]"
-"""A collective that is complete: of which series, number of the use, when posted, when complete, bytes: see
+"""A collective that is complete: its series, number of the use, when posted, when complete, bytes: see
 ``Operation.nbytes``."""
 
 
@@ -140,5 +140,5 @@ def _posted(series: Series, seq: int, when_s: float) -> Event:
 
 
 def _wall_s() -> float:
-    """What the wall clock is ahead of the monotonic one."""
+    """Difference of the wall clock to the monotonic one."""
     return time.time() - monotonic()

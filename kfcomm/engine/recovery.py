@@ -88,7 +88,7 @@ class LinkRecovery:
         self.look_if_in_vain(peer)
 
     def look_if_in_vain(self, peer: int) -> None:
-        """A link to or from this peer has ended: if it has left and sends on no other, all that could come has come.
+        """A link to or from this peer has ended: if it has left and sends on no other, nothing more can arrive.
 
         What waits for it fails a moment later: why it has not sent all, perhaps that another has left, may be heard
         after its own leaving.

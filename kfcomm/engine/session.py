@@ -1,4 +1,4 @@
-"""The world of one epoch: the engine, its ways to the other ranks, and who has gone.
+"""World of one epoch as one rank sees it: its engine, its network, and the epoch's end.
 
 A session lives on one event loop. It tells the engine what the control plane hears, answers for this rank, and
 takes care that everything opened here is closed again. How peers are reached is in its *network*; communicators
@@ -103,7 +103,7 @@ class Session(ControlEvents, StatusSource):
         sessions.add(self)
 
     def say_unshared(self) -> None:
-        """Somebody who asked for symmetric memory got ordinary memory; said once, unless there is nobody else."""
+        """Log, once, that ordinary memory was given where symmetric memory was asked for; not in a world of one."""
         if not self._unshared_said and self.layout.size > 1:
             self._unshared_said = True
             logger.warning("rank %d: symmetric memory is ordinary memory here: the ranks do not share any", self.rank)
@@ -128,7 +128,7 @@ class Session(ControlEvents, StatusSource):
         return pool
 
     def route_of(self, members: Sequence[int]) -> Choice | None:
-        """Which way device memory goes among these ranks; None in a world without devices."""
+        """Route of device memory among these ranks; None in a world without devices."""
         return self.devices.route(members, self.layout.part(members))
 
     # ---------------------------------------------------------------- ControlEvents
@@ -329,7 +329,7 @@ class Session(ControlEvents, StatusSource):
             self._closing.hurry()
 
     def hang_up(self) -> None:
-        """Whoever closes has no patience left: what is still waited for is given up. On the session's loop."""
+        """Stop waiting in ``close`` at once. On the session's loop."""
         self.latest._closing.hurry(0.0)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank makes of what all ranks show: the work of collectives that are carried out in slots.
+"""Reductions over shared-memory contributions: the work of collectives in slots.
 
 Each function of the second half tells it for one verb: how much is shown and read, and how the result is made of it,
 with the bits that chunks would give it along stars.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SharedWork(Work):
-    """What is done with what all ranks show.
+    """Work on the contributions of all ranks.
 
     Args:
         work: the same where there is no slot.
@@ -82,7 +82,7 @@ def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:
 
 
 def reduce_scattered(work: Work, counts: Sequence[int], rank: int) -> SharedWork:
-    """Each folds ``counts[rank]`` elements, its part of all that each gives."""
+    """Each folds ``counts[rank]`` elements, its part of every rank's input."""
     begin, end = _bounds(counts)[rank]
     cut = Cut(
         sum(counts), work.item, work.size, is_whole=True, reads=(begin, end), gives=lambda _, reader: counts[reader]
@@ -164,7 +164,7 @@ def _take(root: int, given: Arrays, out: Array) -> None:
 
 
 def _joined(mine: Sequence[tuple[int, int]]) -> Combine:
-    """What each gives, from where to where, one after the other."""
+    """Concatenation of a range of each rank's input."""
     count = mine[0][1] - mine[0][0]
     if len(set(mine)) == 1 and not mine[0][0]:
         return partial(_stack, count) if count else do_nothing

@@ -76,7 +76,7 @@ class Traffic:
     def rates(self, totals: Totals, now_s: float) -> dict[tuple[int, str], tuple[float, float]]:
         """Bytes per second sent and received, up to ``totals`` at ``now_s``, by peer and kind.
 
-        They are those of the last one to two seconds: nobody who reads them changes what others read.
+        They are those of the last one to two seconds, whatever other readers do.
         """
         since_s, before = self._marks[0]
         passed_s = max(now_s - since_s, 1e-9)

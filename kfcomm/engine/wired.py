@@ -1,6 +1,6 @@
-"""The memory of one collective whose chunks travel in another dtype than the caller's.
+"""Operation whose chunks travel in another dtype than the caller's.
 
-Invariants: links are shown memory of the operation's own, never the caller's. It has room for one chunk's
+Invariants: links are shown memory of the operation's own, never the caller's. It holds one chunk's
 converted bytes at each chunk's place, no more: a chunk goes up at most once, and its result comes down, or is sent
 down, only after the other end has had all of that. What goes down is what came, or what the root has rounded: every
 rank makes its result of the same bytes.
@@ -15,6 +15,7 @@ import numpy as np
 from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
 from kfcomm.engine.operation import Array, Operation, Work
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.reduce import Kernel, Wire
@@ -23,7 +24,7 @@ _EMPTY = memoryview(b"")
 
 
 class WiredWork(Work):
-    """What is done with data that travels in another dtype."""
+    """Work on data that travels in another dtype."""
 
     __slots__ = ("wire",)
 
@@ -49,8 +50,9 @@ class WiredOperation(Operation):
         self._converted: Array | None = None
         self._sent_up: set[int] = set()
 
+    @override
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview:
-        """See ``Operation.to_send``: what is shown is a copy already."""
+        # what is shown is a copy already
         return self.bytes_of(lane, index, source)
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
@@ -78,8 +80,9 @@ class WiredOperation(Operation):
         own = self._part(lane, INPUT, start, stop) if first else partial
         self._wire.fold(own, self._arrived(view), partial)
 
+    @override
     def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
-        """See ``Operation.fold_up``: what is sent is converted, and never where the partial result is."""
+        # what is sent is converted, and never where the partial result is
         self.fold(lane, index, view, first)
 
     def fold_last(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
@@ -119,7 +122,7 @@ class WiredOperation(Operation):
         return np.frombuffer(view, self._wire.wire_dtype)
 
     def _place(self, lane: Lane, start: int, stop: int) -> Array:
-        """Where the converted bytes of a chunk are. Lanes that share one offset differ in the other."""
+        """Place of a chunk's converted bytes. Lanes that share one offset differ in the other."""
         if self._converted is None:
             self._converted = np.empty(max(self._in.size, self._out.size), self._wire.wire_dtype)
         offset = max(lane.input_offset, lane.result_offset)

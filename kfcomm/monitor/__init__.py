@@ -1,6 +1,6 @@
-"""What a process knows of its own communication, for its program and for those who watch it.
+"""Observation of a process's communication: statistics, metrics, timelines, dumps, and tools that read them.
 
-The figures are kept by the runtime (``runtime.meter``, ``runtime.traffic``); this room reads them and makes records of
+The figures are kept by the engine (``engine.meter``, ``engine.traffic``); this layer reads them and makes records of
 them. Invariants: reading happens on any thread, stops nobody, and changes nothing that others read.
 """
 

@@ -1,6 +1,6 @@
-"""A thread that answers whoever asks: asleep until then, and gone without trace when it is stopped.
+"""Thread that answers connections of a listening socket, and sleeps until one comes.
 
-It sleeps in poll(2), so it costs nothing while nobody asks, and a program that keeps its event loop busy, or blocks
+It sleeps in poll(2), so it costs nothing until it is asked, and a program that keeps its event loop busy, or blocks
 it, is answered for all the same. Who says nothing costs no more than a descriptor. Each one who does has a thread for
 as long as it takes, seconds at most, a few of them at a time: for one more the oldest is cut, of the address that has
 most of them, so that nobody keeps others out.
@@ -44,7 +44,7 @@ class _Guest:
 class Attendant:
     """Calls ``serve`` with every connection on which something was said, and closes it then.
 
-    Implements ``interfaces.Service``.
+    A ``Service`` of a session, which does not import it: the launcher uses it too, without the engine.
 
     Args:
         listener: a listening socket, which belongs to the attendant from now on.
@@ -65,12 +65,13 @@ class Attendant:
         self._thread.start()
 
     def descriptors(self) -> list[int]:
-        """See ``interfaces.Service``. Takes no lock: a forked child has no thread that could ever give it back."""
+        """Descriptors that a forked child must let go of."""
+        # takes no lock: a forked child has no thread that could ever release it
         found = [self._listener.fileno(), *(sock.fileno() for sock in list(self._guests))]
         return [descriptor for descriptor in found if descriptor >= 0]
 
     def stop(self) -> None:
-        """See ``interfaces.Service``. Connections that are open are cut off."""
+        """Stop answering, and cut off open connections."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for it

@@ -1,6 +1,6 @@
-"""What a process knows of its collectives, as JSON: on request, or on a signal.
+"""Dumps of a process's collectives as JSON, on request or on a signal.
 
-``kfcomm doctor`` reads the dumps of several processes and says who waits for whom. Invariants: making one
+``kfcomm doctor`` reads the dumps of several processes and names the ranks that hold up others. Invariants: making one
 only reads, so that it can be done on any thread, at any moment, whatever state the process is in.
 """
 

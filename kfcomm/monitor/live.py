@@ -1,7 +1,7 @@
 """The statistics of running jobs, for their user on the same host: each rank answers, and can be found.
 
 A rank with monitoring on listens at an abstract Unix socket (Linux alone has them), whose name holds the user, the job
-and the rank; ``jobs`` reads the names from /proc/net/unix. Whoever connects gets the statistics of the rank's world as
+and the rank; ``jobs`` reads the names from /proc/net/unix. A connection gets the statistics of the rank's world as
 one line of JSON, and the end of the connection. Nothing is left of the name when the process is gone, however it went.
 
 Invariants: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
@@ -99,7 +99,7 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
 
 
 def read(job: Job) -> list[Statistics]:
-    """What the ranks of a job on this host say, by rank; those that are gone by now are left out.
+    """Statistics of the ranks of a job on this host, by rank, without those that have ended meanwhile.
 
     Takes as long as the slowest rank takes to answer, ``PATIENCE_S`` at most for each.
     """
@@ -114,7 +114,7 @@ def job_name(job: str | None, store: str | None) -> str:
 
 
 def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attendant | None:
-    """Answer for a rank from now on; None where that cannot be, which is no reason not to work."""
+    """Answer for a rank from now on; None where the system cannot do that: the rank works all the same."""
     if sys.platform != "linux":
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class PeerStatistics:
-    """What went to and came from one peer over one kind of link.
+    """Traffic with one peer over one kind of link.
 
     Attributes:
         rank: of the peer, in the world.
@@ -114,7 +114,7 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What one rank has counted and timed.
+    """Counters and timings of one rank.
 
     Attributes:
         time_s: when it was read, by the wall clock.
@@ -124,7 +124,7 @@ class Statistics:
         peers: of this process, whatever the group; one record for each kind of link to each, those with which no link
             was ever open left out.
         keys: of the group, in the order of first use.
-        others: what was called under the names beyond the first ``runtime.meter.MAX_KEYS``; None if there are no more.
+        others: what was called under the names beyond the first ``engine.meter.MAX_KEYS``; None if there are no more.
         strategies: of the group, where ``monitored_all_reduce`` was called.
         loop_lag_s: how late this process's event loop is.
         peak_memory_nbytes: the most memory that this process ever had resident; 0 if that is not known.
@@ -159,7 +159,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """What ``as_json`` gave, also after a way through JSON.
+        """Inverse of ``as_json``, also after a way through JSON.
 
         Raises:
             TypeError, KeyError: it is something else.

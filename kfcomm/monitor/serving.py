@@ -1,4 +1,4 @@
-"""Who besides the program may read the figures of a process: its user's other processes, and Prometheus if asked."""
+"""Endpoints of a process's statistics: for its user's other processes, and for Prometheus if asked."""
 
 from __future__ import annotations
 

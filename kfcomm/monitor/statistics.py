@@ -1,4 +1,4 @@
-"""From the figures of the runtime to the records that a program gets."""
+"""Statistics of a communicator, made from the figures of the engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
 
 
 def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
-    """What was exchanged with each peer, by rank."""
+    """Traffic with each peer, by rank."""
     totals = engine.links.traffic.totals()
     rates = engine.links.traffic.rates(totals, time.monotonic())
     kinds = dict(totals.keys())  # of the latest link to each peer

@@ -1,4 +1,4 @@
-"""Where the program is: the stacks of its threads, and the points at which its tasks are suspended."""
+"""Positions of the program: stacks of its threads, and points at which its tasks are suspended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = (PACKAGE, str(Path(os.__file__).parent), *site.getsitepackages(), "<fro
 def threads() -> list[dict[str, Any]]:
     """Every thread: its ``name``, the user's own line ``at`` which it is, and its ``stack``, outermost first.
 
-    The frames of whoever makes a dump are left out.
+    The frames that make a dump are left out.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [

@@ -112,7 +112,7 @@ class _Once:
         return tuple(Way.of(group.engine, group.view, end, self._number, deadline_s) for end in ends)
 
     async def _measure(self, nbytes: int, rounds: int) -> None:
-        """What this rank has to do in a slot: one pair at most is its own."""
+        """This rank's pair in a slot, if it has one."""
         rank = self._group.view.rank
         for way, back in zip(self._ways, self._ways[::-1], strict=True):
             peer = way.source + way.target - rank

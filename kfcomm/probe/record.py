@@ -1,4 +1,4 @@
-"""What a probe found: two matrices, and where the ranks are."""
+"""Result of a probe: two matrices, and the hosts of the ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Probe:
         return network_of(self.layout, *self._lists())
 
     def costs(self) -> Costs:
-        """What messages cost here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
+        """Costs of messages here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
         return costs_of(self.layout, *self._lists())
 
     def keep(self, busy: float | None = None) -> Path:
@@ -117,7 +117,7 @@ class Probe:
     # ---------------------------------------------------------------- as a file
 
     def as_json(self) -> dict[str, Any]:
-        """A record for ``json.dumps``; None stands for the infinite diagonal."""
+        """A record for ``json.dumps``, with None for the infinite diagonal."""
         return {
             "format": FORMAT,
             "hosts": list(self.layout.hosts),
@@ -130,7 +130,7 @@ class Probe:
 
     @classmethod
     def from_json(cls, record: Any) -> Self:
-        """What ``as_json`` gave.
+        """Inverse of ``as_json``.
 
         Raises:
             ConfigError: it is something else.

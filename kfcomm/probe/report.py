@@ -30,7 +30,7 @@ FORECAST_NBYTES: Final = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What an all_reduce should take by the cost model.
+    """Time of an all_reduce by the cost model.
 
     Attributes:
         strategy: its name.
@@ -60,7 +60,7 @@ def as_text(probe: Probe) -> str:
 
 
 def summary(probe: Probe) -> str:
-    """Who was measured."""
+    """Header: the ranks that were measured."""
     ranks, hosts = probe.size, probe.layout.num_hosts
     return f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
 
@@ -71,7 +71,7 @@ def tables(probe: Probe) -> tuple[tuple[str, Matrix, Sequence[tuple[float, str]]
 
 
 def unit_of(matrix: Matrix, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit of which the matrix's median, its diagonal left out, has one at least."""
+    """The largest unit that is at most the matrix's median, without its diagonal."""
     size = len(matrix)
     off = [float(matrix[a, b]) for a in range(size) for b in range(size) if a != b]
     middle = statistics.median(off) if off else 0.0
@@ -84,7 +84,7 @@ def cell(value: float) -> str:
 
 
 def findings(probe: Probe) -> list[str]:
-    """What stands out, in sentences: slow hosts, then slow links, then distant ones."""
+    """Findings, in sentences: slow hosts, then slow links, then distant ones."""
     if probe.size == 1:
         return ["One rank has no links."]
     found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe)]

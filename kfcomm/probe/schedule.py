@@ -1,4 +1,4 @@
-"""Who measures when: slots of rank pairs, such that no two pairs of a slot share a port. Pure arithmetic.
+"""Schedule of a probe: slots of rank pairs, such that no two pairs of a slot share a port. Pure arithmetic.
 
 Between hosts, rounds are those of a tournament (the circle method): in each, every host meets one other, and each of
 its ranks meets each of the other's, one pair after the other. Inside of hosts there is one pair at a time, on all hosts
@@ -27,7 +27,7 @@ def slots_of(layout: Layout) -> list[Slot]:
 
 
 def _tournament(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds in which every two of ``size`` meet once, and nobody meets two; one rests where the number is odd."""
+    """Rounds in which every two of ``size`` meet once, one pair each per round; one rests if the number is odd."""
     even = size + size % 2
     seats = list(range(even))
     for _ in range(even - 1):

@@ -50,7 +50,7 @@ MOST_USES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of one way: seconds from end to end, bytes per second, and seconds of work for each chunk."""
+    """Measurement of one way: seconds from end to end, bytes per second, and seconds of work for each chunk."""
 
     latency_s: float
     bandwidth: float
@@ -101,7 +101,7 @@ class Way:
         engine.refuse(view, PROBE_KEY, message, seq=self.next_seq)
 
     def missing(self, error: CollectiveTimeout) -> tuple[int, ...] | None:
-        """Who was not there in time, as ranks of the group; None if the error is not of this way."""
+        """Ranks of the group that were not there in time; None if the error is not of this way."""
         failed = [handle for handle in self.under_way if handle.done() and not handle.cancelled()]
         if not any(handle.exception() is error for handle in failed):
             return None
@@ -134,7 +134,7 @@ def pair_id(view: GroupView, source: int, target: int) -> bytes:
 
 
 def _heard(done: asyncio.Future[None]) -> None:
-    """What is prepared for and not awaited may fail without a word."""
+    """Operations that are prepared and not awaited may fail silently."""
     if not done.cancelled():
         done.exception()
 
@@ -194,7 +194,7 @@ async def follow(way: Way, back: Way, rounds: int) -> None:
 
 
 async def _message(way: Way, back: Way, data: Array) -> float:
-    """Seconds that a message takes, once the other end has made room for it."""
+    """Seconds that a message takes, once the other end has memory for it."""
     ready = back.recv(np.empty(1, np.uint8))
     await way.send(np.array([len(data)], np.int64))
     await ready

@@ -1,4 +1,4 @@
-"""What the control plane is to its users: news of failures, of peers that go, and answers about who posted what.
+"""Control plane as its users see it: news of failures and leaving peers, and answers about posted collectives.
 
 An engine moves data and holds a `ControlPlane`; the plane tells the engine what it hears by `ControlEvents`, and
 asks `StatusSource` on behalf of the peers. None of this ever waits for an engine: a rank that computes for minutes
@@ -35,7 +35,7 @@ ToldClock = Callable[[ClockSample | None], None]
 
 
 class ControlEvents(Protocol):
-    """Who hears the news (the engine). All calls come where the engine runs."""
+    """Receiver of the news (the session). All calls come where the engine runs."""
 
     def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
         """``rank`` has opened a connection for data and proven who it is; the connection is the engine's now."""
@@ -61,13 +61,13 @@ class ControlEvents(Protocol):
 
 
 class StatusSource(Protocol):
-    """What a rank can say of itself. Called on another thread at any time; must not wait for the engine."""
+    """State of a rank, for the others. Called on another thread at any time; must not wait for the engine."""
 
     def is_posted(self, group: bytes, key: str, seq: int) -> bool:
         """Whether this rank has posted that collective, now or earlier."""
 
     def activity(self) -> str:
-        """What this rank did last, and when, in words: ``posted 'grad/7' 1.2 s ago``."""
+        """Latest activity of this rank, and when, in words: ``posted 'grad/7' 1.2 s ago``."""
 
 
 class ControlPlane(Protocol):
@@ -102,7 +102,7 @@ class ControlPlane(Protocol):
         """
 
     async def leave(self, timeout_s: float) -> None:
-        """Say that this rank posts nothing more, and stay until nobody needs its answers.
+        """Say that this rank posts nothing more, and stay until its answers are not needed any more.
 
         That is so once every other rank has asked what it wants to know, is leaving too, or is lost. Returns after
         ``timeout_s`` in any case.

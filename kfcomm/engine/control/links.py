@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_LINKS_PER_PEER = 2
 MAX_QUEUED_NBYTES = 4 << 20
 SUSPECT_TRIES = 6
-"""Dials without a verdict, after which a suspected peer that is no neighbour is left alone."""
+"""Dials without an outcome, after which a suspected peer that is not a neighbour is left alone."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SETTLED_AFTER_S = 30.0
@@ -146,7 +146,7 @@ class Links(Inbound):
                     await link.wait_closed()
 
     def end_all(self) -> None:
-        """Say goodbye on every link, and dial nobody any more."""
+        """Say goodbye on every link, and dial no more."""
         for task in self._dialling.values():
             task.cancel()
         for link in self._all:

@@ -17,16 +17,17 @@ from typing import Any
 
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.core.membership import Message
-from kfcomm.engine.control.base import GONE, Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.engine.control.base import GONE, Answer, ControlEvents, ControlPlane, StatusSource, ToldClock
 from kfcomm.engine.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.reactor import Reactor
+from kfcomm.types import override
 
 News = Callable[[ControlEvents], None]
 
 
 class MemoryHub:
-    """What the control planes of one world of ``size`` share."""
+    """Shared state of the control planes of one world of ``size``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,7 +53,7 @@ class MemoryHub:
             return plane
 
     def kill(self, rank: int) -> None:
-        """Rank ``rank`` is gone from one moment to the next: it hears and says nothing more, the others are told."""
+        """Rank ``rank`` is gone from one moment to the next: it falls silent, and the others are notified."""
         with self.lock:
             if rank in self.planes:
                 self.planes[rank].silence()
@@ -91,12 +92,12 @@ class MemoryHub:
                 self.tell_others(rank, lambda events: events.on_ended(rank))
 
     def changed(self) -> None:
-        """Who waits in `MemoryControl.leave` looks again."""
+        """Make the ranks in `MemoryControl.leave` check again."""
         for plane in self.planes.values():
             plane.look_again()
 
 
-class MemoryControl:
+class MemoryControl(ControlPlane):
     """The plane of one rank in a `MemoryHub`; implements `kfcomm.engine.control.base.ControlPlane`.
 
     Attributes:
@@ -116,8 +117,8 @@ class MemoryControl:
         self._released: set[int] = set()
         self._clear = asyncio.Event()
 
+    @override
     def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
-        """See `ControlPlane.abort`."""
         with self._hub.lock:
             if self._open:
                 self._hub.tell_others(self.rank, lambda events: events.on_abort(group, key, seq, list(cause)))
@@ -125,19 +126,19 @@ class MemoryControl:
     def suspect(self, rank: int, reason: str) -> None:
         """Nothing to find out: in one process it is always known who is gone."""
 
+    @override
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
-        """See `ControlPlane.declare_lost`."""
         if self._open and rank != self.rank:
             self._hub.declare_lost(rank, reason, has_ended=has_ended)
 
+    @override
     def agree(self, number: int, message: Message) -> None:
-        """See `ControlPlane.agree`."""
         with self._hub.lock:
             if self._open:
                 self._hub.tell_others(self.rank, lambda events: events.on_agreement(self.rank, number, message))
 
+    @override
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
-        """See `ControlPlane.query`."""
         with self._hub.lock:
             for plane in list(self._hub.planes.values()):
                 asked = plane.rank == target or (target == EVERYBODY and plane.rank != self.rank)
@@ -145,8 +146,8 @@ class MemoryControl:
                     question = partial(plane.answer_to, self, ops, answer, is_for_all=target == EVERYBODY)
                     self._hub.carry(self.rank, plane.rank, question)
 
+    @override
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
-        """See `ControlPlane.compare_clocks`."""
         with self._hub.lock:
             peer = self._hub.planes.get(rank)
             sample: ClockSample | None = None
@@ -155,8 +156,8 @@ class MemoryControl:
                 sample = sample_of(asked_ns, heard_ns, peer.clock(), self.clock())
             self._post(told, sample)
 
+    @override
     async def leave(self, timeout_s: float) -> None:
-        """See `ControlPlane.leave`."""
         with self._hub.lock:
             if self._open and self.rank not in self._hub.left:
                 self._hub.left.add(self.rank)
@@ -166,15 +167,15 @@ class MemoryControl:
             async with asyncio.timeout(timeout_s):
                 await self._clear.wait()
 
+    @override
     def needed_by(self) -> list[int]:
-        """See `ControlPlane.needed_by`."""
         return sorted(set(range(self._hub.size)) - {self.rank} - self._released - self._hub.left - self._hub.lost)
 
     def linger(self) -> None:
         """Nothing to do: who is given up here hears it in any case."""
 
+    @override
     def stop(self, goodbye_s: float = 0.0) -> None:
-        """See `ControlPlane.stop`."""
         with self._hub.lock:
             if self._open:
                 self.silence()
@@ -200,7 +201,7 @@ class MemoryControl:
             self._post(self._clear.set)
 
     def let_go(self, rank: int) -> None:
-        """That rank will ask this one nothing any more."""
+        """That rank asks this one no more questions."""
         self._released.add(rank)
         self.look_again()
 

@@ -7,8 +7,8 @@ is to the others, in this order and never back::
        └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
 
 A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. It
-floods its *farewell*, a question to everybody that names no collective. Each of the others answers it when it has asked
-all that it wants to know, unless it leaves too, which says the same. So leaving takes two floods, and one answer from
+floods its *leave question*, which goes to all ranks and names no collective. Each of the others answers it when it has
+no questions left, unless it leaves too, which says the same. So leaving takes two floods, and one answer from
 each rank that stays. A flood from each of these, as for any other question, was size³ messages where all leave at once,
 and a third of the processor time of a job of 32 ranks that met once.
 """
@@ -74,8 +74,8 @@ class ControlNode:
         self._released: set[int] = set()
         self._is_over = False
         self._is_leaving = False
-        self._farewell: Question | None = None
-        self._farewells: dict[int, int] = {}
+        self._leave_question: Question | None = None
+        self._leave_questions: dict[int, int] = {}
         self._done_with: set[int] = set()
         self._when_free: list[Callable[[], None]] = []
 
@@ -121,15 +121,15 @@ class ControlNode:
             self._ask(self._questions.ask(ops, target, answer))
 
     def leave(self, when_free: Callable[[], None]) -> None:
-        """See `ControlPlane.leave`; ``when_free`` is called once nobody needs this rank, or its plane closes."""
+        """See `ControlPlane.leave`; ``when_free`` is called once no rank needs this one, or its plane closes."""
         self._when_free.append(when_free)
         if not self._is_leaving:
             self._is_leaving = True
             self._flood([Body.LEAVING, self.rank])
             self._look_who_needs_me()
             if self._when_free:
-                self._farewell = self._questions.ask([], EVERYBODY, None)
-                self._ask(self._farewell)
+                self._leave_question = self._questions.ask([], EVERYBODY, None)
+                self._ask(self._leave_question)
         self._look_who_needs_me()
 
     def needed_by(self) -> list[int]:
@@ -165,7 +165,7 @@ class ControlNode:
         return not self._is_over and self.rank not in self._lost
 
     def maintain(self) -> None:
-        """Dial the neighbours to which there is no link."""
+        """Dial the neighbours without a link."""
         if not self.seeks:
             return
         for rank in self._gossip.missing:
@@ -273,25 +273,25 @@ class ControlNode:
         return [self._status.is_posted(group, key, seq) for group, key, seq in ops]
 
     def _on_query(self, origin: int, number: int, target: int, ops: list[list[Any]]) -> None:
-        # on every way a LEAVING comes before the farewell that follows it
-        is_farewell = target == EVERYBODY and not ops and origin in self._left
-        if is_farewell and origin not in self._done_with:
-            self._farewells[origin] = number
+        # on every way a LEAVING comes before the leave question that follows it
+        is_leave_question = target == EVERYBODY and not ops and origin in self._left
+        if is_leave_question and origin not in self._done_with:
+            self._leave_questions[origin] = number
         elif target in (EVERYBODY, self.rank):
             self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
 
     def _release(self, rank: int) -> None:
         """This rank needs nothing more of ``rank``, which leaves."""
         self._done_with.add(rank)
-        if rank in self._farewells and not self._is_leaving:
-            self._carry_out(self._gossip.answer(rank, self._farewells.pop(rank), [], self._status.activity()))
+        if rank in self._leave_questions and not self._is_leaving:
+            self._carry_out(self._gossip.answer(rank, self._leave_questions.pop(rank), [], self._status.activity()))
 
     def _on_status(self, number: int, rank: int, posted: list[bool], activity: str) -> None:
         found = self._questions.reply(number, rank, posted)
         if found is None:
             return
         question, whole = found
-        if question is self._farewell:
+        if question is self._leave_question:
             self._released.add(rank)
             self._look_who_needs_me()
         if question.answer is not None:
@@ -333,7 +333,7 @@ class ControlNode:
             self._free()
 
     def _free(self) -> None:
-        if self._farewell is not None:
-            self._questions.close(self._farewell)
+        if self._leave_question is not None:
+            self._questions.close(self._leave_question)
         while self._when_free:
             self._when_free.pop()()

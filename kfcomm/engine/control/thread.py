@@ -25,7 +25,7 @@ from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import Hello, Purpose
 from kfcomm.core.membership import Message
 from kfcomm.core.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
-from kfcomm.engine.control.base import GOODBYE_S, Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.engine.control.base import GOODBYE_S, Answer, ControlEvents, ControlPlane, StatusSource, ToldClock
 from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.engine.control.node import ControlNode
 from kfcomm.engine.control.upcalls import Upcalls
@@ -34,6 +34,7 @@ from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, 
 from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Connection, Listener
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.common.tls import Tls
@@ -50,7 +51,7 @@ _LOG = logging.getLogger("kfcomm.control")
 
 
 def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
-    """Where a peer can be reached from another process: by its Unix socket too if both are on one host."""
+    """Addresses of a peer, as another process reaches it: by its Unix socket too if both are on one host."""
     tcp: Address = (peer.address, peer.port)
     if peer.unix is None or peer.host != seen_from.host:
         return (tcp,)
@@ -58,7 +59,7 @@ def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
 
 
 class World(NamedTuple):
-    """Who takes part, and what they share.
+    """Members of a world, and what they share.
 
     Attributes:
         rank: this process's rank.
@@ -83,7 +84,7 @@ class World(NamedTuple):
     show_life: Callable[[], None] | None = None
 
     def identity(self, rank: int) -> Identity:
-        """Who ``rank`` has to prove to be."""
+        """Identity that ``rank`` has to prove."""
         return Identity(rank, self.peers[rank].uid)
 
     async def dial(self, rank: int, addresses: Sequence[Address], purpose: int, timeout_s: float) -> Connection:
@@ -98,7 +99,7 @@ class World(NamedTuple):
         )
 
     def objection(self, hello: Hello) -> str | None:
-        """Why this dialler is no peer of this process, or None."""
+        """Why this dialler is refused, or None."""
         if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
             return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
         if hello.uid != self.peers[hello.rank].uid:
@@ -106,7 +107,7 @@ class World(NamedTuple):
         return None
 
 
-class ControlThread:
+class ControlThread(ControlPlane):
     """The control plane of a process; implements `kfcomm.engine.control.base.ControlPlane`.
 
     Args:
@@ -142,8 +143,8 @@ class ControlThread:
         self._thread.start()
         self._ready.wait()
 
+    @override
     def needed_by(self) -> list[int]:
-        """See `ControlPlane.needed_by`."""
         return [] if self._node is None else self._node.needed_by()
 
     def stop(self, goodbye_s: float = GOODBYE_S) -> None:
@@ -179,37 +180,37 @@ class ControlThread:
 
     # ControlPlane.
 
+    @override
     def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
-        """See `ControlPlane.abort`."""
         self._call(lambda node: node.abort(group, key, seq, cause))
 
+    @override
     def suspect(self, rank: int, reason: str) -> None:
-        """See `ControlPlane.suspect`."""
         self._call(lambda node: node.suspect(rank, reason))
 
+    @override
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
-        """See `ControlPlane.declare_lost`."""
         self._call(lambda node: node.declare_lost(rank, reason, has_ended=has_ended))
 
+    @override
     def agree(self, number: int, message: Message) -> None:
-        """See `ControlPlane.agree`."""
         self._call(lambda node: node.agree(number, message))
 
+    @override
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
-        """See `ControlPlane.query`."""
         asked = list(ops)
         self._call(lambda node: node.query(asked, target, answer))
 
+    @override
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
-        """See `ControlPlane.compare_clocks`."""
         self._call(lambda _: self._compare(self._ask_clock(rank, told)))
 
+    @override
     def linger(self) -> None:
-        """See `ControlPlane.linger`."""
         self._call(lambda node: node.linger())
 
+    @override
     async def leave(self, timeout_s: float) -> None:
-        """See `ControlPlane.leave`."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 

@@ -26,7 +26,7 @@ class Upcalls:
         self._offered: dict[Connection, tuple[int, int]] = {}
 
     def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
-        """Hand a data connection over; it is closed if there is nobody to take it."""
+        """Hand a data connection over; it is closed if it is not taken."""
         self._offered[connection] = (rank, purpose)
         if not self.post(self._take, connection):
             self._close_offered()

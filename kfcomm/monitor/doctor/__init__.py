@@ -1,4 +1,4 @@
-"""Who waits for whom, from the dumps of several ranks: what ``kfcomm doctor`` says.
+"""Diagnosis of a hang from the dumps of several ranks, for ``kfcomm doctor``.
 
 Dumps are read and checked in ``records``, put together in ``diagnosis``, judged in ``findings``, and put into words
 in ``report``. Nothing here talks to a process: a dump of yesterday is as good as one of now.

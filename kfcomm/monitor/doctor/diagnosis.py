@@ -21,7 +21,7 @@ class Wait:
         finished: ranks on which it is over: how it ended there.
         missing: ranks whose dump shows that they have not posted it.
         heard: ranks without a dump, known from others' to have posted it.
-        unknown: ranks without a dump of which nothing is known.
+        unknown: ranks without a dump and without any sign of theirs.
     """
 
     key: CollectiveKey
@@ -36,7 +36,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What a rank was last known to do.
+    """Latest known activity of a rank.
 
     Attributes:
         did: its latest event, in words.

@@ -1,4 +1,4 @@
-"""What stands out in a diagnosis: the likely causes, each in a sentence, the likeliest first."""
+"""Likely causes in a diagnosis, each in a sentence, the likeliest first."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _behind(diagnosis: Diagnosis) -> Iterator[Finding]:
 
 
 def _late(diagnosis: Diagnosis) -> Iterator[Finding]:
-    """Ranks that are waited for and wait for nobody: where everything ends up."""
+    """Ranks that are waited for and do not wait themselves: the end of every chain."""
     stuck = {rank for wait in diagnosis.waits if wait.missing or wait.unknown for rank in wait.waiting}
     awaited: dict[int, set[int]] = {}
     for wait in diagnosis.waits:

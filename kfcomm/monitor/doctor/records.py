@@ -60,7 +60,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank knew when its dump was made; see ``kfcomm.monitor.dump_record`` for the fields of the file.
+    """State of one rank when its dump was made; see ``kfcomm.monitor.dump_record`` for the fields of the file.
 
     Attributes:
         uses: how often each name was used, by group and name.
@@ -89,8 +89,8 @@ def read(patterns: Iterable[str]) -> list[Record]:
         patterns: names of files; those that do not exist may have ``*``, ``?`` and ``[...]`` in them.
 
     Raises:
-        ConfigError: a file cannot be read or is no dump, two are of different jobs, or there is no record at all;
-            names the file and what is wrong.
+        ConfigError: a file cannot be read or holds something else than a dump, two are of different jobs, or there
+            is no record at all; names the file and what is wrong.
     """
     newest: dict[int, Record] = {}
     for path in [path for pattern in patterns for path in _files(pattern)]:
@@ -176,7 +176,7 @@ def _event(event: Any) -> Event:
 
 
 def _places(one: dict[str, Any]) -> tuple[str, ...]:
-    """Where its tasks are, if it has any: then its threads say no more than that a loop runs."""
+    """Positions of its tasks; of its threads only without tasks, since they show no more than a running loop."""
     for kind in ("tasks", "threads"):
         found = tuple(dict.fromkeys(_is(str, each["at"]) for each in one[kind] if each["at"]))
         if found:

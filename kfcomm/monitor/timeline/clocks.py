@@ -68,7 +68,7 @@ class RankClock:
 
 
 def clocks_of(traces: Sequence[TraceFile]) -> Mapping[int, RankClock]:
-    """The clock of every rank of which there is a trace; ``traces`` by rank."""
+    """The clock of every rank with a trace; ``traces`` by rank."""
     by_host: dict[int, RankClock] = {}
     clocks: dict[int, RankClock] = {}
     for trace in traces:

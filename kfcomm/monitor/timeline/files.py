@@ -69,7 +69,7 @@ class TraceFile:
 
 
 def find_files(places: Sequence[str | Path]) -> list[Path]:
-    """The trace files that these folders, files and patterns stand for, each once.
+    """The trace files in these folders, files and patterns, each once.
 
     Raises:
         ConfigError: there is no such file, or there are none in a folder.
@@ -113,7 +113,7 @@ def read_files(places: Sequence[str | Path]) -> list[TraceFile]:
 
 
 def missing_ranks(traces: Sequence[TraceFile]) -> list[int]:
-    """The ranks of the job of which there is no trace."""
+    """The ranks of the job without a trace."""
     return sorted(set(range(traces[0].about.size)) - {trace.about.rank for trace in traces})
 
 

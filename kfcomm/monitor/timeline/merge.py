@@ -19,7 +19,7 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was merged.
+    """Result of a merge.
 
     Attributes:
         traces: the ranks', by rank.
@@ -86,7 +86,7 @@ def aligned(trace: TraceFile, clock: RankClock) -> Iterator[Event]:
 
 
 class Unended:
-    """What has begun in a trace and not ended.
+    """Events of a trace that have begun and not ended.
 
     Attributes:
         last_ns: the latest time of all.

@@ -1,4 +1,4 @@
-"""What took long, and who was waited for, from the traces of all ranks.
+"""Summary of the traces of all ranks: slow collectives, and ranks that were waited for.
 
 A collective cannot be over before its last rank has posted it. So of its time, what passes until the last rank posts is
 time that the others wait for that rank; what follows is the exchange. Where clocks are compared between hosts, times
@@ -87,7 +87,7 @@ class WaitedFor:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the traces say.
+    """Findings in the traces.
 
     Attributes:
         traces: the ranks'.

@@ -161,7 +161,7 @@ class Translator:
             self._note_early((key, seq), peer)
 
     def _begin(self, lines: list[str], kind: int, peer: int, key: Key) -> str:
-        """What the chunks of one name have in common, up to the time: half of the work of a line."""
+        """Common part of the lines of one name's chunks, up to the time: half of the work of a line."""
         if len(self._begins) >= MAX_REMEMBERED:
             self._begins.clear()
         if kind == SENT:
@@ -209,7 +209,7 @@ class Translator:
             )
 
     def _has(self, lines: list[str], ns: int, peer: int, name: str) -> None:
-        """A collective has all that it needs of a peer."""
+        """A collective has received everything from a peer."""
         self._awaiting[peer] -= 1
         if not self._awaiting[peer]:
             title = f"waiting for rank {peer}"
@@ -264,7 +264,7 @@ class Translator:
         return name
 
     def _kind(self, signature: Signature, group: GroupView) -> str:
-        """What all collectives of one signature have in common, as members of ``args``."""
+        """Common members of ``args`` of all collectives of one signature."""
         kind = self._kinds.get((signature, group.id))
         if kind is None:
             if len(self._kinds) >= MAX_REMEMBERED:

@@ -1,4 +1,4 @@
-"""What a job did between two looks at it: rates of what only ever grows, and who was waited for meanwhile."""
+"""Change of a job between two looks: rates of counters, and ranks that were waited for."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Change:
 
     @property
     def answers(self) -> list[Statistics]:
-        """What those say that answer."""
+        """Answers of the ranks that answer."""
         return [change.now for change in self.ranks.values() if change.now is not None]
 
     @property
@@ -142,7 +142,7 @@ class Watcher:
         self._size = self._epoch = 0
 
     def look(self) -> Change:
-        """What the job has done since the last look. Takes as long as its slowest rank to answer, some 5 s at most."""
+        """Change of the job since the last look. Takes as long as its slowest rank to answer, some 5 s at most."""
         found = next((job for job in self._find() if job.name == self.job), Job(self.job, ()))
         met = self._met
         here = {name: self._known(rank, name, said) for (rank, name), said in self._ask(found)}

@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; where there is no room, those go first whose ``goes`` is largest, and those with 0 never."""
+    """A column of a table; on a narrow terminal, those go first whose ``goes`` is largest, and those with 0 never."""
 
     head: str
     goes: int = 0
@@ -108,7 +108,7 @@ def summary(change: Change) -> list[str]:
 
 
 def alarms(change: Change) -> list[Line]:
-    """What is wrong, one line each."""
+    """Warnings, one line each."""
     silent = [rank for rank, one in change.ranks.items() if one.now is None]
     lines = []
     if change.has_ended:
@@ -121,7 +121,7 @@ def alarms(change: Change) -> list[Line]:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row], count: int, width: int) -> list[Line]:
-    """The first ``count`` rows, with the columns for which there is room."""
+    """The first ``count`` rows, with the columns that fit."""
     cells = [row for row, _ in rows[:count]]
     widths = [max([len(column.head), *(len(row[i]) for row in cells)]) for i, column in enumerate(columns)]
     kept = list(range(len(columns)))
@@ -141,7 +141,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row], count: int, width: int
 
 
 def shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """How many rows each table gets: `MIN_ROWS` each, then one by turns, as long as there is room."""
+    """How many rows each table gets: `MIN_ROWS` each, then one by turns, as long as they fit."""
     if room is None:
         return list(wanted)
     given = [min(MIN_ROWS, count) for count in wanted]
@@ -179,7 +179,7 @@ def clipped(text: str, width: int) -> str:
 
 
 def _rate(change: Change, per_s: float, digits: int = 0) -> str:
-    """What two looks tell, and one does not."""
+    """Columns that need two looks."""
     return f"{per_s:,.{digits}f}" if change.passed_s else "-"
 
 
