@@ -108,8 +108,6 @@ class Session(ControlEvents, StatusSource):
             self._unshared_said = True
             logger.warning("rank %d: symmetric memory is ordinary memory here: the ranks do not share any", self.rank)
 
-    # ---------------------------------------------------------------- groups
-
     def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
         """A group is closed here: what is in flight in it, under any of its ids, fails, and it is forgotten."""
         self.engine.abandon(ids, reason)
