@@ -31,7 +31,7 @@ from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.common.tracebacks import terse
 from kfcomm.engine.direct import LATE_S
 from kfcomm.errors import KfcommError, SessionClosed
-from kfcomm.sync.bell import Bell
+from kfcomm.sync.lock import Bell
 from kfcomm.sync.put_off import PutOff
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver

@@ -1,4 +1,4 @@
-"""Engine lock: its holder, one thread at a time, may use everything that lives in the engine.
+"""Engine lock, whose holder may use everything in the engine, and the bell that wakes a waiting caller.
 
 Invariants:
 
@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -49,3 +50,22 @@ class EngineLock:
         """Let others have it; nothing if it is not this thread's."""
         if self.is_mine():
             self.release()
+
+
+class Bell:
+    """Wakes one sleeping thread. Safe in a signal handler, unlike an event: it takes no lock that a sleeper holds."""
+
+    __slots__ = ("_silent",)
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """Wake the sleeper, or the next one."""
+        with contextlib.suppress(RuntimeError):  # it was rung already
+            self._silent.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until it is rung, and reset it. Return whether it was rung."""
+        return self._silent.acquire(timeout=timeout_s)
