@@ -1,9 +1,9 @@
-"""A collective backend in host memory: what NCCL is to the runtime, without it.
+"""Fake collective backend in host memory, in place of NCCL.
 
 The ranks of one test share a `FakeFabric`. Work that a rank launches runs when every rank of the group has launched its
-own at the same place, and the streams of all have come to it; until then each stream is stuck there, and what is to be
-written is poisoned. Ranks that launch different things at one place, which NCCL would answer with wrong numbers or a
-hang, are told so, and so is the test.
+own at the same place, and the streams of all have reached it. Until then each stream is stuck there, and its target
+memory is poisoned. If ranks launch different work at one place, which NCCL would answer with wrong numbers or a hang,
+the ranks and the test get an error.
 
 Invariants: as `kfcomm.testing.streams` says, nothing happens on a thread of its own. Only ``connect`` waits.
 
@@ -30,12 +30,12 @@ from kfcomm.types import Op, Verb
 
 
 class FakeFabric:
-    """What joins the fake devices of one test; implements `kfcomm.transports.backend.BackendMaker` for all its ranks.
+    """Fabric between the fake devices of one test; a `kfcomm.transports.backend.BackendMaker` for all its ranks.
 
     Attributes:
-        violations: what the ranks launched that a real backend would answer with wrong numbers or a hang: a test ends
-            with none.
-        launched: all that was, in order: the identity of the group, the rank, and what.
+        violations: launches that a real backend would answer with wrong numbers or a hang: a correct test has
+            none.
+        launched: all launches, in order: the identity of the group, the rank, and what.
     """
 
     name = "fake"
@@ -80,13 +80,13 @@ class FakeFabric:
     # ---------------------------------------------------------------- faults
 
     def refuse(self, message: str) -> None:
-        """Nobody connects any more, those who are waiting for the others included."""
+        """Refuse all connections from now on, also those that wait for other ranks."""
         with self._meeting:
             self._refusal = message
             self._meeting.notify_all()
 
     def stop(self, who: int | FakeDevice) -> None:
-        """What a rank of any group, or a device, launches does not run any more: the others hang, until they abort."""
+        """Run no launch of this rank or device from now on: the others hang, until they abort."""
         with SCHEDULER.lock:
             self._stopped.add(who)
 
@@ -287,7 +287,7 @@ class FakeBackend:
             stream.add(launch)
 
     def ended(self, place: int) -> None:
-        """What was launched as the n-th is over, one way or the other."""
+        """Forget the n-th launch, which has ended or failed."""
         del self._under_way[place]
 
     def failure(self) -> str | None:

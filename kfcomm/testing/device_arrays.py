@@ -1,4 +1,4 @@
-"""Arrays in the memory of a fake device, and what is said when a stream touches them.
+"""Arrays in the memory of a fake device, and the record of streams that touch them.
 
 Invariants: NumPy cannot read them, and nothing else than work on a stream does (but for ``get``).
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class FakeKind:
-    """How `kfcomm.arrays.on_device` reads and makes a `FakeArray`; implements its ``DeviceKind``."""
+    """Kind of a `FakeArray`: reads and makes one for `kfcomm.arrays.on_device`."""
 
     name = "fake array"
 
     def ordinal(self, x: FakeArray) -> int:
-        """That of its device."""
+        """Stream of its device."""
         return x.device.ordinal
 
     def current_stream(self, x: FakeArray) -> FakeStream:
@@ -41,7 +41,7 @@ class FakeKind:
         """``given`` itself.
 
         Raises:
-            ConfigError: it is no stream of this device.
+            ConfigError: it is a stream of another device.
         """
         if not isinstance(given, FakeStream) or given.device is not device:
             raise ConfigError(f"{given!r} is no stream of {device}")
@@ -83,7 +83,7 @@ class FakeKind:
         return flat.reshape(shape)
 
     def span(self, flat: FakeArray) -> tuple[int, int]:
-        """Where flat memory begins and ends."""
+        """First and last address of flat memory."""
         low, high = byte_bounds(flat.memory)
         return low, high if flat.size else low
 
@@ -206,7 +206,7 @@ class FakeArray:
 
 
 class Uses:
-    """What an item on a stream will read and write.
+    """Memory that an item on a stream will read and write.
 
     The memory must still be there when its turn comes, unless that is on the stream for which it was made: as of CuPy's
     and torch's, what is freed is used again in the order of that one.

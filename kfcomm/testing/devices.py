@@ -90,7 +90,7 @@ class FakeDevice:
 
     @property
     def report(self) -> DeviceReport:
-        """What the other ranks learn of it, as fixed by the arguments."""
+        """Report for the other ranks, as fixed by the arguments."""
         return self._report
 
     @property
@@ -119,7 +119,7 @@ class FakeDevice:
         stream.add(Wait(mark))
 
     def notify(self, stream: FakeStream, done: Promise) -> None:
-        """Implement `Device.notify`. Called in the thread that ends the last of the work: here, if there is none."""
+        """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once if it has ended."""
         self.check_stream(stream)
         with SCHEDULER.entered():
             self._promises.num_open += 1
@@ -208,7 +208,7 @@ class FakeDevice:
 
     @property
     def streams(self) -> tuple[FakeStream, ...]:
-        """All that there are, the default stream first, also those that the program made for itself."""
+        """All streams, the default stream first, those made by the program included."""
         with SCHEDULER.lock:
             return tuple(self._streams)
 
@@ -219,7 +219,7 @@ class FakeDevice:
             one.hold(True)
 
     def release(self, stream: FakeStream | None = None) -> None:
-        """What was held back on this stream, or on all, is done before this returns, unless it waits for others."""
+        """Execute the work held back on this stream, or on all, unless it waits for other ranks."""
         for one in self.streams if stream is None else (stream,):
             self.check_stream(one)
             one.hold(False)
@@ -262,7 +262,7 @@ class FakeDevice:
         return sum(stream.num_waiting for stream in self._streams)
 
     def check_stream(self, stream: Any) -> None:
-        """Refuse what is no stream of this device.
+        """Refuse a stream of another device.
 
         Raises:
             ValueError: it is not.

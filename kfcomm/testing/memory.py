@@ -27,7 +27,7 @@ POISON = 0x5A
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """That a stream has touched some bytes of an allocation, at one of its ticks."""
+    """Access of a stream to some bytes of an allocation, at one of its ticks."""
 
     stream: FakeStream
     tick: int
@@ -94,7 +94,7 @@ def poison(memory: Array) -> None:
 
 
 class Alive:
-    """How much of what was allocated is still in use."""
+    """Bytes allocated and still in use."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -65,7 +65,7 @@ def _asynchronous() -> Any:
     import pytest_asyncio
 
     class Asynchronous:
-        """What needs a loop to be made."""
+        """Objects that need a loop to be made."""
 
         @pytest_asyncio.fixture
         async def kfcomm_awaited_world(self, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
@@ -79,7 +79,7 @@ def _asynchronous() -> Any:
 
 
 def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the nearest mark says."""
+    """Options of the nearest mark."""
     mark = request.node.get_closest_marker("kfcomm")
     if mark is None:
         return {"ranks": 2}

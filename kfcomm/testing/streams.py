@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 Promise = Callable[[BaseException | None], None]
 Known: TypeAlias = "dict[FakeStream, int]"
-"""How far streams are known to have come: the latest tick of each."""
+"""Known progress of streams: the latest tick of each."""
 
 
 def learn(known: Known, more: Known) -> None:
@@ -49,7 +49,7 @@ class Item(Protocol):
 
 
 class Promises:
-    """What one device promised to ``notify``.
+    """Promises of one device to ``notify``.
 
     Attributes:
         num_open: calls that have not come.

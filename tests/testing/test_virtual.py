@@ -210,7 +210,7 @@ def test_who_has_nothing_to_do_is_told() -> None:
     async def never() -> None:
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(Stuck, match="nobody has anything to do"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with pytest.raises(Stuck, match="all ranks wait"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(never())
 
 

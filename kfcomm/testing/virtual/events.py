@@ -1,4 +1,4 @@
-"""What happens to a world in virtual time: faults, and wishes for other ranks. A plan is a sequence of these.
+"""Events of a world in virtual time: faults, and requests for other ranks. A plan is a sequence of these.
 
 Ranks are those of the beginning, whatever follows; processes that come later have the next numbers. Times count from
 the beginning of the run, in virtual seconds.
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of ``rank`` dies. The others hear of it; what it said last may have reached nobody."""
+    """The process of ``rank`` dies. The others hear of it; its last messages may be lost."""
 
     rank: int
     at_s: float
@@ -42,7 +42,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """All that ``rank`` sends takes ``by_s`` longer, for ``for_s``."""
+    """Messages from ``rank`` take ``by_s`` longer, for ``for_s``."""
 
     rank: int
     at_s: float
@@ -52,7 +52,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """All that passes between ``one`` and ``other`` takes ``by_s`` longer, for ``for_s``."""
+    """Messages between ``one`` and ``other`` take ``by_s`` longer, for ``for_s``."""
 
     one: int
     other: int
@@ -63,7 +63,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class LostStore:
-    """The store does not answer, for ``for_s``: nobody is let in, no size is heard of, no word is given."""
+    """The store does not answer, for ``for_s``: no rank joins, no size is requested, and no partition is decided."""
 
     at_s: float
     for_s: float
@@ -97,7 +97,7 @@ Event: TypeAlias = Kill | Stop | Partition | Delay | SlowLink | LostStore | Join
 
 
 def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic: bool = False) -> list[Event]:
-    """Some events for a world of ``size`` ranks, of which at least one is neither killed nor stopped.
+    """Random events for a world of ``size`` ranks; at least one rank is neither killed nor stopped.
 
     Args:
         random: where chance comes from.

@@ -1,4 +1,4 @@
-"""What joins the control planes of the ranks of one epoch in virtual time.
+"""Connections between the control planes of one epoch in virtual time.
 
 What a rank says to all others reaches all that live, or none: they pass it on to each other. So of one that dies what
 was under way may be lost, but not for some only.
@@ -68,7 +68,7 @@ class VirtualHub(MemoryHub):
         self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
 
     def ended(self, birth: int) -> None:
-        """A rank of the beginning that has not entered this epoch by now never will: nobody listens there."""
+        """An initial rank that has not entered this epoch by now never will: its port refuses connections."""
         if birth in self._births and self._births.index(birth) in self._early:
             self.declare_lost(self._births.index(birth), "its process has ended", has_ended=True)
 

@@ -1,4 +1,4 @@
-"""An event loop and a reactor whose time is virtual: it goes on when all that is left to do is to wait."""
+"""Event loop and reactor in virtual time, which advances when every task waits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 BEGIN_S = 1.0
-"""What a clock shows in the beginning: some take 0 for never."""
+"""First reading of a clock: some code takes 0 for never."""
 
 
 class Stuck(AssertionError):
-    """Nobody has anything to do, or the time is up, and some ranks have not come to their end."""
+    """All ranks wait, or the time is up, and some ranks have not ended."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -61,7 +61,7 @@ class _NoDescriptors(selectors.SelectSelector):
             Stuck: nor ever will be.
         """
         if timeout is None:
-            raise Stuck("nobody has anything to do, and some ranks have not come to their end")
+            raise Stuck("all ranks wait, and some have not ended")
         if timeout > 0:
             self._loop.now_s += timeout
         return []

@@ -1,4 +1,4 @@
-"""How long what one rank says takes to another, what is held up, and what never arrives; and links made of that.
+"""Network in virtual time: latencies, delayed and lost messages, and links over it.
 
 Invariants:
 
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
 
 
 class NetworkModel:
-    """What lies between the ranks of a world.
+    """Network between the ranks of a world.
 
     Attributes:
         lost: pairs that have lost each other.
@@ -73,7 +73,7 @@ class NetworkModel:
         self._reactor.call_at(self._passes_s(rank, rank, now_s - self._began_s) + self._began_s, deliver, *arguments)
 
     def arrival_s(self, source: int, target: int, channel: str) -> float:
-        """When it would arrive if it was sent now, by the clock."""
+        """Time of arrival of a message that is sent now."""
         now_s = self._reactor.time() - self._began_s
         due_s = now_s + self.random.uniform(*self.timing.latency_s)
         for one in self._slow:
@@ -101,7 +101,7 @@ class NetworkModel:
             deliver(*arguments)
 
     def _passes_s(self, source: int, target: int, due_s: float) -> float:
-        """When what would arrive at ``due_s`` does, for all that is held up."""
+        """Time of arrival with delays, for a message that was due at ``due_s``."""
         is_held = True
         while is_held:
             is_held = False
@@ -129,7 +129,7 @@ def _is_slow(event: Delay | SlowLink, source: int, target: int) -> bool:
 
 
 class _Wire:
-    """What a link asks of its driver: what it calls back arrives at the other end then."""
+    """Driver of a link: callbacks run when their message arrives at the other end."""
 
     def __init__(self, model: NetworkModel, reactor: Reactor, source: int, target: int) -> None:
         self._model = model
@@ -137,7 +137,7 @@ class _Wire:
         self._road = source, target
 
     def call_soon(self, callback: Callback, *arguments: Any) -> None:
-        """When it has arrived. That a link is at its end each rank finds out in any case."""
+        """Time at which it has arrived. Each rank notices the end of a link in any case."""
         if self._model.are_lost(*self._road):
             self._reactor.call_soon(callback, *arguments)
         else:

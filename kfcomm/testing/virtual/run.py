@@ -31,7 +31,7 @@ Main: TypeAlias = Callable[[Communicator], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class VirtualRun:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
         results: of each rank that was let in and not killed, what its program has returned, or its error.
@@ -142,7 +142,7 @@ class _Ranks:
 
     @property
     def living(self) -> list[int]:
-        """Those that were not killed."""
+        """Ranks that were not killed."""
         return sorted(self._tasks.keys() - self.world.dead)
 
     def kill(self, rank: int) -> None:
@@ -170,7 +170,7 @@ class _Ranks:
             await asyncio.wait(inside.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def results(self) -> dict[int, Any]:
-        """What has come of those that were let in, and not killed."""
+        """Results of the ranks that joined and were not killed."""
         return {rank: _result(self._tasks[rank]) for rank in self.living if rank not in self._outside}
 
     async def close(self, others: list[asyncio.Task[None]]) -> None:
@@ -229,7 +229,7 @@ async def _happen(ranks: _Ranks, event: Event, lost_after_s: float) -> None:
 
 
 def _lose(ranks: _Ranks, event: Stop | Partition) -> None:
-    """Whoever nothing has passed between for so long has lost each other."""
+    """Declare two ranks lost to each other after so long without a message between them."""
     living = ranks.living
     for one in living:
         for other in living:

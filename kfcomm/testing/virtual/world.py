@@ -43,7 +43,7 @@ class VirtualWorld(MemoryWorld):
         return VirtualStore(self._model)
 
     def ended(self, rank: int) -> None:
-        """The program of ``rank`` is at its end: it enters no epoch any more, whoever counts on it there."""
+        """The program of ``rank`` has ended: it enters no further epoch, even if others expect it there."""
         self._ended.add(rank)
         for hub in self._hubs:
             hub.ended(rank)
