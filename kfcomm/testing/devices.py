@@ -119,7 +119,7 @@ class FakeDevice:
         stream.add(Wait(mark))
 
     def notify(self, stream: FakeStream, done: Promise) -> None:
-        """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once if it has ended."""
+        """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once."""
         self.check_stream(stream)
         with SCHEDULER.entered():
             self._promises.num_open += 1

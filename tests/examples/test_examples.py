@@ -29,7 +29,9 @@ def one_process(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     """Sorted output of a job, since ranks print in any order; the job must succeed."""
-    assert (done.returncode, done.stderr) == (0, "")
+    # a rank that a busy machine starts late makes the others report that their close() waits
+    complaints = [line for line in done.stderr.splitlines() if "close() waits for" not in line]
+    assert (done.returncode, complaints) == (0, [])
     return sorted(done.stdout.splitlines())
 
 
