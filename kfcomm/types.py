@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     """A process that waits to be let in.
 
     Attributes:
-        birth: its rank, larger than those of all that began.
+        birth: its rank, larger than all initial ranks.
         about: how the others find it, in some bytes.
     """
 
@@ -38,15 +38,15 @@ class Candidate(NamedTuple):
 
 
 ANY_SIZE = -1
-"""Nobody has asked for a number of ranks."""
+"""No size was requested."""
 
 
 class Wanted(NamedTuple):
-    """What is asked of the ranks of a running job.
+    """Requested size of a running job, and ranks that are to leave.
 
     Attributes:
-        size: how many there are to be.
-        leavers: births of those that are to go, whatever the size.
+        size: the requested number of ranks.
+        leavers: births of the ranks that are to leave, for any size.
     """
 
     size: int = ANY_SIZE
@@ -67,7 +67,7 @@ class Op(StrEnum):
 
 
 class Verb(StrEnum):
-    """What a collective does with the data of its ranks."""
+    """Kind of a collective call."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -83,7 +83,7 @@ class Verb(StrEnum):
 
 
 class Costs(NamedTuple):
-    """What messages cost, as it was measured; None where it was not. See ``strategies.cost.NetworkModel``."""
+    """Measured costs of messages; None where not measured. ``strategies.cost.NetworkModel`` uses them."""
 
     local_alpha_s: float | None = None
     local_beta_s_per_byte: float | None = None
@@ -104,7 +104,7 @@ UNMEASURED = Costs()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the ranks of a group are: ``hosts[r]`` is the host of rank ``r``.
+    """Placement of the ranks of a group: ``hosts[r]`` is the host of rank ``r``.
 
     Hosts are numbered 0, 1, 2, ... in the order in which the ranks first mention them.
 

@@ -104,7 +104,7 @@ def folded(op: str, graph: Graph, inputs: Sequence[Array]) -> Array:
 
 
 def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: str | None) -> Array:
-    """What ``all_reduce`` gives under this name: each graph pair folds its part of the elements."""
+    """Result of ``all_reduce`` under this name: each graph pair folds its part of the elements."""
     shape = inputs[0].shape
     flats = [np.ascontiguousarray(one).reshape(-1) for one in inputs]
     graphs = strategy.select(flats[0].nbytes)
@@ -123,13 +123,13 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
 
 
 def reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, root: int) -> Array:
-    """What ``reduce`` gives to its root."""
+    """Result of ``reduce`` at its root."""
     graphs = strategy.select(inputs[0].nbytes)
     return folded(op, graphs.rooted(root).reduce, [one.reshape(-1) for one in inputs]).reshape(inputs[0].shape)
 
 
 def reduce_scattered(op: str, inputs: Sequence[Array], strategy: AnyStrategy) -> list[Array]:
-    """What ``reduce_scatter`` gives to each rank."""
+    """Results of ``reduce_scatter``, by rank."""
     graphs = strategy.select(inputs[0].nbytes)
     results = []
     for rank, (at, rows) in enumerate(split(inputs[0].shape[0], len(inputs))):

@@ -93,7 +93,7 @@ def _rows(setup: Setup) -> list[Row]:
 
 
 def _gifts(row: Row, rank: int, setup: Setup, devices: FakeDevices | None) -> list[Any]:
-    """What a rank gives at each use."""
+    """Arguments of a rank at each use."""
     found = []
     for use in range(USES):
         given = row.give(inputs(SIZE, setup.length, use)[rank], rank)

@@ -386,7 +386,7 @@ async def test_arrays_of_as_many_dimensions_as_there_can_be() -> None:
 
 @pytest.mark.asyncio
 async def test_an_out_that_cannot_be_written_to_any_more() -> None:
-    """What fails when the result is handed over is the caller's error, on that rank alone."""
+    """An error while the result is converted is raised on that rank only."""
     async with world(2) as comms:
         out = np.zeros((4, 2))[:, 0]
         handles = [comm.all_reduce(np.ones(4), out=out if comm.rank == 0 else None) for comm in comms]

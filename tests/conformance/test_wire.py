@@ -38,7 +38,7 @@ def data(name: str, length: int, rank: int) -> Array:
 
 
 def rounded(x: Array, wire: str) -> Array:
-    """What arrives of ``x``."""
+    """Received values of ``x``."""
     return x.astype(np.float32).astype(dtype_called(wire)).astype(np.float32)
 
 
@@ -199,7 +199,7 @@ async def test_ranks_that_differ(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("wire", "dtype"), [("float8", "float32"), ("float16", "int32"), ("bfloat16", "complex64"), ("float16", "bfloat16")]
 )
-async def test_what_is_refused(wire: str, dtype: str) -> None:
+async def test_unsupported_wire_dtypes_are_refused(wire: str, dtype: str) -> None:
     x = np.ones(8, dtype_called(dtype))
     calls: list[Callable[..., Any]] = [
         lambda comm, **options: comm.all_reduce(x, "k", **options),
@@ -221,7 +221,7 @@ async def test_what_is_refused(wire: str, dtype: str) -> None:
 
 @pytest.mark.asyncio
 async def test_links_never_see_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they are shown is the operation's own, at most as many numbers as the message has."""
+    """Peers see memory of the operation, at most as many numbers as the message has."""
     shown: list[tuple[Any, memoryview]] = []
     before = WiredOperation.bytes_of
 
@@ -246,7 +246,7 @@ async def test_links_never_see_the_callers_memory(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.asyncio
 async def test_a_rank_that_is_late() -> None:
-    """What its peers may not send yet is asked for again, and is the same."""
+    """Chunks that wait for credit are requested again, and are the same."""
     async with world(3, strategy="star") as comms:
         xs = [data("float32", 3 << 20, rank) for rank in range(3)]
         early = [comm.all_reduce(xs[comm.rank], "k", wire_dtype="float16") for comm in comms if comm.rank != 0]

@@ -36,7 +36,7 @@ async def world(
 
 
 async def everywhere(comms: Sequence[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
-    """What ``call(comm)``, an awaitable or its result, gives on every rank; all at once."""
+    """Results of ``call(comm)``, an awaitable or its result, on every rank; all at once."""
     return await asyncio.gather(*(_end(call, comm) for comm in comms))
 
 
@@ -62,7 +62,7 @@ async def heard_of_the_end(comm: Communicator) -> None:
 
 
 async def turns(count: int = 20) -> None:
-    """So many turns of the loop: enough for all that is under way on memory links to arrive."""
+    """So many turns of the loop: enough for every message on memory links to arrive."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -79,7 +79,7 @@ async def settled(comms: Sequence[Communicator], *, tombstones: bool = False) ->
 
 
 def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> list[str]:
-    """What engines and routers still hold, in words."""
+    """State still held by engines and routers, in words."""
     left = []
     gone = {rank for comm in comms for rank in comm._session.engine.router.lost}
     for comm in comms:

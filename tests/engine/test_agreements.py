@@ -1,4 +1,4 @@
-"""Agreements of ranks that are joined by nothing but a list: news, time, and what is said when it does not work."""
+"""Agreements of ranks joined by a list: news, time, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG_S = 60.0
 
 
 class Ranks:
-    """Whoever speaks is heard by all others that live, in a later turn."""
+    """Network in which all living ranks hear a message in a later turn."""
 
     def __init__(self, size: int) -> None:
         self.dead: set[int] = set()
@@ -50,7 +50,7 @@ async def test_one_after_the_other_and_who_dies_is_left_out() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_not_waited_for_is_taken_up_with_what_was_given_first() -> None:
+async def test_unawaited_agreement_resumes_with_its_first_value() -> None:
     ranks = Ranks(3)
     with pytest.raises(CollectiveTimeout, match=r"agree\(\) is not done after 0 s: ranks \[1, 2\] have not") as failure:
         await ranks.all[0].decide(Call.AGREE, b"first", 0.0)
@@ -70,7 +70,7 @@ async def test_calls_of_two_tasks_take_turns() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_calls_something_else_is_named() -> None:
+async def test_mismatched_agreement_names_the_rank() -> None:
     ranks = Ranks(2)
     calls = (one.decide(call, b"", LONG_S) for one, call in zip(ranks.all, Call, strict=True))
     for error in await asyncio.gather(*calls, return_exceptions=True):
@@ -107,7 +107,7 @@ async def test_half_of_the_ranks_go_on_with_a_word_and_not_without(monkeypatch: 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("size", "rivals"), [(3, [1]), (4, [1, 2]), (5, [1, 2])])
-async def test_where_some_have_ended_the_others_have_to_end_before_the_word_counts(
+async def test_store_decides_after_silent_ranks_have_ended(
     monkeypatch: pytest.MonkeyPatch, size: int, rivals: list[int]
 ) -> None:
     monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
@@ -129,7 +129,7 @@ async def test_where_some_have_ended_the_others_have_to_end_before_the_word_coun
 
 
 @pytest.mark.asyncio
-async def test_who_has_the_word_does_not_wait_for_ever_for_the_end_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_for_the_end_of_silent_ranks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
     monkeypatch.setattr(agreements, "FENCED_WITHIN_S", 0.0)
     asked: list[Sequence[int]] = []
@@ -161,7 +161,7 @@ async def test_less_than_half_do_not_even_ask(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.asyncio
-async def test_who_is_cut_off_waits_a_moment_for_news_of_ends() -> None:
+async def test_partitioned_rank_waits_briefly_for_exit_reports() -> None:
     ranks = Ranks(2)
     ranks.lose(1, has_ended=False)
     waiting = asyncio.ensure_future(ranks.all[0].decide(Call.SHRINK, b"", LONG_S))
@@ -171,7 +171,7 @@ async def test_who_is_cut_off_waits_a_moment_for_news_of_ends() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_is_given_up_is_told() -> None:
+async def test_lost_rank_is_notified() -> None:
     ranks = Ranks(2)
     waiting = asyncio.ensure_future(ranks.all[0].decide(Call.SHRINK, b"", LONG_S))
     await asyncio.sleep(0)
@@ -182,7 +182,7 @@ async def test_who_is_given_up_is_told() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_out_of_place_is_not_heard() -> None:
+async def test_misplaced_messages_are_ignored() -> None:
     said: list[Message] = []
     one = Agreements(0, 2, lambda _, message: said.append(message))
     one.on_message(1, 7, (0, b"far ahead"))

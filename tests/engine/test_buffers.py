@@ -40,7 +40,7 @@ def pool():
     return BlockPool()
 
 
-def test_what_is_kept_is_borrowed_for_longer_and_goes_back(pool):
+def test_kept_chunk_is_borrowed_and_returned(pool):
     lender = Lender(1)
     payload = lender.shown()
     payload.keep(pool)
@@ -55,7 +55,7 @@ def test_what_is_kept_is_borrowed_for_longer_and_goes_back(pool):
     assert not pool._free
 
 
-def test_what_cannot_be_lent_is_copied(pool):
+def test_chunk_that_cannot_be_lent_is_copied(pool):
     lender = Lender(0)
     payload = lender.shown()
     payload.keep(pool)
@@ -67,7 +67,7 @@ def test_what_cannot_be_lent_is_copied(pool):
 
 @pytest.mark.parametrize("data", [SMALL, DATA])
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_a_link_reads_from_now_on_is_copied_even_if_it_was_lent(kept, data, pool):
+def test_memory_read_by_a_link_is_copied_even_if_lent(kept, data, pool):
     lender = Lender(1, data)
     payload = lender.shown()
     if kept:
@@ -111,7 +111,7 @@ def test_a_small_copy_is_borrowed_no_more(pool):
     assert view == SMALL
 
 
-def test_what_was_only_borrowed_or_placed_needs_no_release(pool):
+def test_borrowed_or_placed_memory_needs_no_release(pool):
     Lender(1).shown().release(pool)
     Payload(memoryview(bytearray(10)), owner=object()).release(pool)
     assert not pool._free

@@ -1,4 +1,4 @@
-"""The waits of a rank that closes: bounded, hurried in their midst, and never silent."""
+"""The waits of a rank that closes: bounded, interruptible, and reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def never() -> asyncio.Future[None]:
 
 
 @pytest.mark.asyncio
-async def test_what_ends_in_time_is_waited_for() -> None:
+async def test_close_waits_for_calls_that_end_in_time() -> None:
     awaited = never()
     waits = asyncio.ensure_future(Closing(0).wait(awaited, FOR_EVER_S))
     await turns()
@@ -52,7 +52,7 @@ async def test_hurry_bounds_the_wait_under_way_and_those_to_come() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_closes_and_is_cancelled_waits_no_more() -> None:
+async def test_cancelled_close_waits_no_more() -> None:
     one = Closing(0)
     waits = asyncio.ensure_future(one.wait(never(), FOR_EVER_S))
     await turns()

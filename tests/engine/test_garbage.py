@@ -1,4 +1,4 @@
-"""What a collective leaves behind: nothing that only the garbage collector would find."""
+"""Collectives leave no reference cycles."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def call(posted_s: float = 100.0) -> Any:
-    """What the meter looks at in an operation of which a chunk has come."""
+    """Operation with a received chunk, as the meter reads it."""
     return SimpleNamespace(heard_s=posted_s)
 
 
@@ -153,7 +153,7 @@ def test_the_clock_is_read_once_a_burst(clock: Clock) -> None:
     assert meter.waited_s == [0.0, 1.0 + 0.75 + 0.5 + 0.25, 0.0, 0.0]
 
 
-def test_what_was_there_before_the_post_or_is_nobodys_adds_nothing(clock: Clock) -> None:
+def test_chunks_before_the_post_add_no_waiting_time(clock: Clock) -> None:
     meter = Meter(4)
     meter.arrived(1, call(clock.now_s + 1.0))
     assert meter.waited_s == [0.0] * 4

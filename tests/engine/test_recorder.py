@@ -1,4 +1,4 @@
-"""What a process did last, and that what has ended is tallied, whoever asks."""
+"""Recorder: the latest calls of a process, and the tally of ended ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GROUP = GroupView(b"world", (0, 1), 0)
 
 
 def series(name: str) -> Any:
-    """What a recorder looks at in what the uses of a name have in common."""
+    """Data common to the uses of a name, as the recorder reads it."""
     return SimpleNamespace(key=Key(0, GROUP.id, name), signature=("all_reduce",))
 
 
 class Posted:
-    """What it looks at in an operation."""
+    """Operation, as the recorder reads it."""
 
     def __init__(self, name: str, seq: int, posted_s: float) -> None:
         self.series, self.name, self.seq, self.posted_s = series(name), name, seq, posted_s
@@ -82,7 +82,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recorder._kept) == len(recorder._notes) == recorders.MAX_EVENTS
 
 
-def test_whoever_asks_the_meter_hears_of_all_that_has_ended() -> None:
+def test_meter_settles_ended_calls_before_it_is_read() -> None:
     meter = Meter(2)
     recorder = Recorder(list, meter)
     grad = series("grad")

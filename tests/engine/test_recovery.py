@@ -1,4 +1,4 @@
-"""Broken links: whoever waits for what one has lost is told, and nothing that was posted later is harmed."""
+"""Broken links: calls that wait for lost chunks fail, later calls do not."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def break_link(comms: Any, rank: int, peer: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("refusals", [0, 3])
-async def test_who_waits_for_what_was_lost_is_told_by_the_next_link(refusals: int) -> None:
+async def test_next_link_fails_calls_that_wait_for_lost_chunks(refusals: int) -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
         with no_connection(refusals):
@@ -80,7 +80,7 @@ async def test_who_waits_for_what_was_lost_is_told_by_the_next_link(refusals: in
 
 
 @pytest.mark.asyncio
-async def test_what_is_posted_once_the_sender_knows_is_not_concerned() -> None:
+async def test_calls_posted_after_the_break_are_not_failed() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
         sizes = []

@@ -1,4 +1,4 @@
-"""What the engine owes to links through which a payload is gone at once."""
+"""Engine over links that release a payload at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = np.ones(3)
 
 
 @pytest.mark.asyncio
-async def test_what_is_over_as_it_is_posted_has_left_by_then() -> None:
+async def test_call_that_ends_in_its_post_has_released_its_payload() -> None:
     """Its caller may block the loop from now on: the others must not wait for its next turn."""
     async with testing.world(2, strategy="star", transport="shm") as comms:
         await works(comms)

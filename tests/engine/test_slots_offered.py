@@ -43,7 +43,7 @@ def taken_back(desk, table, *, number=0, signature=0):
     return desk.series().key
 
 
-def test_what_was_handed_out_is_kept_until_it_is_taken(desk, table):
+def test_offered_slot_is_kept_until_taken(desk, table):
     assert offered(desk, table) == {SUM.signature: (1, 7, MEMORY, 3, 4096)}
     assert offered(desk, table, memory=desk) == {SUM.signature: (1, 7, desk, 3, 4096)}
 
@@ -53,7 +53,7 @@ def test_not_too_many_are_kept(monkeypatch, desk, table):
     assert offered(desk, table) == {}
 
 
-def test_what_is_taken_back_is_not_offered_any_more(desk, table):
+def test_withdrawn_slot_is_not_offered_again(desk, table):
     assert taken_back(desk, table).offers is None
     offered(desk, table)
     key = taken_back(desk, table)

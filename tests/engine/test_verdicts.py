@@ -1,4 +1,4 @@
-"""What a broken link means for what it may have carried, by what its peer answers and whether it has left."""
+"""Outcomes of calls on a broken link, by the answer of its peer and whether it has left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Desk:
         recovery.outgoing_broke(SimpleNamespace(peer=1), "gone")
 
     def told(self, *posted: bool) -> list[tuple[int, CauseKind]]:
-        """What has failed, and by what, once the peer has answered."""
+        """Failed calls with their causes, once the peer has answered."""
         self.answers[0](1, posted, "")
         return self.failed
 
@@ -43,7 +43,7 @@ def test_with_a_peer_that_lives_all_fail_by_the_link() -> None:
 
 
 @pytest.mark.parametrize("posted", [(True, False), (True, False, True, False)])
-def test_what_a_leaver_has_not_posted_fails_by_its_leaving(posted: tuple[bool, ...]) -> None:
+def test_calls_not_posted_by_a_leaving_rank_fail(posted: tuple[bool, ...]) -> None:
     """However long its answer is: what it says nothing of fails by the link."""
     desk = Desk()
     desk.lost[1] = LEFT

@@ -96,7 +96,7 @@ async def test_a_world_of_one_answers_although_its_loop_is_busy() -> None:
     assert read(job) == []
 
 
-def test_who_does_not_want_to_be_watched_is_not() -> None:
+def test_monitoring_can_be_switched_off() -> None:
     with kfcomm.sync.init(monitor=False) as comm:
         comm.barrier()
         assert mine() is None
@@ -123,7 +123,7 @@ def test_only_the_users_own_processes_are_answered_and_believed(monkeypatch: pyt
         assert len(read(job)) == 1
 
 
-def test_what_is_no_answer_is_left_out() -> None:
+def test_malformed_answer_is_left_out() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         name = f"kfcomm-test-{os.getpid()}"
         listener.bind("\0" + name)
@@ -136,7 +136,7 @@ def test_what_is_no_answer_is_left_out() -> None:
                 assert answer.result() == []
 
 
-def test_nothing_is_left_of_a_killed_process() -> None:
+def test_killed_process_leaves_no_socket() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ()
     ) as process:
@@ -155,7 +155,7 @@ def test_nothing_is_left_of_a_killed_process() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """Where an attendant listens."""
+    """Address of an attendant."""
     listener = socket.socket(socket.AF_UNIX)
     path = str(tmp_path / "s")
     listener.bind(path)
@@ -170,7 +170,7 @@ def connected(path: str) -> socket.socket:
     return sock
 
 
-def test_who_says_nothing_holds_up_nobody_and_is_cut_off_at_the_end(place: tuple[str, socket.socket]) -> None:
+def test_silent_client_delays_no_other_and_is_closed_at_the_end(place: tuple[str, socket.socket]) -> None:
     path, listener = place
 
     def echo(sock: socket.socket) -> None:
@@ -199,7 +199,7 @@ def test_for_one_too_many_the_oldest_is_hung_up_on(place: tuple[str, socket.sock
         sock.close()
 
 
-def test_who_says_nothing_has_no_thread_and_who_hangs_up_makes_room(place: tuple[str, socket.socket]) -> None:
+def test_silent_client_has_no_thread_and_closed_ones_free_their_place(place: tuple[str, socket.socket]) -> None:
     path, listener = place
     attendant = Attendant(listener, lambda sock: sock.sendall(sock.recv(1)), "silent")
     silent = [connected(path) for _ in range(MAX_AT_ONCE - 1)]
@@ -218,9 +218,7 @@ def test_who_says_nothing_has_no_thread_and_who_hangs_up_makes_room(place: tuple
         sock.close()
 
 
-def test_who_takes_too_long_in_all_is_hung_up_on(
-    place: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_client_is_disconnected(place: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not keep a connection open."""
     path, listener = place
     monkeypatch.setattr("kfcomm.monitor.attendant.PATIENCE_S", 0.2)

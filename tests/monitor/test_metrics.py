@@ -26,7 +26,7 @@ from tests.support import free_port
 
 @pytest.fixture
 def port() -> int:
-    """One that nobody listens at."""
+    """Unused port."""
     return free_port()
 
 
@@ -129,12 +129,12 @@ async def test_a_port_that_is_taken_is_named_and_nothing_stays_open(taken: int) 
 
 
 @pytest.mark.parametrize("value", ["0", "65536", "-1", "http", "1.5"])
-def test_what_is_no_port(value: str) -> None:
+def test_invalid_port_setting_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=f"KFCOMM_METRICS_PORT='{value}' must be a port, from 1 to 65535"):
         detect({"KFCOMM_METRICS_PORT": value})
 
 
-def test_what_is_no_port_as_an_argument() -> None:
+def test_invalid_port_argument_is_refused() -> None:
     for value in (True, 9400.5, 1 << 16):
         with pytest.raises(ConfigError, match=r"metrics_port=.* must be a port"):
             detect({}, metrics_port=value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a communicator says of itself: exact bytes, calls by key, who is late; on any thread, at any time."""
+"""Statistics of a communicator: exact bytes, calls by key, late ranks; on any thread, at any time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def peer(statistics: Statistics, rank: int) -> PeerStatistics:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", ["ring", "clique", "binary_tree"])
 @pytest.mark.parametrize("elements", [1, 1000, 1 << 20])
-async def test_what_is_sent_is_what_is_received(links: str, strategy: str, elements: int) -> None:
+async def test_sent_and_received_bytes_are_equal(links: str, strategy: str, elements: int) -> None:
     x = np.ones(elements, np.float32)
     async with world(4, strategy=strategy) as comms:
         for _ in range(3):
@@ -116,7 +116,7 @@ def moved(statistics: Statistics, rank: int) -> int:
 
 
 @pytest.mark.asyncio
-async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) -> None:
+async def test_forwarded_bytes_are_counted_at_the_forwarding_rank(links: str) -> None:
     chain = kfcomm.strategies.from_parents([0, 0, 1], name="chain")
     async with world(3, strategy=chain) as comms:
         await everywhere(comms, lambda comm: comm.broadcast(X, 0, "x"))
@@ -187,7 +187,7 @@ async def test_calls_are_counted_by_name(links: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_fails_is_counted_apart(links: str) -> None:
+async def test_failed_calls_are_counted_separately(links: str) -> None:
     async with world(2, tombstones=True) as comms:
         with pytest.raises(ConfigError):
             comms[0].all_reduce("no array", "bad")

@@ -1,4 +1,4 @@
-"""`FakeFabric`: launches are matched by order, faults are scripted, and what a real backend would not forgive is told.
+"""`FakeFabric`: launches are matched by order, faults are scripted, and misuse of a real backend is reported.
 
 What the verbs give is in `tests.transports.test_conforming`.
 """
@@ -245,7 +245,7 @@ def test_different_sizes_dtypes_and_numbers_of_parts_at_one_place() -> None:
 
 
 def _impossible() -> dict[str, Callable[[Trio, FakeArray, FakeArray], tuple[Any, ...]]]:
-    """By what is said: the arguments of a launch of rank 0."""
+    """Expected message: the arguments of a launch of rank 0."""
     return {
         "of no part": lambda t, x, y: (Verb.ALL_REDUCE, [], Op.SUM, -1),
         "with root 0 in a group of 3": lambda t, x, y: (Verb.ALL_REDUCE, [Part(x, y)], Op.SUM, 0),
@@ -294,7 +294,7 @@ def test_closing_while_something_is_under_way(trio: Trio) -> None:
 
 
 def test_results_on_a_stream_that_has_not_waited(trio: Trio) -> None:
-    """What the launch wrote is read on the device's default stream."""
+    """Read the memory that the launch wrote, on the device's default stream."""
     for rank in range(3):
         trio.launch(rank)
     trio.targets[0].get()

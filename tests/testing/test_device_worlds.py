@@ -1,4 +1,4 @@
-"""Worlds in memory whose ranks have devices: what is told of them, and who closes them."""
+"""Worlds in memory whose ranks have devices: their reports, and who closes them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def device() -> Iterator[FakeDevice]:
     assert made.num_waiting == made.num_promised == 0
 
 
-def test_what_the_others_are_told(device: FakeDevice) -> None:
+def test_report_of_a_fake_device_for_other_ranks(device: FakeDevice) -> None:
     one: Device = device
     assert (one.ordinal, one.report.kind, one.report.backend, one.report.backend_version) == (0, "fake", "fake", 1)
     assert one.report.uuid != FakeDevice().report.uuid
@@ -190,7 +190,7 @@ def test_promises_are_kept_in_order_and_outside_of_the_lock(device: FakeDevice) 
     assert told == [("first", None), "other thread", "end of the first", "second", "put by the first"]
 
 
-def test_what_work_puts_on_its_own_stream_comes_behind_it(device: FakeDevice) -> None:
+def test_work_enqueued_by_work_follows_it(device: FakeDevice) -> None:
     stream, done = device.stream(), list[str]()
 
     def outer() -> None:
@@ -386,7 +386,7 @@ def test_streams_in_order(device: FakeDevice) -> None:
     _write(device, x, one)
 
 
-def test_what_was_put_on_a_stream_before_the_program_was_told_is_in_no_order(device: FakeDevice) -> None:
+def test_work_enqueued_before_notification_is_unordered(device: FakeDevice) -> None:
     one, two = device.stream(), device.stream()
     x = device.array(np.zeros(4))
     device.hold(two)
@@ -416,7 +416,7 @@ def test_new_memory_is_for_its_stream(device: FakeDevice) -> None:
 
 
 def test_memory_that_is_freed_too_early(device: FakeDevice) -> None:
-    """That it was used on its own stream is no matter: what comes next there comes behind."""
+    """Use on its own stream is allowed: later work there follows it."""
     other, home = device.stream(), device.default_stream
     device.hold(other)
     device.hold(home)

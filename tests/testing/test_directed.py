@@ -89,7 +89,7 @@ def test_the_blocking_interface_has_faults_too(processes: bool) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_plan_does_not_reach_succeeds() -> None:
+async def test_call_outside_a_fault_plan_succeeds() -> None:
     plan = FaultPlan(Fault(0, "never"), Fault(1, 77))
     async with awaited_world(2, faults=plan) as world:
         assert await world.run(rounds, 3) == [3, 3]

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of its own: what the mark means, what is said of a wrong one, what it costs."""
+"""The pytest plugin, in a pytest of its own: meaning of the mark, errors of a wrong one, cost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_mark_is_among_those_that_pytest_knows(pytester: pytest.Pytester) ->
     outcomes(pytester, "", "--markers").stdout.fnmatch_lines(["@pytest.mark.kfcomm(ranks=2, *"])
 
 
-def test_who_does_not_use_it_pays_for_a_few_small_modules() -> None:
+def test_unused_plugin_loads_few_small_modules() -> None:
     modules = loaded("import kfcomm.testing.pytest_plugin", beyond="import sys, pytest")
     of_kfcomm = {
         "kfcomm",

@@ -1,4 +1,4 @@
-"""Worlds in virtual time: one seed is one run, what befalls ranks befalls them, and who is stuck is told."""
+"""Worlds in virtual time: one seed is one run, faults happen as planned, and stuck ranks are reported."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     assert len(found) == 1
 
 
-def test_who_is_killed_is_lost_to_the_others() -> None:
+def test_killed_rank_is_lost_to_the_others() -> None:
     run = run_in_virtual_time(sums, 3, events=[Kill(1, 0.25)])
     assert run.killed == {1}
     assert run.results.keys() == {0, 2}
@@ -110,7 +110,7 @@ def test_who_is_killed_is_lost_to_the_others() -> None:
     assert run.time_s < 1
 
 
-def test_who_is_at_its_end_cannot_be_killed() -> None:
+def test_ended_rank_cannot_be_killed() -> None:
     run = run_in_virtual_time(ones, 2, events=[Kill(1, 5.0), Kill(7, 0.0)])
     assert (run.results, run.killed) == ({0: 2.0, 1: 2.0}, frozenset())
 
@@ -118,7 +118,7 @@ def test_who_is_at_its_end_cannot_be_killed() -> None:
 @pytest.mark.parametrize(
     "event", [Stop(1, 0.25, 0.7), Partition(((1,),), 0.25, 0.7), Delay(1, 0.2, 0.1, 0.7), SlowLink(0, 1, 0.2, 0.1, 0.7)]
 )
-def test_what_is_shorter_than_lost_after_holds_all_up(event: Any) -> None:
+def test_stop_shorter_than_lost_after_delays_all_ranks(event: Any) -> None:
     run = run_in_virtual_time(sums, 3, events=[event], lost_after_s=1.0)
     assert run.failed == {}
     assert run.time_s > 1.6
@@ -192,7 +192,7 @@ def test_of_two_halves_the_one_that_has_the_stores_word_goes_on() -> None:
     assert run.failed.keys() == {0, 1, 2, 3}
 
 
-def test_who_waits_for_ever_is_told() -> None:
+def test_endless_wait_raises_stuck() -> None:
     async def alone(comm: Any) -> None:
         if comm.rank == 0:
             await asyncio.get_running_loop().create_future()
@@ -206,7 +206,7 @@ def test_who_waits_for_ever_is_told() -> None:
         run_in_virtual_time(late, 2, within_s=60)
 
 
-def test_who_has_nothing_to_do_is_told() -> None:
+def test_idle_world_raises_stuck() -> None:
     async def never() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -229,7 +229,7 @@ def test_errors_that_nobody_hears_are_told() -> None:
     assert "ZeroDivisionError" in said
 
 
-def test_what_runs_in_a_thread_elsewhere_is_done_at_once() -> None:
+def test_thread_work_is_executed_at_once() -> None:
     def fails() -> None:
         raise OSError("disk full")
 
@@ -266,15 +266,15 @@ def test_one_rank_is_left_alone() -> None:
     assert kinds == {Delay, Join, Kill, LostStore, Partition, Release, Resize, SlowLink, Stop}
 
 
-def test_who_was_let_in_does_not_ask_again() -> None:
-    """Those that joined go on alone: the first of them hears of nobody that waits."""
+def test_joined_rank_does_not_ask_again() -> None:
+    """Joined ranks continue alone: the first of them sees no waiting process."""
     events = [Join(2, 0.0), Join(3, 0.0), Kill(0, 0.08), Kill(1, 0.08)]
     run = run_in_virtual_time(training, 2, events=events)
     assert run.results[2] == run.results[3]
     assert run.results[2][1] == (2, 3)
 
 
-def test_who_dies_while_it_leaves_holds_up_nobody() -> None:
+def test_death_while_leaving_delays_no_rank() -> None:
     """Its goodbye is heard, and it answers no question; or it is not, and it is lost."""
 
     async def main(comm: Any) -> None:
@@ -310,7 +310,7 @@ def test_programs_end_well_whatever_happens(first: int, caplog: pytest.LogCaptur
         virtual.search(seed)
 
 
-def test_what_a_search_runs_is_the_same_every_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_search_is_reproducible(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     for seed in range(5):
         assert virtual.run(seed).digest == virtual.run(seed).digest

@@ -36,7 +36,7 @@ class Info:
 
 
 class Notes:
-    """What was heard so far; `until` waits for more."""
+    """Events so far; `until` waits for more."""
 
     def __init__(self) -> None:
         self._news = asyncio.Event()
@@ -106,7 +106,7 @@ class Engine:
 
 
 class Records(logging.Handler):
-    """What the control planes log, as something to wait for."""
+    """Log of the control planes, as a condition to wait for."""
 
     def __init__(self, notes: Notes) -> None:
         super().__init__(logging.DEBUG)

@@ -81,7 +81,7 @@ async def test_a_peer_that_hangs_up_is_an_error():
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize(("sent", "answers"), [(b"x", 0), (b"?x", 1), (b"?" * (MAX_ROUNDS + 9), MAX_ROUNDS)])
-async def test_who_asks_something_else_or_without_end_is_hung_up_on(sent, answers):
+async def test_unknown_or_endless_requests_close_the_connection(sent, answers):
     ours, theirs = pair()
     ours.sendall(sent)
     await answer_clock(theirs)

@@ -39,7 +39,7 @@ async def test_an_abort_reaches_everybody_else_once():
 
 
 async def turn():
-    """Whatever was posted to the loop has been called."""
+    """Run all callbacks posted to the loop."""
     done = asyncio.Event()
     asyncio.get_running_loop().call_soon(done.set)
     await done.wait()

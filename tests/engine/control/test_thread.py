@@ -130,7 +130,7 @@ async def test_an_exit_seen_by_the_launcher_is_a_loss():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
-async def test_who_was_given_up_and_comes_when_all_is_over_hears_it(unix):
+async def test_lost_rank_that_returns_at_the_end_is_notified(unix):
     async with planes(4, unix=unix, started=False, lost_after_s=[1.0] * 3) as world:
         for thread in world.threads[:3]:
             thread.start()
@@ -220,7 +220,7 @@ async def test_a_suspect_that_answers_is_alive():
 
 
 def changed_later(world):
-    """The link is no event that an engine hears of: look again on the loop's next turn."""
+    """An engine hears of no link event: look again on the loop's next turn."""
     asyncio.get_running_loop().call_soon(world.notes.changed)
     return False
 
@@ -426,7 +426,7 @@ async def test_garbage_costs_its_connection_only(name):
 
 
 async def closed(sock):
-    """All that comes until the other side closes."""
+    """Everything received until the other side closes."""
     came = b""
     while True:
         try:

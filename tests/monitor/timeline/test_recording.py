@@ -1,4 +1,4 @@
-"""What a rank's trace holds, and that recording it never costs the job anything but time."""
+"""Contents of a rank's trace; recording never harms the job."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_uses_of_a_name_share_an_id_unless_they_overlap(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_who_is_waited_for_is_shown_for_as_long_as_it_is(tmp_path):
+async def test_wait_for_a_peer_is_shown_with_its_duration(tmp_path):
     async with world(2) as comms:
         record(comms, tmp_path)
         first = comms[0].all_reduce(1.0, "late")
@@ -188,7 +188,7 @@ async def test_names_of_all_kinds_make_a_file_that_every_viewer_reads(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_what_does_not_fit_is_counted_and_collectives_stay_whole(tmp_path):
+async def test_dropped_events_are_counted_and_collectives_stay_complete(tmp_path):
     async with world(2) as comms:
         timelines = record(comms, tmp_path)
         timelines[0]._chunk_room = 0
@@ -304,7 +304,7 @@ def test_a_killed_process_leaves_a_trace_that_breaks_off(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_what_has_failed_is_written_at_once(tmp_path, monkeypatch):
+async def test_failed_call_is_written_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "WRITE_EVERY_S", 3600.0)
     async with world(2) as comms:
         record(comms, tmp_path)

@@ -1,4 +1,4 @@
-"""Who is said to have been waited for."""
+"""Peers for which ranks waited, in summaries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_slowest_and_those_who_were_waited_for_are_named(tmp_path):
     assert "rank 1           1 times    3.00 ms, at most 3.00 ms in all_reduce 'a' #0" in text
 
 
-def test_what_is_less_than_the_clocks_can_tell_counts_against_nobody(tmp_path):
+def test_waits_below_clock_uncertainty_count_against_no_rank(tmp_path):
     for rank in range(2):
         clock = [sampled(1, 5, 0, 40_000)] if rank else []
         events = [about(rank=rank, host=rank), *clock]

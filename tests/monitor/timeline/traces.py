@@ -1,4 +1,4 @@
-"""What the tests of the timeline share: worlds that record, and files made by hand."""
+"""Support for tests of the timeline: worlds that record, and handmade files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def named(events: Iterable[Event], name: str, ph: str) -> list[Event]:
 
 
 def check(events: Iterable[Event]) -> None:
-    """What must hold of every trace that was ended well: pairs are complete, and times ascend on each track."""
+    """Check a complete trace: pairs are complete, and times ascend on each track."""
     begun: dict[Any, Event] = {}
     open_slices: dict[Any, int] = defaultdict(int)
     latest: dict[Any, float] = {}

@@ -1,4 +1,4 @@
-"""What `kfcomm top` works out of two looks at a job."""
+"""Changes that `kfcomm top` derives from two readings of a job."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_no_line_is_too_long_and_there_are_not_too_many(width, height, num_ranks
     assert lines[0].style is Style.TITLE
 
 
-def test_what_a_program_says_of_its_training():
+def test_training_gauges_are_shown():
     silent, speaking = says(0, 1.0), replace(says(1, 1.0), gauges={"noise_scale": 1234.56, "staleness": 0.5})
     lines = text_of(view(Ranks(silent, speaking).look(), 200))
     assert lines[2] == "training: noise_scale 1235   staleness 0.5"
@@ -102,7 +102,7 @@ def test_tables_share_the_room(wanted, room):
         assert sum(given_rows) == min(room, sum(wanted))  # nothing is left empty while something is left out
 
 
-def test_what_is_wrong_is_said_and_stands_out():
+def test_problems_are_shown_and_highlighted():
     made, _, _ = job()
     made.silent.add(1)
     change = made.look(says(0, 3.0, size=5, keys=[key(failures=2)]), without=[2])
