@@ -158,7 +158,7 @@ class Stage:
 
     async def _ask(self, size: int, turns: int) -> None:
         if await self._after(turns):
-            await self.world[0]._session.network.want_size(size)
+            await self.world[0]._session.network.membership.want_size(size)
 
     async def run(self) -> list[Rank]:
         try:

@@ -287,7 +287,7 @@ class Stage:
 
     async def _ask(self, size: int, turns: int) -> None:
         if await self._after(turns):
-            await self._world[0]._session.network.want_size(size)
+            await self._world[0]._session.network.membership.want_size(size)
 
     async def finish(self) -> None:
         """Wait for the end of all surviving ranks.

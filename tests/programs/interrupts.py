@@ -201,7 +201,8 @@ class World:
         if verb in RECEIVING and came == "interrupted" and raises != CTRL_C:
             end = self._taken_again(verb, name)
         else:
-            self._settle(give_up=came == "interrupted" or raises == CTRL_C)
+            # a call that was not interrupted ends on all ranks; giving it up there would race with its end
+            self._settle(give_up=came == "interrupted" or (raises == CTRL_C and came != MISSED))
         if verb in UNNAMED and came != MISSED:
             self.end()
             return CLOSED

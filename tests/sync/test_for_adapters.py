@@ -109,7 +109,7 @@ def test_ranks_that_found_each_other_by_other_means() -> None:
             pair.barrier()
             assert comm.agree(True)
             with pytest.raises(RendezvousError, match="without a store"):
-                comm._io.wait_for(lambda: comm._session.network.want_size(3))
+                comm._io.wait_for(lambda: comm._session.network.membership.want_size(3))
             return again
 
     with ThreadPoolExecutor(2) as pool:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kfcomm import Communicator, Statistics
+from kfcomm.engine.meter import Meter
 from kfcomm.errors import CollectiveMismatch, ConfigError
-from kfcomm.monitor.metrics import _of_training
+from kfcomm.monitor.metrics import METRICS, Scrape
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import GradientMonitor, NoiseScale, SynchronousSGD
 from kfcomm.train.gradient_statistics import share, squared_norm
@@ -58,7 +59,8 @@ async def test_one_step_by_hand() -> None:
         assert monitor.values["throughput"] == pytest.approx(128 / 0.5)
         assert statistics.gauges == monitor.values
         assert Statistics.from_json(json.loads(json.dumps(statistics.as_json()))) == statistics
-    shown = {sample.labels["quantity"]: sample.value for one in _of_training(found[0][1]) for sample in one.samples}
+    (training,) = (metric for metric in METRICS if metric.name == "training")
+    shown = {labels[0]: value for labels, value in training.read(Scrape.of(found[0][1], Meter(4)))}
     assert shown == found[0][0].values
 
 
