@@ -55,7 +55,7 @@ class Receiver:
         self._pool = engine.pool
 
     def tell_waits(self, begins: Callable[[], None]) -> None:
-        """See ``Waiter.tell_waits``."""
+        """Have a function called when a call begins to wait."""
         self._engine.on_wait = begins
 
     def opened(self, link: Link) -> None:

@@ -47,7 +47,7 @@ class Prober:
         return {pair_id(view, *ends) for rank in others for ends in ((rank, view.rank), (view.rank, rank))}
 
     async def run(self, nbytes: int, rounds: int, timeout: Seconds | None) -> Probe:
-        """See ``Communicator.probe``."""
+        """Measure all links, as documented at ``Communicator.probe``."""
         number = self._calls
         self._calls += 1
         async with self._turn:

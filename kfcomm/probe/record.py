@@ -73,15 +73,15 @@ class Probe:
     # ---------------------------------------------------------------- what to make of it
 
     def minimum_spanning_tree(self, *, name: str = "minimum_spanning_tree") -> Strategy:
-        """See ``kfcomm.strategies.minimum_spanning_tree``."""
+        """Strategy of the tree with the least total latency, by ``kfcomm.strategies.minimum_spanning_tree``."""
         return minimum_spanning_tree(self.latency_s.tolist(), name=name)
 
     def packed_trees(self, *, name: str = "packed_trees") -> Strategy:
-        """See ``kfcomm.strategies.packed_trees``."""
+        """Strategy of trees that share the measured bandwidth, by ``kfcomm.strategies.packed_trees``."""
         return packed_trees(self.layout, self.bandwidth.tolist(), name=name)
 
     def bound_seconds(self, nbytes: int) -> float:
-        """See ``kfcomm.strategies.bound_seconds``."""
+        """Lower bound of the time of an all_reduce, by ``kfcomm.strategies.bound_seconds``."""
         return bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
 
     def network(self) -> NetworkModel:

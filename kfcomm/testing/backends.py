@@ -267,7 +267,7 @@ class FakeBackend:
         self._under_way: dict[int, _Launch] = {}
 
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: FakeStream) -> None:
-        """See `CollectiveBackend`.
+        """Launch work on a stream, in the place after the latest one.
 
         Raises:
             TransportError: as there; what it should never have been asked for is a violation, too.

@@ -121,7 +121,7 @@ class InSharedMemory(Links):
         self._ranks[rank] = self._latest[birth] = ShmEndpoint(surroundings)
 
     async def connect(self, rank: int, peer: int) -> Link:
-        """See `Links.connect`.
+        """Connect to a peer in this process.
 
         Raises:
             TransportError: the peer is not there, or was cut off.

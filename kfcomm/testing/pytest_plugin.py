@@ -69,7 +69,7 @@ def _asynchronous() -> Any:
 
         @pytest_asyncio.fixture
         async def kfcomm_awaited_world(self, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-            """See kfcomm_world."""
+            """World of a test, as ``kfcomm_world`` documents it."""
             from kfcomm.testing.directed import awaited_world
 
             async with awaited_world(**_options(request)) as world:

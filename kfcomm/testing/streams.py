@@ -141,7 +141,7 @@ class FakeMark:
         self._waiting: list[FakeStream] = []
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `Item.attempt`."""
+        """Mark the stream as having come here, and wake the streams that wait for it."""
         self.is_done, self.error, self.known = True, stream.error, dict(stream.known)
         for one in self._waiting:
             one.wake()
@@ -237,7 +237,7 @@ class Work:
         self._function = function
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `Item.attempt`."""
+        """Run the function, unless the stream has failed."""
         if stream.error is None:
             try:
                 self._function()
@@ -253,7 +253,7 @@ class Wait:
         self._mark = mark
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `Item.attempt`."""
+        """Succeed once the mark is passed."""
         return self._mark.passed(stream)
 
 
@@ -264,6 +264,6 @@ class Notify:
         self._done = done
 
     def attempt(self, stream: FakeStream) -> bool:
-        """See `Item.attempt`."""
+        """Fulfil the promise."""
         stream.promises.put(self._done, stream.error, dict(stream.known))
         return True

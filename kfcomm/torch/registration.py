@@ -102,7 +102,7 @@ class Worlds:
     def backend(
         self, store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int], name: str
     ) -> Backend:
-        """See ``create``; ``members`` is empty for the default group."""
+        """Make the backend of a group; ``members`` is empty for the default group."""
         if members and self._default is not None:
             # A group over the world's links, which needs no rendezvous.
             comm = self._default.communicator.group(members, name)  # its own timeout may be short for that

@@ -34,7 +34,7 @@ READABLE, WRITABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select
 _EVENTS = 64
 """Ready descriptors that one system call returns at most."""
 LOOKS = 64
-"""See ``Reactor``."""
+"""Polls of shared memory between polls of descriptors."""
 
 
 class Poller(Protocol):

@@ -122,7 +122,7 @@ class SealedReader:
         self._due = b""
 
     def decode_head(self, data: memoryview, start: int, end: int) -> tuple[Header, int, int] | None:
-        """See ``frame.decode_head``. A payload that is there to its end has been checked, too.
+        """Decode a frame whose head is complete, and check its seal, and that of its payload once it is complete.
 
         Raises:
             RemoteProtocolError: the frame was changed, or is not the next one.

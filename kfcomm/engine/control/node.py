@@ -82,26 +82,26 @@ class ControlNode:
     # What the engine wants (see ControlPlane).
 
     def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
-        """See `ControlPlane.abort`; a cause is cut to what fits a frame."""
+        """Tell all ranks that a collective has failed. A long cause is cut to what fits a frame."""
         kind, rank, message, arrived, missing = cause
         named = [list(arrived)[:MAX_NAMED_RANKS], list(missing)[:MAX_NAMED_RANKS]]
         self._flood([Body.ABORT, group, key, seq, [clip(kind), rank, clip(message), *named]])
 
     def suspect(self, rank: int, reason: str) -> None:
-        """See `ControlPlane.suspect`."""
+        """Check whether a rank is alive, by a link to it."""
         if rank != self.rank and not self.is_gone(rank):
             _LOG.info("rank %d: is rank %d alive? %s", self.rank, rank, reason)
             self.links.reach(rank, suspect=True)
 
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
-        """See `ControlPlane.declare_lost`."""
+        """Tell all ranks that one is lost, unless that is known."""
         is_new = not self.is_gone(rank) or (has_ended and rank in self._lost and rank not in self._ended)
         if rank != self.rank and is_new:
             self._flood([Body.LOST, rank, clip(reason), has_ended])
             self._on_lost(rank, reason, has_ended)
 
     def agree(self, number: int, message: Message) -> None:
-        """See `ControlPlane.agree`."""
+        """Send a message of an agreement to all ranks."""
         self._flood([Body.AGREE, number, to_wire(message)])
 
     def ended(self, rank: int, found: str) -> None:
@@ -111,7 +111,7 @@ class ControlNode:
         asyncio.get_running_loop().call_later(self._launcher_word_s, declare)
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
-        """See `ControlPlane.query`."""
+        """Ask a rank what it has posted of these collectives; ``answer`` gets it."""
         if target == self.rank:
             self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
         elif target in self._left and not ops:
@@ -121,7 +121,7 @@ class ControlNode:
             self._ask(self._questions.ask(ops, target, answer))
 
     def leave(self, when_free: Callable[[], None]) -> None:
-        """See `ControlPlane.leave`; ``when_free`` is called once no rank needs this one, or its plane closes."""
+        """Announce that this rank leaves. ``when_free`` is called once no rank needs it, or its plane closes."""
         self._when_free.append(when_free)
         if not self._is_leaving:
             self._is_leaving = True
@@ -133,7 +133,7 @@ class ControlNode:
         self._look_who_needs_me()
 
     def needed_by(self) -> list[int]:
-        """See `ControlPlane.needed_by`; may be called on any thread."""
+        """Ranks that may still ask this one, ascending. May be called on any thread."""
         return sorted(set(range(self._gossip.size)) - {self.rank} - self._released - self._left - self._lost)
 
     async def close(self, goodbye_s: float) -> None:
@@ -144,7 +144,7 @@ class ControlNode:
         await self.links.close(goodbye_s)
 
     def linger(self) -> None:
-        """See `ControlPlane.linger`."""
+        """End the epoch here, but keep listening for ranks that have missed it."""
         self._is_over = True
         if self._next_beat is not None:
             self._next_beat.cancel()

@@ -13,6 +13,7 @@ from kfcomm.engine.control.base import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.testing.virtual.network import NetworkModel
 from kfcomm.transports.reactor import Callback
+from kfcomm.types import override
 
 LAST_WORDS_LOST = 0.5
 """So often what a rank that dies has said, and nobody has heard yet, is not heard any more."""
@@ -32,7 +33,7 @@ class _Said:
 
 
 class VirtualHub(MemoryHub):
-    """See the module."""
+    """Control planes of one epoch, with latencies and lost messages."""
 
     def __init__(self, model: NetworkModel, births: Sequence[int]) -> None:
         super().__init__(len(births))
@@ -45,16 +46,16 @@ class VirtualHub(MemoryHub):
             if one < other:
                 self.lose(one, other)
 
+    @override
     def kill(self, rank: int) -> None:
-        """See `MemoryHub.kill`."""
         if self._model.random.random() < LAST_WORDS_LOST:
             self._silenced.add(rank)
             if rank in self._goodbyes and not self._goodbyes[rank].is_heard:
                 self.left.discard(rank)  # so it is lost
         super().kill(rank)
 
+    @override
     def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
-        """See `MemoryHub.tell_others`."""
         source = rank if about is None else about
         is_heard = source in self._silenced or bool(self._early.keys() - {rank})
         said = _Said(news, is_heard=is_heard)
@@ -62,8 +63,8 @@ class VirtualHub(MemoryHub):
             self._goodbyes.setdefault(rank, said)
         super().tell_others(rank, said, about)
 
+    @override
     def carry(self, source: int, target: int, deliver: Callback, *arguments: object) -> None:
-        """See `MemoryHub.carry`."""
         road = self._births[source], self._births[target]
         self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
 

@@ -74,7 +74,7 @@ class VirtualReactor(Reactor):
         super().__init__(clock=loop.time)
 
     def call_soon_threadsafe(self, callback: Callback, *arguments: Any) -> None:
-        """See `Reactor`.
+        """Call soon; all threads of a virtual world are this one.
 
         Raises:
             RuntimeError: the reactor is closed.

@@ -23,6 +23,7 @@ from kfcomm.testing.virtual.events import Delay, Event, Partition, SlowLink, Sto
 from kfcomm.transports.base import Link
 from kfcomm.transports.memory import MemoryNetwork
 from kfcomm.transports.reactor import Callback, Reactor
+from kfcomm.types import override
 
 
 class Timing(NamedTuple):
@@ -151,8 +152,8 @@ class _Wires(MemoryNetwork):
         self._model = model
         self._births = births
 
+    @override
     def wire(self, rank: int, peer: int) -> Any:
-        """See `MemoryNetwork.wire`."""
         return _Wire(self._model, self._driver, self._births[rank], self._births[peer])
 
 
@@ -166,7 +167,7 @@ class VirtualLinks(InMemory):
         self._births = births
 
     async def connect(self, rank: int, peer: int) -> Link:
-        """See `Links.connect`.
+        """Connect to a peer, after a latency.
 
         Raises:
             TransportError: they have lost each other.

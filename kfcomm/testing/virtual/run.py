@@ -57,7 +57,7 @@ class VirtualRun:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """See `run_in_virtual_time`."""
+    """Arguments of `run_in_virtual_time`."""
 
     main: Main
     size: int

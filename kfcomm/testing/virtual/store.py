@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from kfcomm.errors import RendezvousError
 from kfcomm.testing.store import MemoryStore, Welcome
 from kfcomm.testing.virtual.network import NetworkModel
-from kfcomm.types import Candidate, Wanted
+from kfcomm.types import Candidate, Wanted, override
 
 WORD_WITHIN_S = 2.0
 """So long whoever asks for the store's word waits for it."""
 
 
 class VirtualStore(MemoryStore):
-    """See the module."""
+    """Store of a world in virtual time, which can be lost for a while."""
 
     def __init__(self, model: NetworkModel) -> None:
         super().__init__()
@@ -41,41 +41,41 @@ class VirtualStore(MemoryStore):
         if not self._lost_by:
             self._back.set()
 
+    @override
     async def ask_in(self, birth: int) -> Welcome:
-        """See `MemoryStore`."""
         await self._reached()
         return await super().ask_in(birth)
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """See `MemoryStore`.
+        """Answer after a latency.
 
         Raises:
-            RendezvousError: it is lost.
+            RendezvousError: the store is lost.
         """
         await self._latency()
         return await super().candidates(known)
 
+    @override
     async def welcome(self, births: Collection[int], said: Welcome) -> None:
-        """See `MemoryStore`."""
         await self._reached()
         await super().welcome(births, said)
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """See `MemoryStore`.
+        """Answer after a latency.
 
         Raises:
-            RendezvousError: it is lost.
+            RendezvousError: the store is lost.
         """
         await self._latency()
         return await super().wanted(known)
 
+    @override
     async def want_size(self, size: int) -> None:
-        """See `MemoryStore`."""
         await self._reached()
         await super().want_size(size)
 
+    @override
     async def want_replaced(self, birth: int) -> None:
-        """See `MemoryStore`."""
         await self._reached()
         await super().want_replaced(birth)
 
@@ -89,10 +89,10 @@ class VirtualStore(MemoryStore):
         return birth in self._words.setdefault(epoch, tuple(living))
 
     async def changed(self) -> None:
-        """See `MemoryStore`.
+        """Wait for a change.
 
         Raises:
-            RendezvousError: it is lost.
+            RendezvousError: the store is lost.
         """
         num_losses = self._num_losses
         if self._back.is_set():

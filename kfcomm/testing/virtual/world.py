@@ -9,6 +9,7 @@ from kfcomm.testing.virtual.network import NetworkModel, VirtualLinks
 from kfcomm.testing.virtual.store import VirtualStore
 from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.reactor import Reactor
+from kfcomm.types import override
 
 NUM_CPUS = 8
 """Of each host, on whatever machine this runs: strategies depend on it."""
@@ -26,20 +27,20 @@ class VirtualWorld(MemoryWorld):
         self._ended: set[int] = set()
         super().__init__(size, reactor=reactor, num_cpus=NUM_CPUS, **options)
 
+    @override
     def new_links(self, births: tuple[int, ...]) -> VirtualLinks:
-        """See `MemoryWorld.new_links`."""
         self._links.append(VirtualLinks(self._reactor, self._model, births))
         return self._links[-1]
 
+    @override
     def new_hub(self, births: tuple[int, ...]) -> VirtualHub:
-        """See `MemoryWorld.new_hub`."""
         self._hubs.append(VirtualHub(self._model, births))
         for birth in sorted(self._ended):
             self._hubs[-1].ended(birth)
         return self._hubs[-1]
 
+    @override
     def new_store(self) -> VirtualStore:
-        """See `MemoryWorld.new_store`."""
         return VirtualStore(self._model)
 
     def ended(self, rank: int) -> None:

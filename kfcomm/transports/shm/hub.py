@@ -26,7 +26,7 @@ from kfcomm.transports.shm.shared import Parked, fence
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
 LOOKS_AMONG_HOSTS = 4
-"""See ``Reactor.looks``. Chunks from other hosts arrive on descriptors, so these must be polled often."""
+"""``Reactor.looks`` with ranks on other hosts, whose chunks arrive on descriptors: these must be polled often."""
 
 
 class Hub:

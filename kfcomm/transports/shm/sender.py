@@ -66,7 +66,7 @@ class ShmSender(ShmLink):
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
-        """See ``Link.send``.
+        """Copy the payload into a slab or the record, and publish the record, or queue both.
 
         Raises:
             LocalProtocolError: the payload is larger than a slab.
