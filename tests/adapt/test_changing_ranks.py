@@ -177,11 +177,15 @@ class Stage:
             tasks = [*self.others, *self.tasks.values()]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
             for one in self.ranks.values():
                 with contextlib.suppress(Exception):
                     await one.comm.end()
             await self.world.close()
+        # an event may come too late for this world; any other error would mean that none of its kind happens
+        for error in ends[: len(self.others)]:
+            if isinstance(error, Exception) and not isinstance(error, KfcommError):
+                raise error
         return [one for birth, one in self.ranks.items() if birth not in self.dead]
 
 

@@ -312,11 +312,15 @@ class Stage:
         tasks = [*self._others, *self._tasks.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.trainings.values():
             with contextlib.suppress(Exception):
                 await one.comm.end()
         await self._world.close()
+        # an event may come too late for this world; any other error would mean that none of its kind happens
+        for error in ends[: len(self._others)]:
+            if isinstance(error, Exception) and not isinstance(error, KfcommError):
+                raise error
 
 
 async def run(
