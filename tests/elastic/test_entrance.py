@@ -94,7 +94,8 @@ def test_another_rank_reads_it_if_one_dies_at_any_moment(
         assert set(map(str, run.results.values())) == {str(WHOLE)}, at_s
         found = about_of(path)
         assert found is not None
-        assert found[0].number >= STEPS
+        # A writer that dies when the others have ended training, just before it writes, leaves the file one step back.
+        assert found[0].number >= STEPS - 1
 
 
 def test_ranks_end_if_only_the_dead_rank_saw_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -167,6 +167,7 @@ def slow_checkpoints() -> Iterator[None]:
 
     was = loop.Checkpoint, checkpoint.ThreadPoolExecutor
     loop.Checkpoint, checkpoint.ThreadPoolExecutor = SlowCheckpoint, Inline  # type: ignore[misc, assignment]
+    SlowCheckpoint.random = Random(0)  # the same times in any order of tests
     try:
         yield
     finally:
