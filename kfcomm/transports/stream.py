@@ -42,14 +42,20 @@ def why_unsupported() -> str | None:
 
 def open_endpoint(surroundings: Surroundings) -> StreamEndpoint:
     """Open the stream links of one rank, TCP and Unix alike."""
-    return StreamEndpoint(surroundings)
+    return StreamEndpoint(surroundings, StreamLink)
 
 
 class StreamEndpoint(Endpoint):
-    """Stream links of one process: one for each connection."""
+    """Stream links of one process: one for each connection.
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    Args:
+        surroundings: of the process.
+        link: class of the links.
+    """
+
+    def __init__(self, surroundings: Surroundings, link: type[StreamLink]) -> None:
         self._surroundings = surroundings
+        self._make = link
 
     @override
     async def connect(self, connection: Connection, peer: int) -> StreamLink:
@@ -63,7 +69,7 @@ class StreamEndpoint(Endpoint):
         # The kernel moves the bytes of a Unix socket: nothing can change them on their way.
         is_sealed = self._surroundings.checksum and not connection.is_local
         seals = Seals(connection.keys, has_payloads=True) if is_sealed else None
-        return StreamLink(connection.sock, self._surroundings.reactor, self._surroundings.inbound, peer, seals=seals)
+        return self._make(connection.sock, self._surroundings.reactor, self._surroundings.inbound, peer, seals=seals)
 
 
 class StreamLink(Link):

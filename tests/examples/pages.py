@@ -11,6 +11,9 @@ from pathlib import Path
 from tests.launch.launched import ROOT
 
 ALL_PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+COPIED = re.compile(r"^<!-- copy: (\w+) -->$", re.MULTILINE)
+PAGES_OF_PACKAGE = [page for page in ALL_PAGES if not COPIED.search(page.read_text("utf-8"))]
+"""Pages that name nothing but what the package has; the others are checked by running them."""
 _MARK, _FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
 BLOCK = re.compile(_MARK + _FENCE, re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^<!-- rows: (?P<size>\d+) -->\n+(?P<rows>(?:^\|.*\n)+)", re.MULTILINE)

@@ -3,6 +3,8 @@
 Comments in the Markdown, invisible when rendered, say what to do with the block that follows:
 
 - ``<!-- file: NAME -->``: the block is written to the file NAME.
+- ``<!-- copy: NAME -->``, on its own: the folder NAME of the checkout is copied, and used from then on.
+- ``<!-- change: NAME -->``: the block is a change of the file NAME: lines that it has, and lines that are added to it.
 - ``<!-- run -->``: the lines that begin with ``$`` are run by a shell; what they print is the rest of the block, in
   any order, as ranks print when they do. A line ``...`` stands for any lines, ``…`` within a line for any text. Port
   29600 is replaced by one that is free.
@@ -22,6 +24,7 @@ tests of frameworks.
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -30,7 +33,7 @@ from types import CodeType
 
 import pytest
 
-from tests.examples.pages import ALL_PAGES, Block, blocks, installed, name_of, tables
+from tests.examples.pages import ALL_PAGES, COPIED, Block, blocks, installed, name_of, tables
 from tests.hiding import hiding
 from tests.launch.launched import ROOT, environ
 from tests.support import free_port
@@ -75,6 +78,8 @@ def test_page(page: Path, tmp_path: Path) -> None:
 
 def run_page(page: Path, folder: Path) -> None:
     before = ""
+    for name in COPIED.findall(page.read_text("utf-8")):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks(page):
         kind, _, what = block.mark.partition(": ")
         if block.language == "python":
@@ -82,6 +87,8 @@ def run_page(page: Path, folder: Path) -> None:
         match kind:
             case "file":
                 (folder / what).write_text(block.text, "utf-8")
+            case "change":
+                change(folder / what, block.text)
             case "run":
                 run_console(block.text, folder, block.above)
             case "ranks":
@@ -95,6 +102,14 @@ def run_page(page: Path, folder: Path) -> None:
 
     for size, rows, above in tables(page):
         run_rows(before, rows, size, folder, above)
+
+
+def change(path: Path, text: str) -> None:
+    """Add the lines of a block that begin with "+" to a file that has its other lines."""
+    there = "".join(line[1:] for line in text.splitlines(keepends=True) if line.startswith(" "))
+    source = path.read_text("utf-8")
+    assert source.count(there) == 1, f"{path.name} has these lines {source.count(there)} times:\n{there}"
+    path.write_text(source.replace(there, "".join(line[1:] for line in text.splitlines(keepends=True))), "utf-8")
 
 
 def run_rows(before: str, table: str, size: int, folder: Path, above: str) -> None:

@@ -14,10 +14,10 @@ import pytest
 from kfcomm.cli import main
 from kfcomm.cli.commands.bench import bench
 from kfcomm.cli.topologies import topologies
-from tests.examples.pages import ALL_PAGES, lines, name_of, spans
+from tests.examples.pages import PAGES_OF_PACKAGE, lines, name_of, spans
 from tests.launch.launched import ROOT
 
-PAGES = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [*PAGES_OF_PACKAGE, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 STARTERS = {"-m", "&&", ";", "|", "&", "kfcomm"}
 
 

@@ -18,11 +18,11 @@ import pytest
 import kfcomm
 import kfcomm.sync
 from kfcomm.elastic import Elastic, ElasticCommunicator, State
-from tests.examples.pages import ALL_PAGES, FENCE, lines, name_of, spans
+from tests.examples.pages import ALL_PAGES, FENCE, PAGES_OF_PACKAGE, lines, name_of, spans
 from tests.launch.launched import ROOT
 from tests.monitor.test_metrics import collected
 
-PAGES = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [*PAGES_OF_PACKAGE, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray")
 
 
