@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.common.tls import load, make
 from kfcomm.errors import CollectiveError, PeerLost
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.transports import handshake
+from kfcomm.transports.tls import load, make
 from tests.relays import Relay
 
 TIMEOUT_S = 5

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kfcomm.common.sockets import readable
-from kfcomm.common.tls import AUTHORITY, CERTIFICATE, KEY, Tls, load, make
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import Purpose
 from kfcomm.errors import ConfigError, ProtocolError, RendezvousError, TransportError
@@ -15,6 +14,7 @@ from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.transports.handshake import answer, dial
 from kfcomm.transports.sockets import DialRefused, Listener
+from kfcomm.transports.tls import AUTHORITY, CERTIFICATE, KEY, Tls, load, make
 from tests.launch.launched import finished
 from tests.support import on_every_loop
 

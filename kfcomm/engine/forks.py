@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session
-    from kfcomm.transports.backend import DeviceSetup
+    from kfcomm.transports.base import DeviceSetup
 
 sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Those that are not closed, and those of former epochs whose links are not."""

@@ -17,10 +17,10 @@ from kfcomm.types import Costs, Layout
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.base import DeviceReport
-    from kfcomm.common.tls import Tls
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.keyvalue import Exit
     from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.transports.tls import Tls
 
 Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
 """Tells the other ranks of this process, and gives those of all ranks, by rank; without a store of kfcomm's."""
@@ -63,7 +63,7 @@ def tls_of(settings: Settings) -> Tls | None:
     """Load what connections are secured with; None if they are not."""
     if settings.tls is None:
         return None
-    from kfcomm.common.tls import load
+    from kfcomm.transports.tls import load
 
     return load(settings.tls)
 

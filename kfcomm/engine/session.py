@@ -32,7 +32,7 @@ from kfcomm.engine.interfaces import Door, Network, Service
 from kfcomm.engine.loop_lag import LoopLag
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
-from kfcomm.transports.backend import DeviceSetup
+from kfcomm.transports.base import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Connection
 from kfcomm.types import Layout, override

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kfcomm.common.sockets import RESERVE, raise_limit
-from kfcomm.common.tls import Tls, load
 from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
 from kfcomm.launch.elastic import Elasticity, parse
@@ -21,6 +20,7 @@ from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.strategies.plugins import check
+from kfcomm.transports.tls import Tls, load
 
 _MAX_DIGITS = 6
 JOB = "KFCOMM_JOB"

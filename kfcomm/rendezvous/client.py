@@ -36,7 +36,7 @@ from kfcomm.rendezvous.signing import (
 from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.common.tls import Tls
+    from kfcomm.transports.tls import Tls
 
 T = TypeVar("T")
 

@@ -26,9 +26,9 @@ from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.rendezvous.worlds import Source
 
 if TYPE_CHECKING:
-    from kfcomm.common.tls import Tls
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.transports.tls import Tls
 
 T = TypeVar("T")
 

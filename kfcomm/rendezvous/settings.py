@@ -82,7 +82,7 @@ class Settings(NamedTuple):
         monitor: whether bytes, calls and waits are counted.
         traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
         checksum: whether what travels over TCP is checked; the same on all ranks.
-        tls: where the certificates of the job are (see `kfcomm.common.tls`); None for connections without TLS.
+        tls: where the certificates of the job are (see `kfcomm.transports.tls`); None for connections without TLS.
         elastic: whether the ranks may change while the program runs (see ``kfcomm.elastic``).
         join: uid of a process that joins a running job: a number that no other process of the job has or had, beyond
             the initial ranks. It is its ``rank`` here. Else None.

@@ -24,7 +24,6 @@ from aiohttp import web
 
 from kfcomm.common.rate_limit import RateLimitFilter
 from kfcomm.common.sockets import accept_all, host_of
-from kfcomm.common.tls import Tls
 from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import ConfigError, LocalProtocolError
 from kfcomm.rendezvous.backends import LocalStore
@@ -42,6 +41,7 @@ from kfcomm.rendezvous.signing import (
     nonce_of,
 )
 from kfcomm.rendezvous.worlds import MAX_RANKS
+from kfcomm.transports.tls import Tls
 from kfcomm.types import override
 
 SIZE_PATH = "/v1/size"

@@ -25,12 +25,12 @@ from kfcomm.testing.devices import FakeDevice
 from kfcomm.testing.launches import Impossible, Launched, checked, results, supports
 from kfcomm.testing.memory import poison
 from kfcomm.testing.streams import SCHEDULER, FakeStream
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
 
 
 class FakeFabric:
-    """Fabric between the fake devices of one test; a `kfcomm.transports.backend.BackendMaker` for all its ranks.
+    """Fabric between the fake devices of one test; a `kfcomm.transports.base.BackendMaker` for all its ranks.
 
     Attributes:
         violations: launches that a real backend would answer with wrong numbers or a hang: a correct test has
@@ -249,7 +249,7 @@ class _Launch:
 
 
 class FakeBackend:
-    """One rank's end of a group; implements `kfcomm.transports.backend.CollectiveBackend`.
+    """One rank's end of a group; implements `kfcomm.transports.base.CollectiveBackend`.
 
     Attributes:
         group: to which it belongs.

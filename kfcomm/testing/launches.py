@@ -17,7 +17,7 @@ import numpy as np
 from kfcomm.arrays.devices.base import Array
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.testing.device_arrays import FakeArray
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
 
 REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
@@ -37,7 +37,7 @@ class Launched(NamedTuple):
         op: how, or None.
         root: rank in the group, or -1.
         dtype: of all parts.
-        sizes: elements of each part: ``n`` in the table of `kfcomm.transports.backend.Part`.
+        sizes: elements of each part: ``n`` in the table of `kfcomm.transports.base.Part`.
     """
 
     verb: Verb
@@ -68,7 +68,7 @@ def checked(verb: Verb, parts: Sequence[Part], op: Op | None, root: int, rank: i
     """Check and describe a launch of one rank of a group.
 
     Raises:
-        Impossible: not what `kfcomm.transports.backend` says that it has to be.
+        Impossible: not what `kfcomm.transports.base` says that it has to be.
     """
     if not parts:
         raise Impossible(f"{verb} of no part")

@@ -14,7 +14,7 @@ from kfcomm.sync.driver import Driver
 from kfcomm.sync.elastic import ElasticCommunicator
 from kfcomm.sync.thread import IoThread
 from kfcomm.testing.worlds import MemoryWorld
-from kfcomm.transports.backend import BackendMaker
+from kfcomm.transports.base import BackendMaker
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds

@@ -20,8 +20,7 @@ from kfcomm.engine.session import Session
 from kfcomm.errors import TransportError
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.testing.store import MemoryStore, Welcome
-from kfcomm.transports.backend import BackendMaker, DeviceSetup
-from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.base import BackendMaker, DeviceSetup, Link, Waiter
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint

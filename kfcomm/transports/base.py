@@ -1,17 +1,19 @@
-"""Interfaces of transports: links, their users, and the endpoints that make them.
+"""Interfaces of transports: links and the endpoints that make them, and backends that run whole collectives on devices.
 
-A link moves framed chunks between two peers, and knows nothing of collectives.
-
-A *link* is one directed data connection: the side that opened it sends chunks, the other side answers with
-small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flush`` moves what the peer takes.
-
-Invariants:
+A *link* is one directed data connection: the side that opened it sends framed chunks, the other side answers with small
+frames only (credit, "posted"). It knows nothing of collectives. Nothing here waits: ``send`` queues, ``flush`` moves
+what the peer takes. Invariants:
 
 - Frames of one link arrive whole and in the order in which they leave (see ``Link.send``), or the link is lost.
 - A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
   returned; never after that. No link keeps a view of the caller's memory for longer.
 - Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link never
   holds back bytes until they are asked for.
+
+A *backend* is this rank's end of one group of devices. The n-th launch of a rank meets the n-th of every other; the
+layers above agree on the order (`core.launch_order`), so that a backend never has to match names. Invariants: a launch
+only puts work on a stream, and returns. Every rank launches the same verbs on parts of the same sizes, in the same
+order. After ``abort`` every launch ends by itself, and its results are void.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
+from kfcomm.arrays.devices.base import Device, DeviceReport, Flat, Stream
+from kfcomm.arrays.devices.routes import Choice, choose
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
+from kfcomm.types import Layout, Op, Verb
 
 if TYPE_CHECKING:
     import asyncio
@@ -82,7 +89,7 @@ class Link(Protocol):
 
         Chunks leave by ``priority``, the larger first, and in the order of the calls within one (where memory is
         shared: results first); other frames before all chunks, but for those that must not overtake any: see
-        ``transports.order``.
+        ``transports.outbox``.
 
         Returns:
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
@@ -275,3 +282,109 @@ class Endpoint(Protocol):
     async def close(self) -> None:
         """End the links that are left, and release everything."""
         return
+
+
+class Part(NamedTuple):
+    """One buffer of a launch: flat memory that is read, and flat memory for the result.
+
+    ======================  ==========  ==================================  =======================
+    verb                    source      target                              may be the same memory
+    ======================  ==========  ==================================  =======================
+    all_reduce              n elements  n elements                          yes
+    reduce                  n elements  n elements on the root, else None   yes
+    broadcast               n elements  n elements (source: of the root)    yes
+    all_gather              n elements  n · size elements                   no
+    gather                  n elements  n · size on the root, else None     no
+    reduce_scatter          n · size    n elements                          no
+    all_to_all              n · size    n · size elements                   no
+    ======================  ==========  ==================================  =======================
+    """
+
+    source: Flat
+    target: Flat | None
+
+
+class CollectiveBackend(Protocol):
+    """This rank's end of one group. Used by one thread at a time, but for ``abort``."""
+
+    def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
+        """Put one collective on the stream; several parts are launched as one.
+
+        Args:
+            verb: one that ``BackendMaker.supports``.
+            parts: at least one; all of one dtype.
+            op: of all_reduce, reduce and reduce_scatter; else None.
+            root: rank in the group, of reduce, broadcast and gather; else -1.
+            stream: of this rank's device.
+
+        Raises:
+            TransportError: the backend refuses; the group cannot be used any more.
+        """
+
+    def failure(self) -> str | None:
+        """Return an error that has occurred since, if any; polled now and then."""
+
+    def abort(self) -> None:
+        """End every launch now. Callable on any thread; may block for a while; never raises."""
+
+    def close(self) -> None:
+        """Release everything, after the last launch is done. Never raises."""
+
+
+class BackendMaker(Protocol):
+    """Makes backends of one kind."""
+
+    name: str
+    """Name in one word, as ``nccl``."""
+
+    def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
+        """Return whether it can carry this out; the same on every rank with the same versions."""
+
+    def identity(self) -> bytes:
+        """Make the identity of a new group, by which its ranks find each other; one rank makes it for all.
+
+        Raises:
+            TransportError: it cannot be made here.
+        """
+
+    def connect(self, identity: bytes, rank: int, size: int, device: Device) -> CollectiveBackend:
+        """Meet the other ranks. Blocks until all are there; not called on an event loop.
+
+        Raises:
+            TransportError: they did not find each other.
+        """
+
+
+class DeviceSetup(NamedTuple):
+    """The devices of a world, as one rank knows them; the same reports and transport on all ranks.
+
+    Attributes:
+        device: of this rank, or None.
+        reports: of all ranks, by rank in the world.
+        maker: of backends on the device; None if none runs collectives on it.
+        transport: agreed by all ranks, see ``routes.agree``.
+    """
+
+    device: Device | None
+    reports: tuple[DeviceReport, ...]
+    maker: BackendMaker | None
+    transport: str
+
+    @classmethod
+    def none(cls, size: int) -> DeviceSetup:
+        """Return the setup of a world of ``size`` ranks without a device."""
+        return cls(None, (DeviceReport(),) * size, None, "auto")
+
+    def route(self, members: Sequence[int], layout: Layout) -> Choice | None:
+        """Return the route of device memory in a group; None in a world without devices.
+
+        Args:
+            members: their ranks in the world, by rank in the group.
+            layout: hosts of the members.
+
+        Raises:
+            ConfigError: see ``routes.choose``.
+        """
+        if not any(report.kind for report in self.reports):
+            return None
+        return choose([self.reports[rank] for rank in members], layout, self.transport, members)

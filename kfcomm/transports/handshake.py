@@ -50,7 +50,7 @@ from kfcomm.transports.sockets import (
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from kfcomm.common.tls import Tls
+    from kfcomm.transports.tls import Tls
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """For a peer of the job, whose host may be busy."""

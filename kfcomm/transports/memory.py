@@ -13,7 +13,7 @@ from typing import Any
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Counts, Inbound, Link, Owner
-from kfcomm.transports.order import Order
+from kfcomm.transports.outbox import Order
 from kfcomm.transports.reactor import Readiness
 from kfcomm.types import override
 

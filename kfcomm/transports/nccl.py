@@ -31,7 +31,7 @@ import numpy as np
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
-from kfcomm.transports.backend import CollectiveBackend, Part
+from kfcomm.transports.base import CollectiveBackend, Part
 from kfcomm.types import Op, Verb, override
 
 ABORT_PATIENCE_S: Final = 2.0
@@ -50,7 +50,7 @@ _PAIRS: Final = {"complex64": "NCCL_FLOAT32", "complex128": "NCCL_FLOAT64"}
 
 
 class Nccl:
-    """Maker of backends over NCCL; implements `kfcomm.transports.backend.BackendMaker`.
+    """Maker of backends over NCCL; implements `kfcomm.transports.base.BackendMaker`.
 
     Args:
         cuda: ``cupy.cuda``, or a fake of it in a test.

@@ -16,8 +16,7 @@ from kfcomm.core.handshake import Keys
 from kfcomm.core.seal import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 from kfcomm.errors import ConfigError, RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.order import Frame
-from kfcomm.transports.outbox import Outbox, StreamOptions
+from kfcomm.transports.outbox import Frame, Outbox, StreamOptions
 from kfcomm.types import override
 
 Digest = Callable[[Any], bytes]

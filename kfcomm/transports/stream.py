@@ -25,8 +25,7 @@ from typing import Any
 from kfcomm.core.frame import Header, Kind, decode_head, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Endpoint, Inbound, Link, Owner, Surroundings
-from kfcomm.transports.order import Frame
-from kfcomm.transports.outbox import Outbox, StreamOptions
+from kfcomm.transports.outbox import Frame, Outbox, StreamOptions
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.sockets import Connection, Stream, broken, hold_little

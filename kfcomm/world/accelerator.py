@@ -14,11 +14,11 @@ from kfcomm.arrays.devices import lookup
 from kfcomm.arrays.devices.base import Device, DeviceReport
 from kfcomm.arrays.devices.routes import cautions
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.transports.backend import DeviceSetup
+from kfcomm.transports.base import DeviceSetup
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.transports.backend import BackendMaker
+    from kfcomm.transports.base import BackendMaker
 
 logger = logging.getLogger("kfcomm")
 

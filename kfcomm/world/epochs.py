@@ -3,7 +3,7 @@
 A world never changes. The next one is made by the code that made the first, with the agreement in the place of the
 store: each rank opens a door (a port to listen at) before it takes part, says where it is, and the decision holds the
 doors of all that go on. The engine, plans, links, slots and memory of the old epoch end on a rank when it knows the
-decision, but for an arena in which nobody reads (`transports.shm.arena`); its control plane answers on, until all are
+decision, but for an arena in which nobody reads (`transports.shm.segment`); its control plane answers on, until all are
 in the new one and so know it, too.
 """
 

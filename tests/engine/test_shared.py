@@ -9,7 +9,7 @@ import pytest
 
 from kfcomm import testing
 from kfcomm.core.graph import Graph
-from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.segment import Arena
 from tests.conformance.worlds import turns, works
 
 X = np.ones(3)

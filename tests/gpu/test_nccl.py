@@ -9,7 +9,7 @@ import pytest
 
 from kfcomm.arrays.devices import Device
 from kfcomm.errors import TransportError
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.transports.nccl import Nccl
 from kfcomm.types import Op, Verb
 from tests.transports import conforming

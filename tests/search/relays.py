@@ -19,10 +19,10 @@ from typing import Any
 import click
 import uvloop
 
-from kfcomm.common.tls import make
 from kfcomm.engine import recovery
 from kfcomm.engine.control import links
 from kfcomm.transports import handshake
+from kfcomm.transports.tls import make
 from tests.relays import Relay
 from tests.test_relays import ends, joined
 

@@ -15,7 +15,7 @@ import pytest
 
 from kfcomm.errors import TransportError
 from kfcomm.testing import FakeArray, FakeDevice, FakeFabric
-from kfcomm.transports.backend import BackendMaker, Part
+from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Op, Verb
 from tests.transports.conforming import Rank, connected
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.devices import Device, Flat, Stream
-from kfcomm.transports.backend import BackendMaker, CollectiveBackend, Part
+from kfcomm.transports.base import BackendMaker, CollectiveBackend, Part
 from kfcomm.types import Op, Verb
 from tests.conformance.oracle import ALLOWED, DTYPES, data, dtype_called
 

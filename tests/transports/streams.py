@@ -11,13 +11,12 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from kfcomm.common.tls import load, make
 from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import Keys
 from kfcomm.transports.outbox import MAX_HEAD_NBYTES, StreamOptions
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.stream import StreamLink
-from kfcomm.transports.tls import secured
+from kfcomm.transports.tls import load, make, secured
 
 KINDS = ("pair", "tcp", "unix")
 LINKS = (*KINDS, "sealed", "tls")

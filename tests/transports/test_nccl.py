@@ -16,7 +16,7 @@ import pytest
 
 from kfcomm.errors import TransportError
 from kfcomm.transports import nccl
-from kfcomm.transports.backend import BackendMaker, CollectiveBackend, Part
+from kfcomm.transports.base import BackendMaker, CollectiveBackend, Part
 from kfcomm.transports.nccl import Nccl
 from kfcomm.types import Op, Verb
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import Kind
-from kfcomm.transports.order import FRONT, Order
+from kfcomm.transports.outbox import FRONT, Order
 
 CHUNK, ASK, KEY, SIGNATURE, BYE, LEFT = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.BYE, Kind.LEFT)

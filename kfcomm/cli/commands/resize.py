@@ -97,9 +97,9 @@ def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
 
 
 async def _ask_elsewhere(url: str, size: int) -> None:
-    from kfcomm.common.tls import load
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.token import HOW_TO_SET, given_token
+    from kfcomm.transports.tls import load
 
     found = given_token(os.environ, None)
     if found is None:

@@ -8,7 +8,7 @@ import click
 
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Commands
-from kfcomm.common import tls as certificates
+from kfcomm.transports import tls as certificates
 
 
 @click.group(cls=Commands)

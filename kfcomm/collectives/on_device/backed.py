@@ -44,7 +44,7 @@ from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature
 from kfcomm.errors import CollectiveAborted, TransportError
-from kfcomm.transports.backend import BackendMaker, CollectiveBackend
+from kfcomm.transports.base import BackendMaker, CollectiveBackend
 from kfcomm.types import override
 
 logger = logging.getLogger("kfcomm")

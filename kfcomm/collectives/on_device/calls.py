@@ -35,7 +35,7 @@ from kfcomm.core.collective import ItemSizes, shown
 from kfcomm.core.signature import Signature
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
 
 DType: TypeAlias = "np.dtype[Any]"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.calls import Path
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Verb, override
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kfcomm.errors import TransportError
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import Device, Mark, Stream
     from kfcomm.collectives.on_device.calls import Call
-    from kfcomm.transports.backend import CollectiveBackend
+    from kfcomm.transports.base import CollectiveBackend
     from kfcomm.transports.reactor import Reactor
 
 Launched: TypeAlias = "Callable[[Call, Mark, BaseException | None], None]"

@@ -17,7 +17,7 @@ from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.core.collective import GroupView
 from kfcomm.strategies import build
-from kfcomm.transports.backend import BackendMaker
+from kfcomm.transports.base import BackendMaker
 from kfcomm.types import Layout, Verb
 
 if TYPE_CHECKING:

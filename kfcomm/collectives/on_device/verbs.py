@@ -28,7 +28,7 @@ from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, R
 from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.errors import ConfigError
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.common.tls import Tls
     from kfcomm.rendezvous.identity import PeerInfo
+    from kfcomm.transports.tls import Tls
 
 HANDSHAKES_PER_RANK = 8
 """All ranks may come at once, each for several links."""

@@ -26,14 +26,13 @@ from typing import NamedTuple
 from kfcomm.common.sockets import readable
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.base import Endpoint, LinkRefused, Surroundings
-from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena, pieces_in
 from kfcomm.transports.shm.heap import Array, Heap, Heaps, PeerHeap
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
 from kfcomm.transports.shm.receiver import ShmReceiver
-from kfcomm.transports.shm.segment import attach, create, why_unsupported
+from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
+from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena, attach, create, pieces_in, why_unsupported
 from kfcomm.transports.shm.sender import ShmSender
-from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.slots import SlotMemory
 from kfcomm.transports.sockets import Connection, closed_on_failure, told_as_lost, why
 from kfcomm.types import override

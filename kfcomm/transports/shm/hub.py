@@ -19,9 +19,8 @@ from collections.abc import Callable
 from kfcomm.transports.base import Watched
 from kfcomm.transports.reactor import Reactor, Timer
 from kfcomm.transports.shm.link import ShmLink
-from kfcomm.transports.shm.ring import RingReader
+from kfcomm.transports.shm.ring import Parked, RingReader, fence
 from kfcomm.transports.shm.sender import ShmSender
-from kfcomm.transports.shm.shared import Parked, fence
 
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""

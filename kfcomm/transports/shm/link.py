@@ -23,8 +23,7 @@ from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_e
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Inbound, Link
 from kfcomm.transports.reactor import Readiness
-from kfcomm.transports.shm.ring import RingReader, RingWriter
-from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
+from kfcomm.transports.shm.ring import Parked, RingReader, RingWriter, Shared, Word, fence
 from kfcomm.transports.sockets import broken
 from kfcomm.types import override
 

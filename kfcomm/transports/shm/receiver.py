@@ -16,7 +16,7 @@ from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
-from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
+from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, MAX_PIECES, Word
 from kfcomm.types import override
 
 _CHUNK = int(Kind.CHUNK)

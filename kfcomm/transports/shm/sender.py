@@ -2,7 +2,7 @@
 
 A chunk leaves as soon as it fits: its payload is copied to the ring or to a piece of the arena, unless it was written
 there (``reserve``) or is there for another peer, and then the caller's memory is free again. Other chunks wait, in the
-order that ``transports.order`` describes, but of one priority, results go before contributions.
+order that ``transports.outbox`` describes, but of one priority, results go before contributions.
 
 Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
 larger one for partial results and results, of which there are no more than contributions that were taken. If these had
@@ -21,10 +21,10 @@ from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import DOWN
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.order import FRONT
-from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
+from kfcomm.transports.outbox import FRONT
 from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
-from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
+from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, MAX_PIECES, Word
+from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena
 from kfcomm.types import override
 
 INLINE_NBYTES = 1 << 12

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.transports.shm.shared import fence
+from kfcomm.transports.shm.ring import fence
 from kfcomm.transports.shm.slots import GENERATION, NEVER, POSTED, SHARED, Array, Cut, SlotMemory, SlotSpec, lines
 from kfcomm.types import override
 

@@ -19,7 +19,7 @@ from kfcomm.core.signature import Signature
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveMismatch, PeerLost
 from kfcomm.testing.devices import FakeDevice
-from kfcomm.transports.backend import Part
+from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
 from tests.conformance.worlds import until
 

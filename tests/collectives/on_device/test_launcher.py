@@ -12,7 +12,7 @@ import pytest
 
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.testing import FakeDevice, FakeFabric
-from kfcomm.transports.backend import CollectiveBackend, Part
+from kfcomm.transports.base import CollectiveBackend, Part
 from kfcomm.types import Op, Verb
 from tests.collectives.on_device.worlds import DeviceWorld
 from tests.conformance import worlds

@@ -10,13 +10,12 @@ import socket
 
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import Wire
 from kfcomm.transports.shm.receiver import ShmReceiver
-from kfcomm.transports.shm.segment import attach, create
+from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
+from kfcomm.transports.shm.segment import Arena, attach, create, pieces_in
 from kfcomm.transports.shm.sender import ShmSender
-from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from tests.transports.streams import Notes, Owner, chunk, noise
 
 MIB = 1 << 20

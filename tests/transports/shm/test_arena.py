@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kfcomm.transports.shm.arena import PIECE_NBYTES, SLAB_NBYTES, Arena, pieces_in
-from kfcomm.transports.shm.segment import attach
+from kfcomm.transports.shm.segment import PIECE_NBYTES, SLAB_NBYTES, Arena, attach, pieces_in
 from tests.transports.streams import noise
 
 sizes = st.one_of(st.sampled_from([*PIECE_NBYTES, 1, 4097, SLAB_NBYTES - 1]), st.integers(1, SLAB_NBYTES))

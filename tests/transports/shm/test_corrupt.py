@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.frame import PREFIX_NBYTES, make_encoder
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.shm.shared import MAX_PIECES, Word
+from kfcomm.transports.shm.ring import MAX_PIECES, Word
 from tests.transports.shm.pairs import MIB, Pair, processes, turns
 from tests.transports.streams import Owner, chunk, noise
 

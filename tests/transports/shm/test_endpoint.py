@@ -13,11 +13,10 @@ from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm import endpoint, segment
-from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
 from kfcomm.transports.shm.endpoint import ShmEndpoint, accept, offer
 from kfcomm.transports.shm.heap import Heaps
-from kfcomm.transports.shm.segment import create
-from kfcomm.transports.shm.shared import SHARED_NBYTES
+from kfcomm.transports.shm.ring import SHARED_NBYTES
+from kfcomm.transports.shm.segment import SKEW_NBYTES, Arena, create
 from kfcomm.transports.shm.slots import SlotMemory, nbytes_of_regions
 from kfcomm.transports.sockets import Connection
 from tests.leaks import descriptors

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kfcomm.transports.shm.arena import SLAB_NBYTES
+from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, Word
+from kfcomm.transports.shm.segment import SLAB_NBYTES
 from kfcomm.transports.shm.sender import INLINE_NBYTES, LOW_LATENCY_WINDOW_NBYTES, WINDOW_NBYTES
-from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, Word
 from tests.support import on_every_loop
 from tests.transports.shm.pairs import HALF, MIB, Pair, fill, linked, processes, settled, turns
 from tests.transports.streams import Owner, chunk, noise

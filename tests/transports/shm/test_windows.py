@@ -3,9 +3,9 @@
 import pytest
 
 from kfcomm.core.machine import DOWN
-from kfcomm.transports.shm.arena import SLAB_NBYTES
+from kfcomm.transports.shm.ring import Word
+from kfcomm.transports.shm.segment import SLAB_NBYTES
 from kfcomm.transports.shm.sender import INLINE_NBYTES, WINDOW_NBYTES
-from kfcomm.transports.shm.shared import Word
 from tests.transports.shm.pairs import HALF, Pair, fill, linked, processes, settled
 from tests.transports.streams import Owner, chunk
 
