@@ -17,9 +17,9 @@ from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.monitor import serving
 from kfcomm.monitor.dumps import install_signal
 from kfcomm.rendezvous import exit_report
-from kfcomm.rendezvous.costs import describe_saved
+from kfcomm.rendezvous.authentication import conceal
+from kfcomm.rendezvous.host import describe_saved
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
-from kfcomm.rendezvous.token import conceal
 from kfcomm.strategies.plugins import check
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
 from kfcomm.cli.commands.top import chosen
-from kfcomm.common import unix
+from kfcomm.common import sockets
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.live import Job
 from tests.launch.launched import Launcher, command, environ, launched
@@ -165,7 +165,7 @@ def test_the_end_of_the_job_ends_it(tmp_path: Path) -> None:
 
 
 def test_without_a_job_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix, "SOCKETS", "/proc/net/no-such-file")
+    monkeypatch.setattr(sockets, "SOCKETS", "/proc/net/no-such-file")
     done = top("--once")
     assert done.exit_code == 2
     assert "no job of yours runs on this host" in done.output

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kfcomm.common.rate_limit import RateLimitFilter
+from kfcomm.rendezvous.store import RateLimitFilter
 
 
 def test_one_line_a_second_with_a_count(caplog: pytest.LogCaptureFixture) -> None:

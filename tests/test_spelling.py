@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kfcomm
 from kfcomm.cli import main
-from kfcomm.common.spelling import hint, meant
+from kfcomm.common.arguments import hint, meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import detect, misspelt
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.common.arguments import hint
 from kfcomm.common.extras import lacking
-from kfcomm.common.spelling import hint
 from kfcomm.errors import ConfigError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]

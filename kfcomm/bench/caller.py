@@ -17,7 +17,8 @@ from kfcomm.bench.load import Call
 from kfcomm.bench.suite import Mode, Place, Suite
 from kfcomm.engine.session import Session
 from kfcomm.joining import init
-from kfcomm.rendezvous.settings import detect, host_and_port, store_url
+from kfcomm.rendezvous.host import host_and_port, store_url
+from kfcomm.rendezvous.settings import detect
 from kfcomm.types import Layout, override
 
 Run = Callable[[], Awaitable[Sequence[Any]]]

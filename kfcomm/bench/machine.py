@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kfcomm.common.version import __version__
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 
 _PACKAGES = ("numpy", "msgpack", "uvloop")
 

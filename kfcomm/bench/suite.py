@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.arrays.reduce import kernel
 from kfcomm.bench.workloads import WORKLOADS, Shape, num_parameters
+from kfcomm.common.arguments import hint
 from kfcomm.common.sizes import show_size
-from kfcomm.common.spelling import hint
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.plugins import check
 from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES

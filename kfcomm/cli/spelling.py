@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import click
 
-from kfcomm.common.spelling import hint, meant
+from kfcomm.common.arguments import hint, meant
 from kfcomm.types import override
 
 ELSEWHERE = {

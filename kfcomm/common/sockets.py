@@ -1,4 +1,4 @@
-"""Waiting until a descriptor is ready, and accepting connections.
+"""Sockets: waiting until a descriptor is ready, accepting connections, and the Unix sockets of this host.
 
 Invariants: an accepted connection is never lost, also when the task is cancelled as it arrives. A flood of connections
 is accepted slowly, so that it takes little processor time. One descriptor is kept in reserve: when all others are used,
@@ -12,7 +12,10 @@ import errno
 import os
 import resource
 import socket
+import struct
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 PAUSE_S = 0.05
 """After a connection that could not be accepted: it stays in the backlog, and asking again at once would spin."""
@@ -133,3 +136,41 @@ async def writable(descriptor: int) -> None:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+SOCKETS = "/proc/net/unix"
+_UCRED = struct.Struct("iII")
+_LISTENS = 0x10000  # __SO_ACCEPTCON, of the flags in /proc/net/unix
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a Unix socket, as the kernel recorded it (SO_PEERCRED, unix(7))."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    @property
+    def is_same_user(self) -> bool:
+        """Whether that process belongs to the user of this one."""
+        return self.uid == os.getuid()
+
+
+def credentials_of(sock: socket.socket) -> Credentials:
+    """Return the credentials of the peer of a connected Unix socket."""
+    return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def listening_names(listing: str | None = None) -> list[str]:
+    """Return the abstract names at which processes of this network namespace listen, without their ``@``.
+
+    Args:
+        listing: the text of /proc/net/unix; read if omitted. Other systems than Linux do not have it: no names.
+    """
+    if listing is None:
+        try:
+            listing = Path(SOCKETS).read_text(errors="replace")
+        except OSError:
+            return []
+    rows = (line.split(maxsplit=7) for line in listing.splitlines()[1:])
+    return [row[7].removeprefix("@") for row in rows if len(row) == 8 and int(row[3], 16) & _LISTENS]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from kfcomm.common.spelling import hint
+from kfcomm.common.arguments import hint
 from kfcomm.elastic.calls import Uids
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kfcomm.arrays.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
-from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.registry import AUTO, named, selected
 from kfcomm.transports.sockets import Listener
 from kfcomm.types import Costs, Layout

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kfcomm.common.unix import credentials_of
+from kfcomm.common.sockets import credentials_of
 from kfcomm.rendezvous.exit_report import MAX_NBYTES, RELEASED, SIGN_OF_LIFE, ExitReport
+from kfcomm.rendezvous.host import BACKLOG
 from kfcomm.rendezvous.keyvalue import Exit, Why
-from kfcomm.rendezvous.listening import BACKLOG
 
 _UNKNOWN = -1
 

@@ -24,7 +24,7 @@ from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
 from kfcomm.launch.process import Child, CommandError, find_program
 from kfcomm.rendezvous.backends import secret_variables
-from kfcomm.rendezvous.interfaces import LOOPBACK, interfaces
+from kfcomm.rendezvous.host import LOOPBACK, interfaces
 from kfcomm.rendezvous.worlds import MAX_RANKS
 
 _MAX_SHOWN = 80

@@ -14,10 +14,10 @@ from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Discovery, Host, Plan, parse_hosts, plan_for, resolved
 from kfcomm.launch.other_hosts import who_launches
 from kfcomm.monitor import serving
+from kfcomm.rendezvous.authentication import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.backends import backend_of, secret_variables
-from kfcomm.rendezvous.interfaces import choose_address, interfaces
-from kfcomm.rendezvous.settings import Settings, detect, store_url
-from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
+from kfcomm.rendezvous.host import choose_address, interfaces, store_url
+from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.strategies.plugins import check
 from kfcomm.transports.tls import Tls, load

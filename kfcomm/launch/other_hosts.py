@@ -34,7 +34,7 @@ from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 from kfcomm.rendezvous.keyvalue import (
     ADMITTED,
     BOUNDS,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from kfcomm.common.sizes import shortened
-from kfcomm.common.unix import credentials_of, listening_names
+from kfcomm.common.sockets import credentials_of, listening_names
 from kfcomm.errors import ConfigError
 
 _MAX_COMMAND = 60

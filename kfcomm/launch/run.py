@@ -34,8 +34,8 @@ from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.stdio import Feed, Log, Output, Pump
 from kfcomm.launch.stores import Store, joined, kept_store, served
 from kfcomm.launch.streams import Display, Streams
+from kfcomm.rendezvous.host import listen, url_of
 from kfcomm.rendezvous.keyvalue import Why, describe_exit
-from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings
 
 logger = logging.getLogger("kfcomm")

@@ -32,6 +32,7 @@ from kfcomm.launch.job import Job, tls_of
 from kfcomm.launch.other_hosts import admit, all_know, arrive, expect_those_admitted, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
 from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.host import store_url
 from kfcomm.rendezvous.keyvalue import (
     AGAIN_S,
     BOUNDS,
@@ -47,7 +48,7 @@ from kfcomm.rendezvous.keyvalue import (
     KeyValue,
     read_wanted,
 )  # fmt: skip
-from kfcomm.rendezvous.settings import Settings, store_url
+from kfcomm.rendezvous.settings import Settings
 
 if TYPE_CHECKING:
     from kfcomm.rendezvous.store import StoreServer

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfcomm.engine.meter import steady
 from kfcomm.monitor.whereabouts import tasks, threads
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 
 if TYPE_CHECKING:
     from kfcomm.engine.operation import Operation

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.common.sizes import shortened
-from kfcomm.common.unix import credentials_of, listening_names
+from kfcomm.common.sockets import credentials_of, listening_names
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 

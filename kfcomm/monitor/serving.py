@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kfcomm.monitor import live
-from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.rendezvous.host import choose_address, host_and_port
+from kfcomm.rendezvous.settings import Settings
 
 if TYPE_CHECKING:
     from kfcomm.engine.meter import Meter

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.costs import save_costs
+from kfcomm.rendezvous.host import save_costs
 from kfcomm.strategies import Strategy, bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.cost import NetworkModel, costs_of, network_of
 from kfcomm.strategies.matrices import checked_bandwidth, checked_latency

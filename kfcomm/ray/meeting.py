@@ -19,8 +19,8 @@ from ray.experimental import internal_kv
 
 from kfcomm.errors import RemoteProtocolError, RendezvousError
 from kfcomm.joining import prepare
+from kfcomm.rendezvous.host import store_url
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.settings import store_url
 from kfcomm.sync.communicator import Communicator, join
 
 TIMEOUT_S = 60.0

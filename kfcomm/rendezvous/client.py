@@ -20,10 +20,7 @@ import msgpack
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.rendezvous.http1 import HttpClient, Response
-from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, NotSet, StoreClosed
-from kfcomm.rendezvous.settings import host_and_port
-from kfcomm.rendezvous.signing import (
+from kfcomm.rendezvous.authentication import (
     ANSWER_HEADER,
     GREETING,
     REQUEST_HEADER,
@@ -33,6 +30,9 @@ from kfcomm.rendezvous.signing import (
     is_answer_valid,
     request_header,
 )
+from kfcomm.rendezvous.host import host_and_port
+from kfcomm.rendezvous.http1 import HttpClient, Response
+from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, NotSet, StoreClosed
 from kfcomm.types import override
 
 if TYPE_CHECKING:

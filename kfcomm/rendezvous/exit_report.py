@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from kfcomm.common.unix import credentials_of
+from kfcomm.common.sockets import credentials_of
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16

@@ -20,8 +20,7 @@ from kfcomm.arrays.devices.base import DeviceReport
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.rendezvous.costs import is_plausible, saved_costs
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname, is_plausible, saved_costs
 from kfcomm.transports.registry import TRANSPORT_NAMES
 from kfcomm.types import Costs
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
-from kfcomm.rendezvous.interfaces import choose_address, is_loopback
 from kfcomm.rendezvous.keyvalue import Exit, Why
-from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.worlds import Source
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ import math
 import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
-from urllib.parse import urlsplit
 
-from kfcomm.common.arguments import plain_text, whole_number
+from kfcomm.common.arguments import hint, meant, plain_text, whole_number
 from kfcomm.common.sizes import seconds_of
-from kfcomm.common.spelling import hint, meant
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
-from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
+from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
+from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
 from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
@@ -234,27 +232,6 @@ def check_device(choice: str, name: str = "device") -> str:
     raise ConfigError(
         f"{name}={choice!r} must be auto, none, cuda, or cuda:N for the N-th device of this host, from 0{near}"
     )
-
-
-def host_and_port(url: str, name: str = "store") -> tuple[str, int]:
-    """Host and port of a store's URL.
-
-    Raises:
-        ConfigError: the URL is not ``http://host:port``.
-    """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port or url.rstrip("/") != store_url(host, port):
-        raise ConfigError(f"{name}={url!r} must look like http://10.0.0.1:29600")
-    return host, port
-
-
-def store_url(host: str, port: int) -> str:
-    """``http://host:port``, with the brackets that an IPv6 address needs."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _find_world(reader: _Reader, reasons: list[str]) -> World:

@@ -16,20 +16,17 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgpack
 from aiohttp import web
 
-from kfcomm.common.rate_limit import RateLimitFilter
 from kfcomm.common.sockets import accept_all, host_of
 from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import ConfigError, LocalProtocolError
-from kfcomm.rendezvous.backends import LocalStore
-from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, StoreClosed, Why
-from kfcomm.rendezvous.listening import listen, url_of
-from kfcomm.rendezvous.signing import (
+from kfcomm.rendezvous.authentication import (
     ANSWER_HEADER,
     GREETING,
     IDENTITY_NBYTES,
@@ -40,6 +37,9 @@ from kfcomm.rendezvous.signing import (
     digest_of,
     nonce_of,
 )
+from kfcomm.rendezvous.backends import LocalStore
+from kfcomm.rendezvous.host import listen, url_of
+from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, StoreClosed, Why
 from kfcomm.rendezvous.worlds import MAX_RANKS
 from kfcomm.transports.tls import Tls
 from kfcomm.types import override
@@ -48,14 +48,41 @@ SIZE_PATH = "/v1/size"
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
 
-_LOG = logging.getLogger("kfcomm.store")
-_LOG.addFilter(RateLimitFilter())
-
+LOG_EVERY_S = 1.0
 REQUEST_WITHIN_S = 5.0
 """Seconds from connecting to a signed request, and from there to the last byte of its body."""
 
 _CLOSE_WITHIN_S = 2.0
 _MAX_SHOWN = 32
+
+
+class RateLimitFilter(logging.Filter):
+    """At most one log record per second, with the number left out since, and without a traceback."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next_s = 0.0
+        self._left_out = 0
+
+    @override
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return False
+        self._next_s = now_s + LOG_EVERY_S
+        more = f" (and {self._left_out} such lines before)" if self._left_out else ""
+        cause = f": {record.exc_info[1]!r:.200}" if record.exc_info and record.exc_info[1] is not None else ""
+        record.msg, record.args = f"{record.getMessage()}{cause}{more}", ()
+        # A traceback would multiply what a remote process can write into the log.
+        record.exc_info = record.exc_text = None
+        self._left_out = 0
+        return True
+
+
+_LOG = logging.getLogger("kfcomm.store")
+_LOG.addFilter(RateLimitFilter())
 
 
 class StoreServer:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.interfaces import LOOPBACK
+from kfcomm.rendezvous.host import LOOPBACK
 
 DEFAULT_PORT = 29600
 MAX_RANKS = 1 << 16

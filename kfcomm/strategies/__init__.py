@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from kfcomm.common.arguments import plain_text
+from kfcomm.common.arguments import meant, plain_text
 from kfcomm.common.lazy import imported_when_used
-from kfcomm.common.spelling import meant
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto

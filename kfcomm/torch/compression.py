@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from kfcomm.common.spelling import hint
+from kfcomm.common.arguments import hint
 from kfcomm.compression import PowerSGD, TopK
 from kfcomm.compression.feedback import Averaging
 from kfcomm.errors import ConfigError

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from kfcomm.common.sizes import ranges
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.joining import prepare
+from kfcomm.rendezvous.authentication import concealed_token, given_token
+from kfcomm.rendezvous.host import LOOPBACK, choose_address, store_url
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.interfaces import LOOPBACK, choose_address
-from kfcomm.rendezvous.settings import Settings, store_url
-from kfcomm.rendezvous.token import concealed_token, given_token
+from kfcomm.rendezvous.settings import Settings
 from kfcomm.sync.communicator import Communicator, join
 
 logger = logging.getLogger("kfcomm")

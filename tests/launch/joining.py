@@ -6,10 +6,10 @@ import sys
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
-from kfcomm.rendezvous.settings import Settings, detect, host_and_port
+from kfcomm.rendezvous.settings import Settings, detect
 
 
 async def main(then: str) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.common import unix
-from kfcomm.common.unix import Credentials
+from kfcomm.common import sockets
+from kfcomm.common.sockets import Credentials
 from kfcomm.monitor import live
 from kfcomm.monitor.attendant import MAX_AT_ONCE, Attendant
 from kfcomm.monitor.live import Job, job_name, jobs, read
@@ -67,7 +67,7 @@ def test_jobs_are_found_by_the_names_of_their_sockets() -> None:
 
 
 def test_without_that_file_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix, "SOCKETS", "/proc/net/no-such-file")
+    monkeypatch.setattr(sockets, "SOCKETS", "/proc/net/no-such-file")
     assert jobs() == ()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.costs import (
+from kfcomm.rendezvous.host import (
     LEAST,
     MOST,
     describe_saved,

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.backends import backend_of
-from kfcomm.rendezvous.backends.etcd import gateway, leases, mirror
-from kfcomm.rendezvous.backends.etcd.address import parse
+from kfcomm.rendezvous.backends.etcd import gateway, leases, mirror, parse
 from kfcomm.rendezvous.backends.etcd.mirror import EtcdStore
 from kfcomm.rendezvous.keyvalue import MAX_VALUE_NBYTES, Exit, StoreClosed
 from tests import etcds

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.rendezvous.interfaces import choose_address, interfaces, is_local, is_loopback
+from kfcomm.rendezvous.host import choose_address, interfaces, is_local, is_loopback
 
 
 def test_loopback_is_listed() -> None:

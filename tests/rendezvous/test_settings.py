@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import Settings, detect, host_and_port, misspelt, store_url
+from kfcomm.rendezvous.host import host_and_port, store_url
+from kfcomm.rendezvous.settings import Settings, detect, misspelt
 from kfcomm.transports.registry import TRANSPORT_NAMES
 
 TOKEN = "a token that is long enough"

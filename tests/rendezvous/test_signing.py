@@ -1,7 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.rendezvous.signing import Authenticator, Ticket, answer_header, digest_of, is_answer_valid, request_header
+from kfcomm.rendezvous.authentication import (
+    Authenticator,
+    Ticket,
+    answer_header,
+    digest_of,
+    is_answer_valid,
+    request_header,
+)
 
 TOKEN, NONCE = b"the token of the job", b"n" * 32
 CLIENT = "ab" * 16

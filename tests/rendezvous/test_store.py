@@ -12,12 +12,11 @@ import pytest_asyncio
 
 from kfcomm.core.unauthenticated import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.authentication import GREETING
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
+from kfcomm.rendezvous.host import host_and_port, listen, url_of
 from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, Why
-from kfcomm.rendezvous.listening import listen, url_of
-from kfcomm.rendezvous.settings import host_and_port
-from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.types import Wanted
 from tests.cutting import cutting

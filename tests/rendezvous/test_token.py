@@ -5,8 +5,8 @@ import pytest
 
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous import token as tokens
-from kfcomm.rendezvous.token import (
+from kfcomm.rendezvous import authentication as tokens
+from kfcomm.rendezvous.authentication import (
     as_text,
     bits_of,
     conceal,

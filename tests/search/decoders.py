@@ -18,8 +18,8 @@ import click
 from kfcomm.core import frame, gossip, hello
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Keys
 from kfcomm.errors import RemoteProtocolError, RendezvousError
+from kfcomm.rendezvous.authentication import Authenticator
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.signing import Authenticator
 from kfcomm.transports.sealed import Seals
 
 TOKEN, NONCE = b"t" * 32, b"n" * 32

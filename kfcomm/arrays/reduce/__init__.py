@@ -21,7 +21,7 @@ from kfcomm.arrays.reduce.halves import HALVES, half_kernel, ordered_kernel
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.arrays.reduce.plain import plain_kernel
 from kfcomm.arrays.reduce.wire import Wire, wire_dtype_of, wire_of
-from kfcomm.common.spelling import hint
+from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import Array
-from kfcomm.common.spelling import hint
+from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 

@@ -20,7 +20,7 @@ import numpy as np
 from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_of
 from kfcomm.arrays.reduce.base import Quiet
 from kfcomm.arrays.reduce.halves import HALVES, half_math
-from kfcomm.common.spelling import hint
+from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 

@@ -20,8 +20,8 @@ from kfcomm.cli.commands.simulate import names_of
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.cli.topologies import topologies
+from kfcomm.common.arguments import meant
 from kfcomm.common.sizes import parse_sizes
-from kfcomm.common.spelling import meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES

@@ -13,10 +13,9 @@ import click
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.rendezvous.costs import describe_saved
+from kfcomm.rendezvous.host import choose_address, describe_saved, host_and_port, hostname, interfaces
 from kfcomm.rendezvous.identity import host_id, versions
-from kfcomm.rendezvous.interfaces import choose_address, hostname, interfaces
-from kfcomm.rendezvous.settings import Settings, detect, host_and_port
+from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import AUTO, LINKS, TCP, TRANSPORTS, named, selected
 from kfcomm.world.accelerator import look
 

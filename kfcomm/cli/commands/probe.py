@@ -19,7 +19,7 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSize
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import LINKS
 
@@ -93,7 +93,7 @@ def probe(**given: Any) -> None:
 
 
 def _forget(given: dict[str, Any]) -> None:
-    from kfcomm.rendezvous.costs import forget_costs, path_of_costs
+    from kfcomm.rendezvous.host import forget_costs, path_of_costs
 
     if given["keep"] or given["num_ranks"] is not None:
         raise ConfigError("--forget measures nothing: leave --keep and -n out")

@@ -97,8 +97,8 @@ def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
 
 
 async def _ask_elsewhere(url: str, size: int) -> None:
+    from kfcomm.rendezvous.authentication import HOW_TO_SET, given_token
     from kfcomm.rendezvous.client import StoreClient
-    from kfcomm.rendezvous.token import HOW_TO_SET, given_token
     from kfcomm.transports.tls import load
 
     found = given_token(os.environ, None)

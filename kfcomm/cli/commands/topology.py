@@ -80,7 +80,7 @@ def show(
     """  # noqa: D301  click wants the character, not its name
     from dataclasses import replace
 
-    from kfcomm.rendezvous.costs import saved_costs
+    from kfcomm.rendezvous.host import saved_costs
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
     from kfcomm.types import Layout

@@ -39,7 +39,7 @@ from kfcomm.monitor.timeline.translation import (
     Note,
     Translator,
 )
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 from kfcomm.types import override
 
 if TYPE_CHECKING:

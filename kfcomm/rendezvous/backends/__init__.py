@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.authentication import IDENTITY_NBYTES
 from kfcomm.rendezvous.contents import Contents
 from kfcomm.rendezvous.keyvalue import Exit, KeyValue, StoreClosed
-from kfcomm.rendezvous.signing import IDENTITY_NBYTES
 from kfcomm.types import override
 
 _WAIT_S = 20.0

@@ -24,10 +24,10 @@ from pathlib import Path
 import msgpack
 
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.authentication import kept_token
 from kfcomm.rendezvous.backends import Backend, LocalStore, Opening
 from kfcomm.rendezvous.contents import Contents
 from kfcomm.rendezvous.keyvalue import Exit, StoreClosed
-from kfcomm.rendezvous.token import kept_token
 from kfcomm.types import override
 
 MAGIC = b"kfcomm store 1\n"

@@ -22,7 +22,7 @@ import aiohttp
 
 from kfcomm.common.callbacks import loop_now_s
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.backends.etcd.address import Address
+from kfcomm.rendezvous.backends.etcd import Address
 
 ATTEMPT_S = 4.0
 """Timeout of one attempt."""

@@ -23,7 +23,7 @@ import msgpack
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.backends.etcd.gateway import LAST_PAUSE_S, Gateway, data, text
-from kfcomm.rendezvous.interfaces import hostname
+from kfcomm.rendezvous.host import hostname
 
 KEPT_FOR_S = 600
 """Seconds for which the values outlive all launchers; one that restarts in time continues the job."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from kfcomm.errors import KfcommError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.backends import LocalStore
-from kfcomm.rendezvous.backends.etcd.address import Address
+from kfcomm.rendezvous.backends.etcd import Address
 from kfcomm.rendezvous.backends.etcd.gateway import FIRST_PAUSE_S, LAST_PAUSE_S, Gateway, NotThere, data, end_of, text
 from kfcomm.rendezvous.backends.etcd.leases import (
     BEAT_S,

@@ -1,0 +1,312 @@
+"""This host: its addresses, where its processes listen, and the measured costs of messages on it.
+
+Only the chosen address is bound. By default it is the kernel's source address towards the rendezvous: connecting a UDP
+socket queries the routing table and sends nothing.
+
+Costs are saved in the user's cache. Homes may be shared by hosts, so the file is named after the host. An unreadable
+file is ignored with a warning, and the default costs apply.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.types import UNMEASURED, Costs
+
+LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger("kfcomm")
+
+if sys.platform == "linux":
+    import fcntl
+
+_SIOCGIFCONF = 0x8912  # netdevice(7)
+_MAX_INTERFACES = 512
+_IFREQ_NBYTES = 40  # struct ifreq on 64-bit Linux: name[16], then a union of 24 bytes
+
+
+class Interface(NamedTuple):
+    """One address of one network interface of this host."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}"
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """All IPv4 and IPv6 addresses of this host, except link-local ones, which need a scope."""
+    found = (*_ipv4(), *_ipv6())
+    return tuple(each for each in found if not ipaddress.ip_address(each.address).is_link_local)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is a loopback address or ``localhost``."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(address: str) -> bool:
+    """Whether a socket of this host can be bound to the IP address ``address``."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EINVAL):
+                return False
+            raise
+    return True
+
+
+def choose_address(spec: str | None, towards: tuple[str, int] | None) -> str:
+    """Address of this host to listen at.
+
+    Args:
+        spec: name of an interface, an address or a network in CIDR notation; None to follow the route.
+        towards: host and port of the rendezvous; None for a single process, which uses loopback.
+
+    Raises:
+        ConfigError: ``spec`` matches no address of this host, or the rendezvous is unreachable; lists the addresses.
+        RendezvousError: the name in ``towards`` cannot be resolved.
+    """
+    if spec is None:
+        return LOOPBACK if towards is None else _by_route(towards)
+    try:
+        network = ipaddress.ip_network(spec, strict=False)
+    except ValueError:
+        matching = [each.address for each in interfaces() if each.name == spec]
+    else:
+        matching = _within(network)
+    if not matching:
+        raise ConfigError(f"interface={spec!r} matches no address of this host; there are: {_listed()}")
+    return _same_family(matching, towards)
+
+
+def _within(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> list[str]:
+    address = str(network.network_address)
+    # all of 127.0.0.0/8 can be bound, though only 127.0.0.1 is listed
+    if network.num_addresses == 1 and is_local(address):
+        return [address]
+    return [each.address for each in interfaces() if ipaddress.ip_address(each.address) in network]
+
+
+def _same_family(addresses: list[str], towards: tuple[str, int] | None) -> str:
+    six = towards is not None and ":" in towards[0]
+    return min(addresses, key=lambda each: (":" in each) != six)
+
+
+def _by_route(towards: tuple[str, int]) -> str:
+    try:
+        found = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RendezvousError(f"cannot resolve the rendezvous {towards[0]!r}: {error}") from error
+    cause: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                cause = error
+            else:
+                return str(probe.getsockname()[0])
+    raise ConfigError(f"no route to the rendezvous {towards[0]} ({cause}); set interface to one of: {_listed()}")
+
+
+def _listed() -> str:
+    return ", ".join(map(str, interfaces())) or "none"
+
+
+def host_and_port(url: str, name: str = "store") -> tuple[str, int]:
+    """Host and port of a store's URL.
+
+    Raises:
+        ConfigError: the URL is not ``http://host:port``.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or url.rstrip("/") != store_url(host, port):
+        raise ConfigError(f"{name}={url!r} must look like http://10.0.0.1:29600")
+    return host, port
+
+
+def store_url(host: str, port: int) -> str:
+    """``http://host:port``, with the brackets that an IPv6 address needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _ipv4() -> list[Interface]:
+    """By ``SIOCGIFCONF``, which lists every address, aliases included (netdevice(7))."""
+    if sys.platform != "linux":
+        return [Interface("lo", LOOPBACK)]
+    entries = array.array("B", bytes(_MAX_INTERFACES * _IFREQ_NBYTES))
+    place, nbytes = entries.buffer_info()
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", nbytes, place))
+    used: int = struct.unpack("iP", answer)[0]
+    raw = entries.tobytes()
+    rows = (raw[at : at + _IFREQ_NBYTES] for at in range(0, used, _IFREQ_NBYTES))
+    return [Interface(row[:16].split(b"\0", 1)[0].decode(), socket.inet_ntoa(row[20:24])) for row in rows]
+
+
+def _ipv6() -> list[Interface]:
+    """From ``/proc/net/if_inet6``: address, index, prefix, scope, flags, name."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [Interface(row[5], str(ipaddress.ip_address(bytes.fromhex(row[0])))) for row in rows]
+
+
+def hostname() -> str:
+    """Name of this host: 1 to 255 printable characters; others appear as ``?``."""
+    name = socket.gethostname()[:255]  # invalid UTF-8 appears as surrogates, which are not printable
+    return "".join(one if one.isprintable() else "?" for one in name) or "(no name)"
+
+
+BACKLOG = 4096
+"""Length of the queue: all ranks of a host connect at once. The kernel may allow fewer."""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen at ``host`` (an IP address) and ``port`` (0: any that is free).
+
+    Raises:
+        RendezvousError: the port is in use, or the address is not this host's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise RendezvousError(
+            f"the store cannot listen at {store_url(host, port)}: {os.strerror(error.errno or 0)}; "
+            "another port can be set with KFCOMM_PORT, or --port of kfcomm run"
+        ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """``http://address:port`` of a listening store."""
+    host, port = listener.getsockname()[:2]
+    return store_url(host, port)
+
+
+FORMAT = 1
+LEAST, MOST = 1e-13, 10.0
+"""Plausible range of a cost in seconds."""
+
+
+def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/kfcomm/costs-HOST.json``; the cache is ``~/.cache`` by default.
+
+    Raises:
+        ConfigError: ``HOME`` is unset, and this user has no passwd entry.
+    """
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if cache.startswith("~"):
+        raise ConfigError("no home folder for saved costs: set HOME, or XDG_CACHE_HOME to a folder")
+    return Path(cache) / "kfcomm" / f"costs-{hostname().replace('/', '_')}.json"
+
+
+def save_costs(costs: Costs, busy: float | None = None) -> Path:
+    """Save costs for later jobs on this host; unmeasured ones keep their saved values.
+
+    Args:
+        costs: measured costs.
+        busy: share of the processors that was in use just before; None if unknown.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = path_of_costs()
+    known = {name: value for name, value in costs._asdict().items() if value is not None}
+    about = {"format": FORMAT, "measured": time.strftime("%Y-%m-%d %H:%M"), "busy": busy, "load": os.getloadavg()[0]}
+    record = {**about, **saved_costs()._asdict(), **known}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partly = path.with_suffix(f".{os.getpid()}")
+        partly.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        # A reader sees the old file or the new one, never half of one.
+        partly.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+    return path
+
+
+def forget_costs() -> Path | None:
+    """Remove the saved costs of this host; return their file, if there was one.
+
+    Raises:
+        ConfigError: the file cannot be removed.
+    """
+    path = path_of_costs()
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
+    return path
+
+
+def saved_costs() -> Costs:
+    """Saved costs of this host; `UNMEASURED` without any."""
+    try:
+        path = path_of_costs()
+    except ConfigError:
+        return UNMEASURED
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        costs = Costs(**{name: record[name] for name in Costs._fields})
+        if record["format"] == FORMAT and is_plausible(costs):
+            return costs
+        reason = "it holds something else"
+    except FileNotFoundError:
+        return UNMEASURED
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, TypeError, KeyError):
+        reason = "it holds something else"
+    logger.warning("%s is left out: %s; kfcomm probe --keep makes it anew", path, reason)
+    return UNMEASURED
+
+
+def describe_saved() -> str:
+    """Path of the recorded costs of this host, their date, and the load at that time; empty without a record."""
+    if saved_costs() == UNMEASURED:
+        return ""
+    path = path_of_costs()
+    record = json.loads(path.read_text(encoding="utf-8"))
+    busy = record.get("busy")
+    how_busy = f", {busy:.0%} of the processors busy" if isinstance(busy, float) else ""
+    return f"{path}, measured {record.get('measured')}{how_busy}"
+
+
+def is_plausible(costs: object) -> bool:
+    """Whether these are costs: the right number of them, each None or within `LEAST` and `MOST`."""
+    if not isinstance(costs, tuple) or len(costs) != len(Costs._fields):
+        return False
+    return all(one is None or (type(one) is float and LEAST <= one <= MOST) for one in costs)
