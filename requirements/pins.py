@@ -22,6 +22,7 @@ USES = {
     "test": ["kfcomm[test]"],
     "check": ["kfcomm[check]"],
     "search": ["kfcomm[search]"],
+    "mutants": ["kfcomm[mutants]"],
     "docs": ["kfcomm[docs]"],
     "frameworks": ["kfcomm[bfloat16,jax,torch]"],
     "mpich": ["mpi4py", "mpich"],
