@@ -8,7 +8,8 @@
 Those that exchange gradients come before an optimizer; those that exchange models come after it, and need ``params``;
 ``adasgd`` and ``local_adaalter`` do both, and take the optimizer. All state is in the transformation's state, a pytree
 that is saved and compiled with the rest. ``update`` works on arrays and inside ``jit``, see ``kfcomm.jax.all_reduce``.
-The formulas are those of ``kfcomm.train``; the steps around them are pure functions here, since ``jit`` needs that.
+The formulas are the rules of ``kfcomm.train``, mapped over the leaves of pytrees; the steps around them are pure
+functions of the state here, since ``jit`` needs that.
 
 Invariant: all ranks call ``init``, which compares their algorithms and their ``params``; a difference is an error on
 all ranks.
@@ -26,11 +27,22 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.jax.collectives import all_reduce, broadcast, called
 from kfcomm.sync.adapter import Adapter
-from kfcomm.train.agreement import alpha_problem, count_problem, introduction, refuse
-from kfcomm.train.local import accumulate, accumulator_problem, direction, nesterov, outer_problem, pseudo_gradient
-from kfcomm.train.pair_averaging import PairAveraging, pairs_problem
+from kfcomm.train.agreement import introduction, refuse
+from kfcomm.train.asynchronous import PairAveraging, pairs_problem
 from kfcomm.train.procedure import Pending
-from kfcomm.train.synchronous import towards
+from kfcomm.train.rules import (
+    Accumulators,
+    Mean,
+    MoveToCenter,
+    MoveToMean,
+    OuterStep,
+    Rule,
+    accumulate,
+    alpha_problem,
+    count_problem,
+    op_problem,
+    towards,
+)
 
 Tree: TypeAlias = Any
 T = TypeVar("T")
@@ -130,8 +142,7 @@ def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transfor
 
     Cost: an ``all_reduce`` of the gradients, S bytes, at each step.
     """
-    problem = None if op in ("avg", "adasum") else f"op is 'avg' or 'adasum', not {op!r}"
-    algorithm = _Algorithm(comm, name, f"synchronous_sgd(op={op!r})", problem)
+    algorithm = _Algorithm(comm, name, f"synchronous_sgd(op={op!r})", op_problem(op))
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
         return algorithm.reduced(updates, "gradients", op), state
@@ -141,13 +152,7 @@ def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transfor
 
 def sma(comm: Any, alpha: float = 0.1, *, name: str = NAME) -> Transformation:
     """Move models towards their mean; comes after an optimizer. `kfcomm.train.SMA`, errors as ``synchronous_sgd``."""
-    algorithm = _Algorithm(comm, name, f"sma(alpha={alpha!r})", alpha_problem(alpha))
-
-    def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
-        mean = algorithm.reduced(params, "model")
-        return _moved(updates, params, jax.tree.map(lambda x, m: towards(x, m, alpha), params, mean)), state
-
-    return Transformation(algorithm.starting(lambda _: NoState()), algorithm.on_models(update))
+    return _of_models(comm, name, "sma", MoveToMean(alpha), lambda _: NoState())
 
 
 def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NAME) -> Transformation:
@@ -155,20 +160,8 @@ def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NA
 
     `kfcomm.train.ElasticAveraging`; errors as ``synchronous_sgd``. The center is in the state.
     """
-    problem = alpha_problem(alpha, 1 / comm.size) or count_problem("every", every)
-    algorithm = _Algorithm(comm, name, f"elastic_averaging(alpha={alpha!r}, every={every!r})", problem)
-
-    def update(updates: Tree, state: Elastic, params: Tree = None) -> tuple[Tree, Elastic]:
-        def meet() -> tuple[Tree, Tree]:
-            mean = algorithm.reduced(params, "model")
-            center = jax.tree.map(lambda z, m: towards(z, m, alpha * comm.size), state.center, mean)
-            return jax.tree.map(lambda x, z: towards(x, z, alpha), params, state.center), center
-
-        count = state.count + 1
-        target, center = _if(count % every == 0, meet, lambda: (params, state.center))
-        return _moved(updates, params, target), Elastic(count, center)
-
-    return Transformation(algorithm.starting(lambda params: Elastic(_zero(), params)), algorithm.on_models(update))
+    rule = MoveToCenter(alpha, every, comm.size)
+    return _of_models(comm, name, "elastic_averaging", rule, lambda params: Elastic(_zero(), params))
 
 
 def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
@@ -176,42 +169,16 @@ def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
 
     `kfcomm.train.LocalSGD`; errors as ``synchronous_sgd``. The step's own update is added to the mean.
     """
-    algorithm = _Algorithm(comm, name, f"local_sgd(every={every!r})", count_problem("every", every))
-
-    def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
-        count = state.count + 1
-        target = _if(count % every == 0, lambda: algorithm.reduced(params, "model"), lambda: params)
-        return _moved(updates, params, target), Counted(count)
-
-    return Transformation(algorithm.starting(lambda _: Counted(_zero())), algorithm.on_models(update))
+    return _of_models(comm, name, "local_sgd", Mean(every), lambda _: Counted(_zero()))
 
 
 def diloco(comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9, name: str = NAME) -> Transformation:
     """An outer step with Nesterov momentum per H steps of an optimizer; comes after it. `kfcomm.train.DiLoCo`."""
-    said = f"diloco(every={every!r}, lr={lr!r}, momentum={momentum!r})"
-    algorithm = _Algorithm(comm, name, said, outer_problem(every, lr, momentum))
-
-    def update(updates: Tree, state: Outer, params: Tree = None) -> tuple[Tree, Outer]:
-        def meet() -> tuple[Tree, Tree]:
-            mean = algorithm.reduced(params, "model")
-            gradient = jax.tree.map(pseudo_gradient, state.model, mean)
-            both = [
-                nesterov(x, v, g, lr, momentum)
-                for x, v, g in zip(*map(jax.tree.leaves, (state.model, state.velocity, gradient)), strict=True)
-            ]
-            structure = jax.tree.structure(params)
-            return structure.unflatten(x for x, _ in both), structure.unflatten(v for _, v in both)
-
-        count = state.count + 1
-        is_met = count % every == 0
-        model, velocity = _if(is_met, meet, lambda: (state.model, state.velocity))
-        target = _if(is_met, lambda: model, lambda: params)
-        return _moved(updates, params, target), Outer(count, model, velocity)
 
     def start(params: Tree) -> Outer:
         return Outer(_zero(), params, jax.tree.map(jnp.zeros_like, params))
 
-    return Transformation(algorithm.starting(start), algorithm.on_models(update))
+    return _of_models(comm, name, "diloco", OuterStep(every, lr, momentum), start)
 
 
 def local_adaalter(
@@ -221,12 +188,12 @@ def local_adaalter(
 
     `kfcomm.train.LocalAdaAlter`; errors as ``synchronous_sgd``.
     """
-    said = f"local_adaalter(every={every!r}, epsilon={epsilon!r}, initial={initial!r})"
-    algorithm = _Algorithm(comm, name, said, accumulator_problem(every, epsilon, initial))
+    rule = Accumulators(every, epsilon, initial)
+    algorithm = _Algorithm(comm, name, _said("local_adaalter", rule), rule.problem)
 
     def update(updates: Tree, state: Accumulated, params: Tree = None) -> tuple[Tree, Accumulated]:
         num_local = state.count % every + 1
-        along = jax.tree.map(lambda g, shared: direction(g, shared, num_local, epsilon), updates, state.shared)
+        along = jax.tree.map(lambda g, shared: rule.direction(g, shared, num_local), updates, state.shared)
         own = jax.tree.map(accumulate, state.own, updates)
         steps, inner = optimizer.update(along, state.inner, params)
 
@@ -238,7 +205,7 @@ def local_adaalter(
         return _moved(steps, params, target), Accumulated(state.count + 1, shared, next_own, inner)
 
     def start(params: Tree) -> Accumulated:
-        full = jax.tree.map(lambda x: jnp.full_like(x, initial), params)
+        full = jax.tree.map(rule.start, params)
         return Accumulated(_zero(), full, full, optimizer.init(params))
 
     return Transformation(algorithm.starting(start), algorithm.on_models(update))
@@ -297,6 +264,29 @@ def pair_averaging(
         return _moved(updates, params, structure.unflatten(called(comm, call, leaves))), state
 
     return Transformation(algorithm.starting(lambda _: NoState()), algorithm.on_models(update))
+
+
+def _of_models(comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tree], Any]) -> Transformation:
+    """The transformation of a rule on models; its state is a count, if any, and the trees that the rule keeps."""
+    algorithm = _Algorithm(comm, name, _said(title, rule), rule.problem)
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        count, kept = (state[0] + 1, state[1 : 1 + rule.num_kept]) if state else (0, ())
+
+        def meet() -> list[Tree]:
+            mean = algorithm.reduced(params, "model")
+            leaves, structure = jax.tree.flatten(params)
+            rows = [rule.meet(*row) for row in zip(leaves, *map(jax.tree.leaves, (mean, *kept)), strict=True)]
+            return [structure.unflatten(row[place] for row in rows) for place in range(1 + len(kept))]
+
+        target, *kept = _if(count % rule.every == 0, meet, lambda: [params, *kept])
+        return _moved(updates, params, target), type(state)(count, *kept) if state else state
+
+    return Transformation(algorithm.starting(start), algorithm.on_models(update))
+
+
+def _said(title: str, rule: Rule) -> str:
+    return f"{title}({', '.join(f'{one}={value!r}' for one, value in rule.numbers.items())})"
 
 
 class _Algorithm:

@@ -29,16 +29,15 @@ from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from kfcomm.torch.steps import closure_of, is_outermost, mean_loss, with_closure
 from kfcomm.train.agreement import Agreement, introduction
-from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
-from kfcomm.train.pair_averaging import PairAveraging
+from kfcomm.train.asynchronous import PairAveraging
+from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
 from kfcomm.train.procedure import Comm, Pending
-from kfcomm.train.synchronous import SMA, AdaSGD, ElasticAveraging, SynchronousSGD
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from kfcomm.train.monitor import GradientMonitor
+    from kfcomm.train.gradient_statistics import GradientMonitor
 
 NAME = "optimizer"
 

@@ -10,60 +10,51 @@ from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.agreement import Agreement
+    from kfcomm.train.asynchronous import PairAveraging, ParameterServer, Peers, shards
+    from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
     from kfcomm.train.gradient_statistics import (
+        SUMS,
+        GradientMonitor,
+        GradientStatistics,
         MovingAverage,
         NoiseEstimate,
         NoiseScale,
+        efficiency,
         gradient_variance,
         mean_cosine,
         noise_estimate,
     )
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
-    from kfcomm.train.layer_ownership import Layer, LayerOwnership, owners, preconditioned
-    from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
-    from kfcomm.train.monitor import SUMS, GradientMonitor
-    from kfcomm.train.pair_averaging import PairAveraging, Peers
-    from kfcomm.train.parameter_server import ParameterServer, shards
-    from kfcomm.train.pollux import (
-        GradientStatistics,
-        Observation,
-        Shape,
-        Throughput,
-        best_shape,
-        efficiency,
-        fit,
-        goodput,
-    )
-    from kfcomm.train.procedure import Pending
-    from kfcomm.train.sufficient_factors import (
+    from kfcomm.train.layers import (
         Factors,
         HybridGradients,
+        Layer,
+        LayerOwnership,
         all_reduce_numbers,
         factor_numbers,
         most_samples,
+        owners,
+        preconditioned,
         takes_factors,
     )
-    from kfcomm.train.synchronous import SMA, AdaSGD, ElasticAveraging, SynchronousSGD
+    from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
+    from kfcomm.train.procedure import Pending
 else:  # type checkers would take any name for one that is there
     _HOMES = {
         "agreement": ("Agreement",),
+        "asynchronous": ("PairAveraging", "ParameterServer", "Peers", "shards"),
+        "averages": ("SMA", "AdaSGD", "DiLoCo", "ElasticAveraging", "LocalAdaAlter", "LocalSGD", "SynchronousSGD"),
         "gradient_statistics": (
-            "MovingAverage", "NoiseEstimate", "NoiseScale", "gradient_variance", "mean_cosine", "noise_estimate",
+            "SUMS", "GradientMonitor", "GradientStatistics", "MovingAverage", "NoiseEstimate", "NoiseScale",
+            "efficiency", "gradient_variance", "mean_cosine", "noise_estimate",
         ),
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
-        "layer_ownership": ("Layer", "LayerOwnership", "owners", "preconditioned"),
-        "local": ("DiLoCo", "LocalAdaAlter", "LocalSGD"),
-        "monitor": ("SUMS", "GradientMonitor"),
-        "pair_averaging": ("PairAveraging", "Peers"),
-        "parameter_server": ("ParameterServer", "shards"),
-        "pollux": (
-            "GradientStatistics", "Observation", "Shape", "Throughput", "best_shape", "efficiency", "fit", "goodput",
+        "layers": (
+            "Factors", "HybridGradients", "Layer", "LayerOwnership", "all_reduce_numbers", "factor_numbers",
+            "most_samples", "owners", "preconditioned", "takes_factors",
         ),
+        "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
         "procedure": ("Pending",),
-        "sufficient_factors": (
-            "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
-        ),
-        "synchronous": ("SMA", "AdaSGD", "ElasticAveraging", "SynchronousSGD"),
     }  # fmt: skip
     __getattr__ = imported_when_used(
         __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

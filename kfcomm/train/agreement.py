@@ -10,7 +10,8 @@ An algorithm takes a rank's gradients, and its model, and returns those to conti
         model = apply(await pending, gradients)
 
 With a communicator of ``kfcomm.sync``, write ``pending.wait()``. Models and gradients are trees (dicts, lists, tuples)
-of arrays of any kind; they are not modified, and not to be modified while they are under way.
+of arrays of any kind; they are not modified, and not to be modified while they are under way. Collectives take mappings
+from names to arrays, which `leaves` and `rebuilt` convert.
 
 Invariant: before its first exchange each rank knows the algorithm, and its numbers, of all ranks. A difference, or a
 number out of its range, is an error on every rank.
@@ -18,14 +19,90 @@ number out of its range, is an error on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from kfcomm.collectives.handle import looked_at
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried, together
-from kfcomm.train.tree import Tree, leaves, rebuilt
+
+Tree: TypeAlias = Any
+"""An array, or a dict, list or tuple of trees."""
+
+ALONE = "x"
+"""The name of an array that is a tree by itself."""
+
+
+def leaves(tree: Tree) -> dict[str, Any]:
+    """The arrays of a tree by name: keys and positions on the way to each, joined by slashes.
+
+    Raises:
+        ConfigError: the tree has no arrays, or two have one name.
+    """
+    found: dict[str, Any] = {}
+    _collect(tree, "", found)
+    if not found:
+        raise ConfigError("a tree without arrays has nothing to agree on")
+    return found
+
+
+def rebuilt(tree: Tree, arrays: Mapping[str, Any], path: str = "") -> Tree:
+    """A tree like ``tree`` of other arrays, given by the names that ``leaves`` has for its own."""
+    children = _children(tree)
+    if children is None:
+        return arrays[path or ALONE]
+    made = {key: rebuilt(child, arrays, _below(path, key)) for key, child in children}
+    if isinstance(tree, Mapping):
+        return made
+    parts = list(made.values())
+    if isinstance(tree, tuple):
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return parts
+
+
+def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """A tree like ``tree`` of what ``function`` gives for each array, and for those of ``others`` with its name.
+
+    Raises:
+        ConfigError: a tree has no array, or the trees have arrays of different names.
+    """
+    first, rest = leaves(tree), [leaves(other) for other in others]
+    for other in rest:
+        if other.keys() != first.keys():
+            unlike = ", ".join(sorted(other.keys() ^ first.keys())[:4])
+            raise ConfigError(f"the trees have different arrays: {unlike}")
+    return rebuilt(tree, {name: function(x, *(other[name] for other in rest)) for name, x in first.items()})
+
+
+def copied(tree: Tree) -> Tree:
+    """A tree of copies: programs update models in place, and what is kept beside these must not follow."""
+    return mapped(lambda x: 1 * x, tree)
+
+
+def _collect(tree: Tree, path: str, found: dict[str, Any]) -> None:
+    children = _children(tree)
+    if children is None:
+        if (path or ALONE) in found:
+            raise ConfigError(f"two arrays of a tree have the name {path!r}")
+        found[path or ALONE] = tree
+        return
+    for key, child in children:
+        _collect(child, _below(path, key), found)
+
+
+def _children(tree: Tree) -> list[tuple[Any, Any]] | None:
+    """Keys and subtrees; None for an array."""
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        return list(enumerate(tree))
+    return None
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}/{key}" if path else str(key)
+
 
 MEETS_AS = "agreement"
 """Name for the check of algorithms without a name, the same for all: ranks with different ones must meet."""
@@ -101,13 +178,13 @@ class Agreement:
         self.num_steps += 1
         return (yield from self._parameters(tree))
 
+    # Without an exchange, unless a subclass overrides them.
+
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        """Procedure for gradients; without an exchange, unless a subclass overrides it."""
         yield from ()
         return tree
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
-        """Procedure for models; without an exchange, unless a subclass overrides it."""
         yield from ()
         return tree
 
@@ -115,24 +192,18 @@ class Agreement:
         return f"{self._meets_as}/introduction of {method}"
 
     def _introduce(self, method: str) -> Procedure[None]:
-        """Check that all ranks use the same algorithm; both methods do, because they may be under way together."""
-        if method in self._introduced:
-            return
-        self._introduced.add(method)
-        yield from introduction(self.comm.rank, self._said, self._introduction(method))
+        # Each method by itself, since both may be under way together.
+        if method not in self._introduced:
+            self._introduced.add(method)
+            yield from introduction(self.comm.rank, self._said, self._introduction(method))
 
-    def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
-        """Reduce the arrays of a tree over all ranks."""
-        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
+    def _averaged(self, tree: Tree, what: str) -> Procedure[Tree]:
+        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op="avg")
         return rebuilt(tree, found)
 
 
 def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
-    """Raise the fault of a rank's numbers, and report it in the checks that the other ranks will come to.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise the fault of a rank's numbers, and report it in the checks that the other ranks will come to."""
     for name in names:
         introduce(comm, said, name, problem)
     raise ConfigError(f"{said}: {problem}")
@@ -146,37 +217,17 @@ def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> A
     return told
 
 
-def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree in different ways") -> Procedure[None]:
-    """Check that all ranks report the same: of their algorithm, or of the subject of ``wrong``.
-
-    Raises:
-        ConfigError, CollectiveMismatch: see ``check_alike``.
-    """
+def introduction(rank: int, said: str, name: str, wrong: str = DIFFERENT) -> Procedure[None]:
+    """Check that all ranks report the same: of their algorithm, or of the subject of ``wrong``; see `check_alike`."""
     told = yield call("all_gather_object", [said, None], name)
     check_alike(rank, said, told, name, wrong)
 
 
 def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str = DIFFERENT) -> None:
-    """Compare the reports of all ranks: what each has, and the fault of that.
-
-    Raises:
-        ConfigError: a rank was given what cannot be.
-        CollectiveMismatch: two ranks say something else.
-    """
+    """Compare the reports of all ranks: what each has, and the fault of that (a `ConfigError`)."""
     for other, (way, problem) in enumerate(told):
         if problem is not None:
             raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")
     unlike = next((other for other, one in enumerate(told) if one != told[0]), None)
     if unlike is not None:
         raise CollectiveMismatch(f"{wrong}: rank 0 has {told[0][0]}; rank {unlike} has {told[unlike][0]}", key=name)
-
-
-def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:
-    """Fault of a coefficient of averaging; None without one."""
-    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    return None if is_number and 0 < alpha <= most else f"alpha is above 0 and at most {most:g}, not {alpha!r}"
-
-
-def count_problem(what: str, value: Any) -> str | None:
-    """Fault of a number of steps; None without one."""
-    return None if type(value) is int and value >= 1 else f"{what} is a whole number, at least 1, not {value!r}"

@@ -18,29 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
-from kfcomm.train.gradient_statistics import MovingAverage
+from kfcomm.train.gradient_statistics import MovingAverage, gain
 
 LEAST_VARIANCE = 1e-6
-
-
-def gain(variance: float, signal: float, scale: float) -> float:
-    """The gain r = (σ² + μ²) / (σ²/S + μ²).
-
-    Args:
-        variance: σ², of a gradient at scale 1.
-        signal: μ², the squared norm of the true gradient.
-        scale: S, the batch in batches of the schedule.
-
-    Returns:
-        Between 1 and S; 1 if both parts are zero.
-
-    Raises:
-        ConfigError: ``scale`` is not above 0.
-    """
-    if not scale > 0:
-        raise ConfigError(f"the scale of a batch is above 0, not {scale!r}")
-    below = variance / scale + signal
-    return (variance + signal) / below if below > 0 else 1.0
 
 
 class AdaScale:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kfcomm.common.extras import lacking
 from kfcomm.errors import ConfigError
-from kfcomm.train.large_batches import gain
+from kfcomm.train.gradient_statistics import GradientStatistics, efficiency
 
 LEAST_TIME_S = 1e-8
 MOST_GAMMA = 10.0
@@ -93,30 +93,6 @@ class Throughput:
     def samples_per_s(self, hosts: int, ranks: int, batch: float, accumulations: int = 0) -> float:
         """Samples of all ranks for each second; see ``step_s``."""
         return ranks * batch * (accumulations + 1) / self.step_s(hosts, ranks, batch, accumulations)
-
-
-class GradientStatistics(NamedTuple):
-    """Statistics of a gradient of the initial batch.
-
-    Attributes:
-        signal: μ², the squared norm of the true gradient.
-        variance: σ², of a gradient of the initial batch.
-    """
-
-    signal: float
-    variance: float
-
-
-def efficiency(gradients: GradientStatistics, initial_batch: float, batch: float) -> float:
-    """Efficiency of a sample of a batch of all ranks, relative to the initial batch: gain / scale, scale = B / B0.
-
-    Raises:
-        ConfigError: a batch is not above 0.
-    """
-    if not (initial_batch > 0 and batch > 0):
-        raise ConfigError(f"batches have samples, not {initial_batch!r} and {batch!r}")
-    scale = batch / initial_batch
-    return gain(gradients.variance, gradients.signal, scale) / scale
 
 
 @dataclass(frozen=True, slots=True)

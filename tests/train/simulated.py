@@ -13,7 +13,8 @@ from kfcomm.adapt.host import PolicyHost, StaticWorld
 from kfcomm.adapt.meeting import overrule
 from kfcomm.adapt.runner import Runner
 from kfcomm.strategies import build
-from kfcomm.train.pollux import GradientStatistics, Shape, Throughput, efficiency
+from kfcomm.train.gradient_statistics import GradientStatistics, efficiency
+from kfcomm.train.pollux import Shape, Throughput
 from kfcomm.types import Layout
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
 from kfcomm.train import AdaScale
-from kfcomm.train.large_batches import gain
+from kfcomm.train.gradient_statistics import gain
 
 
 def norms(inputs: list[list[float]]) -> tuple[float, float]:

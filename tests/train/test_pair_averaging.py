@@ -12,7 +12,7 @@ from kfcomm import Communicator, sync
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import PairAveraging
-from kfcomm.train.pair_averaging import Packing
+from kfcomm.train.asynchronous import Packing
 
 
 @pytest.mark.asyncio

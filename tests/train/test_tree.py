@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.train.tree import leaves, mapped, rebuilt
+from kfcomm.train.agreement import leaves, mapped, rebuilt
 
 
 class Pair(NamedTuple):

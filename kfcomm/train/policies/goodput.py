@@ -12,8 +12,9 @@ from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.common.extras import is_installed, lacking
 from kfcomm.errors import ConfigError
+from kfcomm.train.gradient_statistics import GradientStatistics
 from kfcomm.train.policies.gradient_noise import GradientNoise
-from kfcomm.train.pollux import GradientStatistics, Observation, Shape, Throughput, best_shape, fit, goodput
+from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
 from kfcomm.types import override
 
 MOST_KEPT = 20

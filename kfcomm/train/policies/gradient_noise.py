@@ -9,8 +9,7 @@ from typing import Any
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.errors import ConfigError
-from kfcomm.train.gradient_statistics import DECAY, MovingAverage, noise_estimate
-from kfcomm.train.large_batches import gain
+from kfcomm.train.gradient_statistics import DECAY, MovingAverage, gain, noise_estimate
 from kfcomm.types import override
 
 LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"

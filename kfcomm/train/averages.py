@@ -1,0 +1,325 @@
+"""Agreement by averages over all ranks: of gradients, of models, at every step or at every H-th one.
+
+The formulas are *rules*: arrays in, arrays out, of any library and also while JAX compiles, one array of a model at a
+time. The classes below carry them over a communicator; ``kfcomm.jax.optimizers`` maps them over a pytree.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kfcomm.train.agreement import Agreement, Tree, copied, leaves, mapped, rebuilt
+from kfcomm.train.gradient_statistics import SUMS, GradientMonitor
+from kfcomm.train.procedure import Comm, Procedure, call
+from kfcomm.train.rules import (
+    Accumulators,
+    Mean,
+    MoveToCenter,
+    MoveToMean,
+    OuterStep,
+    Rule,
+    accumulate,
+    alpha_problem,
+    count_problem,
+    op_problem,
+    towards,
+)
+
+
+class SynchronousSGD(Agreement):
+    """Synchronous SGD: every rank continues with the mean of all gradients, as one process with one large batch.
+
+    g ← Σ g_i / n. Models that are equal stay equal; a step is as slow as the slowest rank.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        op: how gradients are combined: ``avg``, or ``adasum`` (see ``all_reduce``).
+        monitor: learns from the gradients, all ranks' (with the same ``every``) or none's; with ``avg`` only.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: ``op`` is another, or ``adasum`` is to be monitored.
+
+    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 12 more.
+    """
+
+    default_name = "ssgd"
+    shares_gradients = True
+
+    def __init__(
+        self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None
+    ) -> None:
+        problem = op_problem(op)
+        if monitor is not None and op != "avg":
+            problem = "a monitor learns from gradients that are averaged, by op='avg'"
+        self._op = op
+        self._monitor = monitor
+        every = None if monitor is None else monitor.every
+        super().__init__(comm, name, {"op": op, "monitored_every": every}, problem)
+
+    def _gradients(self, tree: Tree) -> Procedure[Tree]:
+        monitor, given = self._monitor, leaves(tree)
+        if monitor is not None:
+            given[SUMS] = monitor.sums(given)
+        found = yield call("all_reduce_many", given, f"{self.name}/gradients", op=self._op)
+        if monitor is not None:
+            monitor.update(found.pop(SUMS), found)
+        return rebuilt(tree, found)
+
+
+# ---------------------------------------------------------------- models
+
+
+class ModelAgreement(Agreement):
+    """Agreement on models, by a rule; gradients stay a rank's own."""
+
+    _keeps: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold the trees that the rule keeps between meetings."""
+
+    def __init__(self, comm: Comm, name: str | None, rule: Rule) -> None:
+        self._rule = rule
+        super().__init__(comm, name, rule.numbers, rule.problem)
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.num_steps % self._rule.every:
+            return tree
+        mean = leaves((yield from self._averaged(tree, "model")))
+        kept = [leaves(getattr(self, one)) for one in self._keeps]
+        met = {one: self._rule.meet(x, mean[one], *(tree[one] for tree in kept)) for one, x in leaves(tree).items()}
+        for place, one in enumerate(self._keeps, 1):
+            setattr(self, one, rebuilt(getattr(self, one), {name: arrays[place] for name, arrays in met.items()}))
+        return rebuilt(tree, {name: arrays[0] for name, arrays in met.items()})
+
+
+class SMA(ModelAgreement):
+    """Synchronous model averaging: every rank trains its own model, which is moved towards the mean of all.
+
+    x ← x − lr·g − α(x − mean(x)), Crossbow (Koliousis et al., VLDB 2019, https://arxiv.org/abs/1901.02244), as KungFu's
+    ``SynchronousAveragingOptimizer`` has it. It keeps the noise of small batches, where S-SGD with many ranks has too
+    little of it; the models stay near each other, and their mean is what is used in the end.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        alpha: α, above 0 and at most 1; with 1 all go on with the mean.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: α is out of its range.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at each step; it can be under way while the gradient is computed.
+    """
+
+    default_name = "sma"
+
+    def __init__(self, comm: Comm, alpha: float = 0.1, *, name: str | None = None) -> None:
+        super().__init__(comm, name, MoveToMean(alpha))
+
+
+class ElasticAveraging(ModelAgreement):
+    """EA-SGD: every rank's model and a center are moved towards each other; the center is the result.
+
+    x_i ← x_i − α(x_i − z), z ← z + αΣ(x_i − z): Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD",
+    NeurIPS 2015, https://arxiv.org/abs/1412.6651, equations 3 and 4. Every rank keeps the center, the same bits on all,
+    so no server does.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        center: z at the beginning: a model, the same on all ranks.
+        alpha: α, above 0 and at most 1/n: the center is drawn by all n ranks.
+        every: steps from one exchange to the next.
+        name: see `Agreement`.
+
+    Attributes:
+        center: z.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at every ``every``-th step; memory for one more model.
+    """
+
+    default_name = "ea-sgd"
+    _keeps = ("center",)
+
+    def __init__(self, comm: Comm, center: Tree, alpha: float, *, every: int = 1, name: str | None = None) -> None:
+        self.center = copied(center)
+        super().__init__(comm, name, MoveToCenter(alpha, every, comm.size))
+
+
+class LocalSGD(ModelAgreement):
+    """Local SGD: every rank trains by itself for H steps, then all continue with the mean of their models.
+
+    x ← mean(x) at every H-th step: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,
+    https://arxiv.org/abs/1805.09767. A rank that is slow in some steps delays the others at the next meeting only.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        every: H.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: H is not a whole number, at least 1.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at every H-th step: S/H a step.
+    """
+
+    default_name = "local-sgd"
+
+    def __init__(self, comm: Comm, every: int, *, name: str | None = None) -> None:
+        super().__init__(comm, name, Mean(every))
+
+
+class DiLoCo(ModelAgreement):
+    """DiLoCo: every rank trains by itself for H steps; the mean change is a gradient for an outer optimizer.
+
+    Δ = θ − mean(x); v ← μv + Δ; θ ← θ − lr(Δ + μv); x ← θ at every H-th step: Douillard et al., 2023,
+    https://arxiv.org/abs/2311.08105; the numbers are those of its section 3.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        start: θ: the model at the beginning, the same on all ranks.
+        every: H.
+        lr: of the outer optimizer.
+        momentum: μ.
+        name: see `Agreement`.
+
+    Attributes:
+        model: θ.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at every H-th step: S/H a step; memory for two more models.
+    """
+
+    default_name = "diloco"
+    _keeps = ("model", "_velocity")
+
+    def __init__(
+        self, comm: Comm, start: Tree, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        self.model = copied(start)
+        self._velocity = mapped(lambda x: 0 * x, start)
+        super().__init__(comm, name, OuterStep(every, lr, momentum))
+
+
+# ---------------------------------------------------------------- gradients and models
+
+
+class LocalAdaAlter(Agreement):
+    """AdaGrad with local steps: models and accumulators are averaged at every H-th step.
+
+    g ← g / √(B² + tε²); A² ← A² + g∘g; at every H-th step x ← mean(x), A², B² ← mean(A²): Xie et al., 2019,
+    https://arxiv.org/abs/1911.09030. ``gradients`` returns the factor of the learning rate, without an exchange.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        like: a tree of arrays like the model's.
+        every: H.
+        epsilon: ε, above 0.
+        initial: of the accumulators, at least 0; the paper has 1.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: an ``all_reduce`` of model and accumulators, 2S bytes, at every H-th step; memory for two more models.
+    """
+
+    default_name = "local-adaalter"
+
+    def __init__(
+        self, comm: Comm, like: Tree, every: int, *, epsilon: float = 1.0, initial: float = 1.0,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        self._rule = rule = Accumulators(every, epsilon, initial)
+        self._own = self._shared = mapped(rule.start, like)
+        self._meanwhile: Tree | None = None
+        """g∘g of gradients that came during a meeting, and are not in its mean."""
+        self._num_local = 0
+        super().__init__(comm, name, rule.numbers, rule.problem)
+
+    def _gradients(self, tree: Tree) -> Procedure[Tree]:
+        yield from ()
+        self._num_local += 1
+        if self._meanwhile is None:
+            self._own = mapped(accumulate, self._own, tree)
+        else:
+            self._meanwhile = mapped(accumulate, self._meanwhile, tree)
+        return mapped(lambda g, shared: self._rule.direction(g, shared, self._num_local), tree, self._shared)
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.num_steps % self._rule.every:
+            return tree
+        num_told, self._meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
+        mean = yield from self._averaged({"model": tree, "accumulators": self._own}, "model")
+        self._shared = mean["accumulators"]
+        self._own = mapped(operator.add, self._shared, self._meanwhile)
+        self._meanwhile = None
+        self._num_local -= num_told
+        return mean["model"]
+
+
+WISH = "/change"
+"""No array of a tree has such a name, but one under an empty key."""
+
+
+class AdaSGD(Agreement):
+    """SMA first, S-SGD later, without a restart: noise helps in the beginning, fast convergence at the end.
+
+    KungFu's AdaSGD (Mai et al., OSDI 2020, https://www.usenix.org/conference/osdi20/presentation/mai). It changes after
+    a given number of steps, or when some rank has said ``change()``: that travels with the models, so that all ranks
+    change at the next step. There all go on with the mean of the models: S-SGD begins with equal ones.
+
+    Args:
+        comm: communicator of the ranks that agree.
+        alpha: of SMA.
+        after: steps with SMA; None: until a rank says ``change()``.
+        name: see `Agreement`.
+
+    Attributes:
+        is_synchronous: whether S-SGD has begun.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost:
+        An ``all_reduce`` of S bytes at each step: of the model and one number before the change, of the gradients after
+        it.
+    """
+
+    default_name = "adasgd"
+
+    def __init__(self, comm: Comm, alpha: float = 0.1, *, after: int | None = None, name: str | None = None) -> None:
+        self.is_synchronous = False
+        self._alpha = alpha
+        self._after = after
+        self._wants_change = False
+        self._is_agreed = False
+        problem = alpha_problem(alpha) or (None if after is None else count_problem("after", after))
+        super().__init__(comm, name, {"alpha": alpha, "after": after}, problem)
+
+    def change(self) -> None:
+        """Ask for S-SGD, on any rank: all ranks change one step after the next exchange of models."""
+        self._wants_change = True
+
+    def _gradients(self, tree: Tree) -> Procedure[Tree]:
+        if not self.is_synchronous:
+            return tree
+        return (yield from self._averaged(tree, "gradients"))
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.is_synchronous:
+            return tree
+        if self._is_agreed or (self._after is not None and self.num_steps > self._after):
+            # Set before the wait: the gradients of this step are already averaged.
+            self.is_synchronous = self.shares_gradients = True
+            return (yield from self._averaged(tree, "model"))
+        wish: Any = np.array([self._wants_change], np.float32)
+        found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
+        self._is_agreed = bool(found[WISH][0] > 0)
+        return mapped(lambda x, mean: towards(x, mean, self._alpha), tree, rebuilt(tree, found))
