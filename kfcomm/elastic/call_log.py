@@ -7,19 +7,304 @@ have ended it, because a rank that died may leave others without a result that t
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import threading
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.batches import names_of
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.collectives.packing import many_key
+from kfcomm.common.arguments import checked_name
 from kfcomm.common.sizes import seconds_of
-from kfcomm.core.collective import OWN_NAMES
-from kfcomm.elastic.calls import BOUNDARY, CallOutcome, ElasticCall, Entry, Key, Row, Standing, Uids
+from kfcomm.core.collective import OWN_NAMES, name_of, shown
+from kfcomm.elastic.state import Array
 from kfcomm.errors import ConfigError
+from kfcomm.transports.reactor import Timer
 from kfcomm.world.communicator import Communicator
+
+Key: TypeAlias = tuple[str, int]
+"""Name of a call, and the number of its use in the step."""
+Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
+"""Key, standing, contributors, step, and reason of a failure."""
+
+
+class Standing(IntEnum):
+    """State of a call on one rank; a call that has not begun there has no record."""
+
+    POSTED = 0
+    """Not over."""
+    HELD = 1
+    """This rank has its own result; the other ranks may not have theirs yet."""
+    DONE = 2
+    """Over, with a result."""
+    FAILED = 3
+    """Over, with an error."""
+
+
+class CallOutcome(NamedTuple):
+    """Outcome, on all ranks, of a call that is over on some of them.
+
+    Attributes:
+        step: step of the call.
+        giver: uid of the rank that sends the result to the others; -1 if the call has failed on all.
+        contributors: uids of the ranks whose contributions are in the result.
+        why: reason of the failure.
+    """
+
+    step: int
+    giver: int
+    contributors: tuple[int, ...] = ()
+    why: str = ""
+
+
+def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Mapping[Key, CallOutcome]:
+    """Decide the outcome of each call that is over on some rank and not, in the same way, on all.
+
+    A call that is done on one rank is done on all: the lowest rank that has the result sends it. A call that has failed
+    on one rank, and is done on none, has failed on all. Any other call is repeated. A rank may be a step ahead of the
+    others: then all calls of the step before are over on all ranks.
+
+    Args:
+        said: by rank, the step that it is in, and the standings of its calls.
+        uids: uids of the ranks.
+    """
+    # A rank enters a step only after all ranks have ended the calls of the step before, so rows of
+    # older steps are over everywhere and need no outcome.
+    latest = max(step for step, _ in said)
+    done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
+    failed: dict[tuple[Key, int], list[str]] = {}
+    for uid, (_, rows) in zip(uids, said, strict=True):
+        for name, number, standing, contributors, step, why in rows:
+            if step < latest:
+                continue
+            if standing == Standing.DONE:
+                done.setdefault((name, number), []).append((step, uid, tuple(contributors)))
+            elif standing == Standing.FAILED:
+                failed.setdefault(((name, number), step), []).append(why)
+    outcomes = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(uids)}
+    # Done wins over failed: a caller somewhere has the result already, and cannot take it back.
+    for (key, step), reasons in failed.items():
+        if key not in done and len(reasons) < len(uids):
+            outcomes[key] = CallOutcome(step, -1, (), reasons[0])
+    return outcomes
+
+
+class VerbTraits(NamedTuple):
+    """Traits of a verb that decide how it survives a loss.
+
+    Attributes:
+        is_own: each rank has a result of its own (or none), which other ranks do not have. Such a call is over when all
+            ranks have their results.
+        is_rooted: it has a root.
+        can_shrink: the surviving ranks can repeat it without the lost ones.
+    """
+
+    is_own: bool = False
+    is_rooted: bool = False
+    can_shrink: bool = True
+
+
+ALIKE, ALIKE_ROOTED = VerbTraits(), VerbTraits(is_rooted=True)
+OWN_ROOTED, OWN = VerbTraits(is_own=True, is_rooted=True), VerbTraits(is_own=True, can_shrink=False)
+KINDS: Mapping[str, VerbTraits] = {
+    "all_reduce": ALIKE,
+    "monitored_all_reduce": ALIKE,
+    "all_reduce_many": ALIKE,
+    "all_gather": ALIKE,
+    "barrier": ALIKE,
+    "consensus": ALIKE,
+    "all_gather_object": ALIKE,
+    "broadcast": ALIKE_ROOTED,
+    "broadcast_object": ALIKE_ROOTED,
+    "reduce": OWN_ROOTED,
+    "gather": OWN_ROOTED,
+    "gather_object": OWN_ROOTED,
+    "scatter": OWN,
+    "reduce_scatter": OWN,
+    "all_to_all": OWN,
+    "scatter_object": OWN,
+}
+"""Verbs that survive the loss of a rank."""
+GIVEN_AS_ARRAYS = ("all_reduce", "monitored_all_reduce", "broadcast")
+"""Verbs whose result has the shape and dtype of every rank's input."""
+
+_PARAMETERS = {verb: tuple(inspect.signature(getattr(Communicator, verb)).parameters.values())[1:] for verb in KINDS}
+_PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, found in _PARAMETERS.items()}
+_DEFAULTS = {verb: {one.name: one.default for one in found} for verb, found in _PARAMETERS.items()}
+
+
+class ElasticCall:
+    """Call of a verb, with the caller's arguments."""
+
+    __slots__ = ("_args", "_kwargs", "kind", "verb")
+
+    def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.verb = verb
+        self.kind = KINDS[verb]
+        self._args = args
+        self._kwargs = kwargs
+
+    def get(self, name: str) -> Any:
+        """Return an argument; None if the verb does not have it, or it was left out and has no default."""
+        if name in self._kwargs:
+            return self._kwargs[name]
+        place = _PLACES[self.verb].get(name, len(self._args))
+        if place < len(self._args):
+            return self._args[place]
+        default = _DEFAULTS[self.verb].get(name)
+        return None if default is inspect.Parameter.empty else default
+
+    def title(self) -> str:
+        """Return the text by which the ranks match the call, as in a plain job; empty without a name.
+
+        Raises:
+            ConfigError: the name is not valid.
+        """
+        name = checked_name(self.get("name"))
+        # Without a name, the names of the arrays identify the call, as in a plain job.
+        if self.verb != "all_reduce_many":
+            return name or ""
+        names = names_of(self.get("arrays")) if name is None else [name]
+        return many_key(names) if names else ""
+
+    def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
+        """Call the verb with another root and ``out``, and with another timeout, if one is given.
+
+        Raises:
+            ConfigError: as the verb does.
+        """
+        args, kwargs = self._args, self._kwargs
+        places = _PLACES[self.verb]
+        changed = {}
+        if self.kind.is_rooted:
+            changed["root"] = root
+        if "out" in places:
+            changed["out"] = out
+        if timeout_s is not None:
+            changed["timeout"] = timeout_s
+        # Arguments are replaced where the caller gave them, by position or by name, so that the verb
+        # sees one value for each.
+        for name in list(changed):
+            place = places[name]
+            if place < len(args):
+                args = (*args[:place], changed.pop(name), *args[place + 1 :])
+        begun: Handle[Any] = getattr(comm, self.verb)(*args, **(kwargs | changed))
+        return begun
+
+
+BOUNDARY = f"{OWN_NAMES}boundary"
+"""Name of the call between two steps."""
+
+Uids: TypeAlias = tuple[int, ...]
+
+
+class ElasticHandle(Handle[Any]):
+    """Handle of a call that survives the loss of ranks.
+
+    Attributes:
+        withdraw: ends the call on all ranks where it is not over; says whether it was not over on this one.
+    """
+
+    withdraw: Callable[[], bool] | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """End the call everywhere; False if it is complete already."""
+        if self.done() or (self.withdraw is not None and not self.withdraw()):
+            return False
+        return super().cancel(msg)
+
+
+class Entry:
+    """Record of a call on this rank.
+
+    Attributes:
+        key: title of the call, and the number of its use in the step.
+        call: the verb and its arguments.
+        outer: handle of the caller; None while the caller executes the call itself: see ``Dispatcher.enter``.
+        inner: collective under way, or the number of the caller's thread while that executes the call; else None.
+        standing: state of the call on this rank.
+        step: number of its step; a boundary belongs to the step that it begins.
+        result: result of the call, once it is known.
+        contributors: uids of the ranks whose contributions are in the result.
+        scratch: buffer of the result, if the caller wants it elsewhere.
+        unfreeze: arrays of the result that become writeable again when the step is over.
+        is_void: it has failed because ranks were lost.
+        why: reason of a failure or a cancellation, for the other ranks.
+        deadline_s: end of its timeout, by the reactor's clock.
+        timer: ends the call at its deadline while it waits for a change of the epoch.
+        refusal: error for which this rank does not make the call, and the number of steps of that call.
+        has_told: the ranks that have their own result in this epoch know that this rank has failed.
+    """
+
+    __slots__ = (
+        "call", "contributors", "deadline_s", "has_told", "inner", "is_void", "key", "outer", "refusal", "result",
+        "scratch", "standing", "step", "timer", "unfreeze", "why",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, call: ElasticCall, outer: Handle[Any] | None, step: int) -> None:
+        self.key = key
+        self.step = step
+        self.call = call
+        self.outer = outer
+        self.inner: Handle[Any] | int | None = None
+        self.standing = Standing.POSTED
+        self.result: Any = None
+        self.contributors: Uids = ()
+        self.scratch: Array | None = None
+        self.unfreeze: list[Array] = []
+        self.is_void = False
+        self.why = ""
+        self.deadline_s = math.inf
+        self.timer: Timer | None = None
+        self.refusal: tuple[BaseException, int] | None = None
+        self.has_told = False
+
+    @property
+    def name(self) -> str:
+        """The caller's name; "unnamed" without one."""
+        return name_of(self.key[0])
+
+    @property
+    def title(self) -> str:
+        """The caller's name for error texts."""
+        return shown(self.key[0].partition("\0")[0])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether kfcomm makes the call between steps, not the program."""
+        return self.key[0].startswith(OWN_NAMES)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the caller has cancelled it, or it timed out, while it is not over among the ranks."""
+        return self.outer is not None and self.outer.done()
+
+    def is_counted(self, names: Collection[str] | None) -> bool:
+        """Whether it counts for the step's samples: it has one of these names or, without names, is the program's."""
+        return self.name in names if names is not None else not self.is_own
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether its result is sent to ranks without it: not if each rank has its own, nor for a barrier."""
+        return not self.call.kind.is_own and self.call.verb != "barrier"
+
+    def refuse(self, error: BaseException) -> None:
+        """Make it fail."""
+        self.standing = Standing.FAILED
+        self.why = self.why or str(error) or type(error).__name__
+        if self.outer is not None and not self.outer.done():
+            self.outer.set_exception(error)
+
+    def heard(self) -> None:
+        """Mark the result, or the error, as retrieved, so that asyncio does not warn."""
+        if self.outer is not None:
+            looked_at(self.outer)
+
 
 DIGEST_NBYTES = 16
 

@@ -1,246 +1,30 @@
-"""State of joining ranks: the entrance to an ``Elastic``, and the handover of the state.
-
-Each round of a handover begins with a report of each rank on its state, from which all ranks derive who sends and who
-receives, and ends with the result of the transfer. If a rank was lost meanwhile, the others begin again. The reports
-are calls that survive losses, so that all surviving ranks see the same.
-
-A joining rank receives into the arrays of its state. Where every rank has a state, and that of the lowest rank is
-taken, ranks receive into other memory: if the lowest rank is lost during the transfer, the state of the next must be
-intact.
+"""Ways into a running job: the entrance to an ``Elastic``, and requests to join or to change the size.
 
 At the entrance each rank first reports whether it sees the checkpoint. Then the lowest rank that sees it reads it, and
 sends it to the others. If that rank is lost, another one reads it; if no other rank sees it, all survivors end with an
 error: a job with a checkpoint never starts from step 0.
+
+Joining ranks, and proposals of another size, are requests: the first rank reads them from the store and makes a plan of
+them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import logging
 import secrets
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-import numpy as np
-
-from kfcomm.arrays import adapt
-from kfcomm.elastic.calls import Uids
+from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checkpoint import Checkpoint, Found
-from kfcomm.elastic.checks import unreadable
-from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.handover import Handover, check_options
 from kfcomm.elastic.sampler import Position
-from kfcomm.elastic.state import State, arrays_of, difference, fault_of, load, outline_of, places_of, plan_of, small_of
-from kfcomm.elastic.stripes import Array, spread
-from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost
+from kfcomm.errors import ConfigError, PeerLost, RendezvousError
+from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
+from kfcomm.types import ANY_SIZE, Candidate, Wanted
 from kfcomm.world.communicator import Communicator
-
-logger = logging.getLogger("kfcomm")
-
-
-class StateOffer(NamedTuple):
-    """Report of a rank on its state.
-
-    Attributes:
-        plan: path, shape and dtype of each array; see ``state.plan_of``.
-        outline: see ``state.outline_of``.
-        told: position of training, and values of the state other than arrays.
-        wrong: fault for which it can neither send nor receive a state; else None.
-        program: see ``program_digest``.
-        options: options of its ``Elastic``, by name.
-    """
-
-    plan: list[list[Any]]
-    outline: list[Any]
-    told: list[Any]
-    wrong: str | None
-    program: str
-    options: dict[str, Any]
-
-
-class Handover:
-    """Handover of one state, while an ``Elastic`` is open.
-
-    Args:
-        comm: communicator of all ranks.
-        calls: calls of this rank.
-        state: state of this rank.
-        program: see ``program_digest``, from when training began.
-        options: options of this rank's ``Elastic``, by name; the same on all ranks.
-    """
-
-    def __init__(
-        self, comm: ElasticCommunicator, calls: Dispatcher, state: State, program: str,
-        options: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        self._comm = comm
-        self.calls = calls
-        self._state = state
-        self._program = program
-        self._options = options or {}
-
-    async def carry_out(
-        self, place: Any, having: Uids | None = None, *, wrong: str | None = None, are_new: bool = False
-    ) -> Any:
-        """Bring all ranks, which all call it, to the same state.
-
-        Args:
-            place: position of training of this rank.
-            having: uids of the ranks that have the state; None if each has one, and that of the lowest rank is taken.
-            wrong: fault for which this rank cannot send its state.
-            are_new: all ranks begin together: a fault of one is an error on all.
-
-        Returns:
-            The position of the ranks that have the state.
-
-        Raises:
-            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks; a
-                fault of a joining rank is an error on that rank alone, also if it runs another program.
-            PeerLost: all ranks that have the state are lost.
-            CollectiveError: the transfer has failed, though no rank is lost.
-        """
-        are_new = are_new or having is None
-        while True:
-            rows, uids = await self.gathered(list(self._offer(place, wrong)), "plans")
-            offers = [StateOffer(*row) for row in rows]
-            # Computed on each rank from the same reports: no rank has to tell another its role.
-            owners = [rank for rank, uid in enumerate(uids) if having is None or uid in having]
-            if not owners:
-                raise PeerLost("all ranks that had the state are lost before this rank had it from them")
-            me = uids.index(self._birth())
-            if me not in owners and not are_new:
-                self._check_program(offers, owners)
-            _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
-            givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
-            takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
-            arrays = self._taken_into(having) if me in takers else self._views()
-            # A rank was lost on the way: reports and roles may differ now, so the round begins again.
-            if takers and not await self._spread(uids, givers, takers, arrays):
-                continue
-            if me in takers:
-                load(self._state, arrays, first.told[1])
-            return first.told[0]
-
-    def _offer(self, place: Any, wrong: str | None) -> StateOffer:
-        wrong = wrong or fault_of(self._state)
-        try:
-            if wrong is None:
-                said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
-                return StateOffer(*said, None, self._program, self._options)
-        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
-            wrong = unreadable("the state", error)
-        return StateOffer([], [], [None, None], wrong, self._program, self._options)
-
-    def _birth(self) -> int:
-        current = self._comm.current
-        return current.births[current.rank]
-
-    def _views(self) -> list[Array]:
-        return [adapt(array).flat for _, array in arrays_of(self._state)]
-
-    def _taken_into(self, having: Uids | None) -> list[Array]:
-        """Memory into which this rank receives."""
-        # This rank may have to send its own state, if the lowest rank is lost.
-        return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
-
-    def _check_program(self, offers: Sequence[StateOffer], owners: Sequence[int]) -> None:
-        if self._program not in {offers[rank].program for rank in owners}:
-            raise ConfigError(
-                "this process runs another program than the ranks that it was to join: the file is another one, or was"
-                " changed after they had begun"
-            )
-
-    async def _spread(self, uids: Uids, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]) -> bool:
-        """Transfer the arrays once; False if all ranks have to begin again."""
-        sums: dict[int, int] = {}
-        why = None
-        try:
-            if self._comm.current.births != uids:
-                raise PeerLost("another rank was lost")
-            sums = await spread(self._comm.current, arrays, givers, takers)
-        except KfcommError as error:
-            why = str(error)
-        rows, present = await self.gathered([why, list(sums.items())], "state")
-        seen = {(number, value) for _, found in rows for number, value in found}
-        failures = [text for text, _ in rows if text is not None]
-        if not failures and len(seen) > len({number for number, _ in seen}):
-            failures = ["what came is not what was sent"]
-        if failures and len(present) == len(uids):
-            raise CollectiveError(f"the state did not come from rank to rank: {failures[0]}")
-        if failures:
-            logger.info("the state is given again: %s", failures[0])
-        return not failures
-
-    async def gathered(self, value: Any, about: str) -> tuple[list[Any], Uids]:
-        """Gather a value of each living rank, with their uids; all of them call it."""
-        handle = self.calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
-        rows = await handle
-        return rows, handle.contributors or ()
-
-
-def _check(offers: Sequence[StateOffer], ranks: Iterable[int], me: int) -> None:
-    """Check that reports fit together; all ranks know all reports, and so come to the same result."""
-    judged = [(rank, offers[rank]) for rank in ranks]
-    for rank, offer in judged:
-        if offer.wrong is not None:
-            raise ConfigError(f"rank {rank}: {offer.wrong}")
-    check_options({rank: offer.options for rank, offer in judged})
-    forms = [(offer.plan, offer.outline) for _, offer in judged]
-    if any(one != forms[0] for one in forms):
-        unlike = (_unlike(offers[me], offer, f"rank {rank}") for rank, offer in judged)
-        text = next((one for one in unlike if one is not None), "two other ranks differ")
-        raise ConfigError(f"the states of the ranks differ: {text}")
-
-
-def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:
-    if mine.outline == other.outline:
-        return difference(mine.plan, other.plan, there)
-    if mine.outline[0] != other.outline[0]:
-        return f"this rank's has {', '.join(mine.outline[0])}, that of {there} {', '.join(other.outline[0])}"
-    lists = "lists and dictionaries are others"
-    return difference(mine.plan, other.plan, there) or f"{lists} on this rank than on {there}"
-
-
-def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that the options of these ranks' ``Elastic`` are the same.
-
-    Raises:
-        ConfigError: they are not; with one option, and two ranks.
-    """
-    first, options = next(iter(said.items()))
-    for rank, others in said.items():
-        for name in options:
-            if options[name] != others.get(name):
-                raise ConfigError(
-                    f"{name} of an Elastic is the same on all ranks: it is {options[name]!r} on rank {first} and"
-                    f" {others.get(name)!r} on rank {rank}"
-                )
-
-
-def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bool) -> list[int]:
-    """Ranks that have the state of the owners, or can receive it."""
-    first, programs = offers[owners[0]], {offers[rank].program for rank in owners}
-    return [
-        rank
-        for rank, one in enumerate(offers)
-        if one.wrong is None
-        and (one.plan, one.outline, one.options) == (first.plan, first.outline, first.options)
-        and (are_new or one.program in programs)
-    ]
-
-
-def program_digest() -> str:
-    """Return a digest of the file with which this process was started, read now; empty without a file.
-
-    The modules that it imports may still differ.
-    """
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
-    except OSError:
-        return ""
+from kfcomm.world.epochs import NO_PLAN, Plan
 
 
 class Entrance:
@@ -354,3 +138,74 @@ class Entrance:
         if self._checkpoint is not None:
             self._checkpoint.lineage = place.lineage
         return place
+
+
+logger = logging.getLogger("kfcomm")
+
+
+class Requests:
+    """Requests that are not carried out; read from the store while this rank is the first."""
+
+    def __init__(self) -> None:
+        self._candidates: dict[int, Candidate] = {}
+        self._known: set[int] = set()
+        self._wanted = Wanted()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def look(self, comm: Communicator) -> None:
+        """Begin to read requests, if this rank is the first of its epoch."""
+        if comm.rank == 0 and not self._tasks:
+            membership = comm._session.network.membership
+            loop = comm._session.engine.loop
+
+            async def hear_candidates() -> None:
+                for one in await membership.candidates(self._known):
+                    self._known.add(one.birth)
+                    self._candidates[one.birth] = one
+
+            async def hear_wishes() -> None:
+                self._wanted = await membership.wanted(self._wanted)
+
+            for hear in (hear_candidates, hear_wishes):
+                self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
+
+    def plan(self, comm: Communicator) -> Plan:
+        """Plan the next change: waiting ranks join, as far as the size allows; ranks that are to be replaced leave.
+
+        If too many ranks remain, the last ones leave. At least one rank that has the state stays.
+        """
+        size, leavers = self._wanted
+        # The state would be lost with its last owner.
+        staying = [uid for uid in comm.births if uid not in leavers] or [comm.births[0]]
+        waiting = sorted(self._candidates.values())
+        if size != ANY_SIZE:
+            staying = staying[: max(1, size)]
+            waiting = waiting[: max(0, size - len(staying))]
+        return Plan(tuple(waiting), tuple(uid for uid in comm.births if uid not in staying))
+
+    def is_wanted(self, comm: Communicator) -> bool:
+        """Whether this rank is the first, and has requests."""
+        return comm.rank == 0 and self.plan(comm) != NO_PLAN
+
+    def done(self, plan: Plan) -> None:
+        """Drop the requests of a plan that was carried out."""
+        for one in plan.joiners:
+            self._known.add(one.birth)
+            self._candidates.pop(one.birth, None)
+
+    def close(self) -> None:
+        """Stop reading requests."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+
+
+async def _until_over(hear: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Repeat until the store is closed. While it cannot be reached, training continues without requests."""
+    while True:
+        try:
+            await hear()
+        except StoreClosed:
+            return
+        except RendezvousError:
+            await asyncio.sleep(AGAIN_S)

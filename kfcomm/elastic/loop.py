@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from kfcomm.elastic.calls import BOUNDARY
+from kfcomm.elastic.call_log import BOUNDARY
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.joining import Entrance, Handover, program_digest
+from kfcomm.elastic.handover import Handover, program_digest
+from kfcomm.elastic.joining import Entrance, Requests
 from kfcomm.elastic.replicas import Replicas
-from kfcomm.elastic.requests import Requests
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.steps import Step, Walk, following

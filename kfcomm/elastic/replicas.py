@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
-from kfcomm.elastic.calls import Uids
+from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.state import State, arrays_of, described, fault_of, load, plan_of, rebuilt, small_of
-from kfcomm.elastic.stripes import Array, checksum
+from kfcomm.elastic.handover import checksum
+from kfcomm.elastic.state import Array, State, arrays_of, described, fault_of, load, plan_of, rebuilt, small_of
 from kfcomm.errors import ConfigError, KfcommError
 
 

@@ -17,21 +17,9 @@ import numpy as np
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import OWN_NAMES
-from kfcomm.elastic.call_log import CallLog
-from kfcomm.elastic.calls import (
-    GIVEN_AS_ARRAYS,
-    CallOutcome,
-    ElasticHandle,
-    Entry,
-    Standing,
-    Uids,
-    frozen,
-    name_for,
-    plain,
-    restored,
-    written,
-)
-from kfcomm.elastic.stripes import Array
+from kfcomm.elastic.call_log import GIVEN_AS_ARRAYS, CallLog, CallOutcome, ElasticHandle, Entry, Standing, Uids
+from kfcomm.elastic.results import frozen, name_for, plain, restored, written
+from kfcomm.elastic.state import Array
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost
 
 ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)

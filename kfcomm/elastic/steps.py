@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.common.arguments import hint
-from kfcomm.elastic.calls import Uids
+from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost

@@ -20,13 +20,13 @@ import msgpack
 import numpy as np
 
 from kfcomm.common.arguments import checked_name
-from kfcomm.elastic.calls import BOUNDARY, Uids
+from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.joining import Handover
-from kfcomm.elastic.requests import Requests
+from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.joining import Requests
 from kfcomm.elastic.sampler import ElasticSampler, Position, Samplers, share
 from kfcomm.elastic.state import Kept, State, fault_of
 from kfcomm.elastic.steps import Course, Step, Told, Walk, told_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kfcomm.elastic.calls import BOUNDARY, KINDS, Entry, Standing
+from kfcomm.elastic.call_log import BOUNDARY, KINDS, Entry, Standing
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.communicator import is_of_step
 from kfcomm.elastic.dispatcher import Dispatcher

@@ -14,7 +14,7 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.calls import Standing
+from kfcomm.elastic.call_log import Standing
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.sync.elastic import Elastic as Blocking
 from kfcomm.testing import run_threads, sync_world

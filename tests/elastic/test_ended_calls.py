@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.calls import Entry, Standing
+from kfcomm.elastic.call_log import Entry, Standing
 from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, EpochChanged, KfcommError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world

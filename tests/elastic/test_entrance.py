@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.checkpoint import Checkpoint
-from kfcomm.elastic.npz import about_of
+from kfcomm.elastic.checkpoint import Checkpoint, about_of
 from kfcomm.errors import ConfigError
 from kfcomm.testing import Kill, VirtualRun, run_in_virtual_time, run_ranks, world
 from tests.search.resumed import slow_checkpoints

@@ -13,7 +13,7 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.calls import Entry, Standing
+from kfcomm.elastic.call_log import Entry, Standing
 from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfcomm.elastic.calls import CallOutcome, Standing, decide
+from kfcomm.elastic.call_log import CallOutcome, Standing, decide
 
 ALL = (0, 1, 2)
 DONE, HELD, FAILED = Standing.DONE, Standing.HELD, Standing.FAILED

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.joining import Handover
+from kfcomm.elastic.handover import Handover
 from kfcomm.elastic.state import Kept
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world

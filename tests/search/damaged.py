@@ -26,8 +26,7 @@ import numpy as np
 
 from kfcomm.collectives.objects import packed
 from kfcomm.elastic import State
-from kfcomm.elastic.checkpoint import Checkpoint
-from kfcomm.elastic.npz import ENTRY
+from kfcomm.elastic.checkpoint import ENTRY, Checkpoint
 from kfcomm.elastic.state import arrays_of, plan_of, small_of
 from kfcomm.errors import ConfigError
 

@@ -21,7 +21,7 @@ from random import Random
 
 import click
 
-from kfcomm.elastic.npz import about_of
+from kfcomm.elastic.checkpoint import about_of
 from tests.launch.launched import environ
 
 LENGTHS = {"train": 60, "val": 20}

@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from kfcomm.elastic import checkpoint
-from kfcomm.elastic.npz import about_of
+from kfcomm.elastic.checkpoint import about_of
 from kfcomm.errors import ConfigError, EpochChanged, Partitioned, PeerLost, SessionClosed
 from kfcomm.testing import Kill, VirtualRun, random_events, run_in_virtual_time
 from kfcomm.testing.virtual.events import Event

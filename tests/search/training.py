@@ -20,7 +20,7 @@ from random import Random
 
 import click
 
-from kfcomm.elastic.npz import about_of, arrays_in
+from kfcomm.elastic.checkpoint import about_of, arrays_in
 from tests.elastic import programs
 from tests.launch.launched import environ
 
