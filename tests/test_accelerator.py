@@ -19,7 +19,7 @@ from tests.stubs import StubDevice, stub
 
 
 class Finding:
-    """What stands for ``kfcomm.arrays.devices.lookup`` and the maker of NCCL's backends.
+    """What stands for ``kfcomm.arrays.devices.routes`` and the maker of NCCL's backends.
 
     Attributes:
         device: what is found; None for a machine without.
@@ -45,7 +45,7 @@ class Finding:
 @pytest.fixture
 def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
     found = Finding(stub(0))
-    monkeypatch.setattr("kfcomm.arrays.devices.lookup.find", found.find)
+    monkeypatch.setattr("kfcomm.arrays.devices.routes.find", found.find)
     monkeypatch.setattr("kfcomm.transports.nccl.Nccl", lambda: found.maker)
     return found
 

@@ -100,7 +100,7 @@ def finds(monkeypatch: pytest.MonkeyPatch, report: DeviceReport) -> StubDevice:
     """The device that is found from now on."""
     device = StubDevice(report)
     monkeypatch.setattr(
-        "kfcomm.arrays.devices.lookup.find", lambda choice, local_rank: (device if report.kind else None, report)
+        "kfcomm.arrays.devices.routes.find", lambda choice, local_rank: (device if report.kind else None, report)
     )
     monkeypatch.setattr("kfcomm.transports.nccl.Nccl", object)
     return device
@@ -142,7 +142,7 @@ def test_a_device_that_is_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     def refuse(choice: str, local_rank: int) -> None:
         raise ConfigError(f"device is {choice}, but there is no driver")
 
-    monkeypatch.setattr("kfcomm.arrays.devices.lookup.find", refuse)
+    monkeypatch.setattr("kfcomm.arrays.devices.routes.find", refuse)
     text, code = explain({"KFCOMM_DEVICE": "cuda:1"})
     assert code == 2
     assert section(text, "device") == ["device  none", "error   device is cuda:1, but there is no driver"]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 
 _DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 

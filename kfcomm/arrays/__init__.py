@@ -18,9 +18,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_name, dtype_of
+from kfcomm.arrays.dtypes import Array, check_out_shape, checked, dtype_called, dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, OnStream, host_kind_of, is_array_type
-from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.errors import ConfigError
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.devices import Device, Flat, Stream
-from kfcomm.arrays.devices.cuda_calls import as_stream, load_cupy, working_on
+from kfcomm.arrays.devices.cuda import as_stream, load_cupy, working_on
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, checked, dtype_of, unsupported
 from kfcomm.arrays.host_kinds import check_strided, count_write, namespace_of
 from kfcomm.errors import ConfigError, KfcommError

@@ -1,8 +1,8 @@
 """Arrays of the caller in device memory: any in, flat memory of the device, an array of the same kind out.
 
-Invariants: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory
-wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device: data
-that is not ready yet will be ready on the stream. Adapting never changes the caller's array.
+Invariants: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory wherever
+that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device: data that is
+not ready yet will be ready on the stream. Adapting never changes the caller's array.
 
 For host memory see `kfcomm.arrays`; the libraries are in `kfcomm.arrays.kinds`.
 """
@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.devices import Device, Flat, Stream
-from kfcomm.arrays.dtypes import checked
+from kfcomm.arrays.dtypes import check_out_shape, checked
 from kfcomm.arrays.kinds import DeviceKind, OnStream, is_device_kind, kind_of
-from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.errors import ConfigError
 
 __all__ = [

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kfcomm.arrays.devices import Device, DeviceReport
-from kfcomm.arrays.devices.routes import choose
-from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices.routes import backend_in_words, choose, driver_version
 from kfcomm.bench.memory import CudaMemory, HostMemory, Memory, SymmetricMemory
 from kfcomm.bench.pattern import Array
 from kfcomm.bench.suite import Place

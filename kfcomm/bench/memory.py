@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kfcomm.arrays.devices.cuda_calls import INSTALL
+from kfcomm.arrays.devices.cuda import INSTALL
 from kfcomm.bench.pattern import Array, spoil
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError

@@ -4,8 +4,8 @@ A group caches one for each name in use. A call like the first one skips its che
 deadlines. Any other call, and any unusual state, takes the full path, which alone reports what is wrong. Each cache
 belongs to one strategy, and is found again when that strategy is set again.
 
-Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a priority
-or a wire dtype of their own.
+Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a
+priority or a wire dtype of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays.shapes import fits
+from kfcomm.arrays.dtypes import fits
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.collectives.specs import SPECS, Arguments, Shape
 from kfcomm.core.deadlines import first_due_s

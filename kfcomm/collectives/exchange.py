@@ -20,9 +20,8 @@ from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.through_host import Fetched, Out
-from kfcomm.collectives.options import CallOptions
 from kfcomm.collectives.plans import Planner, Plans
-from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, row_elements
+from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, CallOptions, row_elements
 from kfcomm.collectives.steps import LaterSteps, Steps
 from kfcomm.collectives.verbs import MakePlan, Posting, Verbs
 from kfcomm.core.chunk import split

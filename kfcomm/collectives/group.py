@@ -1,12 +1,13 @@
-"""One group of ranks as this process sees it: its graphs, its plans, and the order of its posts.
+"""One group of ranks as this process sees it: its graphs, its plans by strategy, and the order of its posts.
 
-Invariants: posts made between a call of ``set_strategy`` and its outcome wait for the outcome, in their
-order; what was posted before runs on the graphs it began with.
+Invariants: posts made between a call of ``set_strategy`` and its outcome wait for the outcome, in their order; what
+was posted before runs on the graphs it began with. Later steps of calls begin in the order of the calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,19 +15,114 @@ import numpy as np
 
 from kfcomm.arrays import HostArray
 from kfcomm.collectives.compiled import MAX_NAMES, CompiledBarrier, CompiledName
-from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
-from kfcomm.collectives.plans import Plan
+from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
 from kfcomm.collectives.specs import Arguments, Shape
-from kfcomm.collectives.turns import Turns
-from kfcomm.common.arguments import whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.graph import GraphPair
 from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Operation
-from kfcomm.errors import ConfigError
-from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies import AnyStrategy, build
 from kfcomm.types import Layout, Seconds
+
+
+class Turn:
+    """A place in the order of one key.
+
+    Attributes:
+        begin: what is to begin, once it is ready.
+    """
+
+    __slots__ = ("_key", "_turns", "begin")
+
+    def __init__(self, turns: Turns, key: str) -> None:
+        self._turns = turns
+        self._key = key
+        self.begin: Callable[[], object] | None = None
+
+    def ready(self, begin: Callable[[], object]) -> None:
+        """``begin`` may run, now or when all earlier ones have; it must not raise."""
+        self.begin = begin
+        self._turns.advance(self._key)
+
+
+class Turns:
+    """The turns of one group, by key."""
+
+    __slots__ = ("_queues",)
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Turn]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def has(self, key: str) -> bool:
+        """Whether something has yet to begin under this key."""
+        return key in self._queues
+
+    def next(self, key: str) -> Turn:
+        """The next turn of this key."""
+        turn = Turn(self, key)
+        self._queues.setdefault(key, deque()).append(turn)
+        return turn
+
+    def advance(self, key: str) -> None:
+        """Begin the ready turns at the front of a queue."""
+        queue = self._queues.get(key)
+        while queue and (begin := queue[0].begin) is not None:
+            queue.popleft()
+            begin()
+        if not queue:
+            self._queues.pop(key, None)
+
+
+MAX_STRATEGIES = 64
+
+
+class Generations:
+    """Plans of one rank of a group, by strategy.
+
+    Args:
+        rank: of the group.
+        layout: hosts of its members.
+    """
+
+    def __init__(self, rank: int, layout: Layout) -> None:
+        self._rank = rank
+        self._layout = layout
+        here = layout.ranks_of(layout.hosts[rank])
+        self._local = here if 1 < len(here) < layout.size else ()
+        self._tree: GraphPair | None = None
+        self._plans: dict[tuple[str, bytes], Plans] = {}
+        self._agreements: dict[tuple[str, bytes], Plan] = {}
+
+    def plans(self, strategy: AnyStrategy, generation: int) -> Plans:
+        """The plans under a strategy that comes into force as this generation."""
+        key = (strategy.name, strategy.digest)
+        known = self._plans.get(key)
+        if known is None:
+            self._make_room()
+            known = self._plans[key] = Plans(Planner(self._rank, self._layout.size, strategy, self._local))
+        return known.again(generation)
+
+    def agreement(self, strategy: AnyStrategy) -> Plan:
+        """The barrier in which the members agree on a strategy."""
+        key = (strategy.name, strategy.digest)
+        plan = self._agreements.get(key)
+        if plan is None:
+            self._make_room()
+            if self._tree is None:
+                self._tree = build("binary_tree", self._layout).select(0).pairs[0]
+            plan = self._agreements[key] = agreement(self._rank, self._tree, strategy)
+        return plan
+
+    def _make_room(self) -> None:
+        if len(self._plans) >= MAX_STRATEGIES or len(self._agreements) >= MAX_STRATEGIES:
+            self._plans.clear()
+            self._agreements.clear()
+
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -35,8 +131,6 @@ IN_ORDER = "~"
 """First letter of names given by adapters of libraries that match calls by their order: as with calls without a name,
 further ones may begin before earlier ones are complete."""
 STRATEGY_KEY = "\0strategy"
-LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
-"""The priorities that a call may have."""
 
 
 class Group:
@@ -205,15 +299,3 @@ def later_key(key: str) -> str:
 def may_overlap(name: str | None) -> bool:
     """Whether a call may begin while another of its name is under way."""
     return name is None or name.startswith(IN_ORDER)
-
-
-def checked_priority(priority: Any) -> int:
-    """A priority as ``int`` itself.
-
-    Raises:
-        ConfigError: it is not a whole number from -32768 to 32767.
-    """
-    number = whole_number(priority)
-    if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
-        raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")
-    return number

@@ -1,10 +1,12 @@
 """Messages between two ranks: send and recv, matched by source, tag and order.
 
-A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The
-receiver learns dtype and shape from the first sign of the message, and posts its half then; the sender is done
-when the receiver has it all, or at once where a small message was copied (see `eager`). Messages of one sender with
-one tag arrive in the order in which they were sent. `receives` describes which receive gets which message, also after
-one has ended.
+A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The receiver
+learns dtype and shape from the first sign of the message, and posts its half then; the sender is done when the
+receiver has it all, or at once where a small message was copied. Messages of one sender with one tag arrive in the
+order in which they were sent. `receives` describes which receive gets which message, also after one has ended.
+
+A copied message that was not received yet counts against the limits of its receiver (`Eager`); at the limit, senders
+wait for that receiver. Failures of copies are logged, since no caller waits for them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import math
 import struct
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,10 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray
-from kfcomm.arrays.dtypes import dtype_of
+from kfcomm.arrays.dtypes import dtype_of, fits
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
-from kfcomm.arrays.shapes import fits
-from kfcomm.collectives.eager import Eager
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
@@ -42,6 +43,72 @@ from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout,
 from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")
+
+EAGER_NBYTES = 1 << 16
+"""The largest message that is copied."""
+ROOM_NBYTES = 1 << 20
+ROOM_MESSAGES = 256
+"""Limits of what is under way to one receiver."""
+
+
+class Eager:
+    """Copied messages of one group. Used on the engine's loop.
+
+    Args:
+        engine: moves the messages.
+        view: the group.
+    """
+
+    def __init__(self, engine: Engine, view: GroupView) -> None:
+        self._engine = engine
+        self._view = view
+        self._nbytes: Counter[int] = Counter()
+        self._count: Counter[int] = Counter()
+        self._under_way: dict[Handle[None], tuple[int, str]] = {}
+        self._drained: asyncio.Future[None] | None = None
+
+    def has_room(self, to: int, nbytes: int) -> bool:
+        """Whether a message to this rank is to be copied."""
+        fits = self._nbytes[to] + nbytes <= ROOM_NBYTES and self._count[to] < ROOM_MESSAGES
+        return nbytes <= EAGER_NBYTES and fits
+
+    def sent(self, handle: Handle[None], to: int, tag: str, nbytes: int) -> Handle[None]:
+        """A copy is under way: the handle of its sender, done unless it has failed already."""
+        if handle.done():
+            return handle
+        self._nbytes[to] += nbytes
+        self._count[to] += 1
+        self._under_way[handle] = to, tag
+        handle.when_done(self._engine.reactor, lambda done: self._over(done, to, nbytes))
+        told: Handle[None] = Handle(loop=self._engine.loop)
+        told.seq = handle.seq
+        told.set_result(None)
+        return told
+
+    def drained(self) -> asyncio.Future[None] | None:
+        """Done when all have been received, or have failed; None if they have."""
+        if not self._under_way:
+            return None
+        if self._drained is None:
+            self._drained = self._engine.loop.create_future()
+        return self._drained
+
+    def awaited(self) -> str:
+        """Text for the rank that a close waits for."""
+        to, tag = next(iter(self._under_way.values()), (-1, ""))
+        return f"for {self._view.called(to)} to receive a message with {tag}"
+
+    def _over(self, done: Handle[None], to: int, nbytes: int) -> None:
+        _, tag = self._under_way.pop(done)
+        self._nbytes[to] -= nbytes
+        self._count[to] -= 1
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            logger.warning("a message with %s to %s was sent and not received: %s", tag, self._view.called(to), error)
+        if not self._under_way and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+            self._drained = None
+
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]

@@ -13,9 +13,8 @@ from kfcomm.collectives.exchange import Exchange
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
-from kfcomm.collectives.options import PLAIN, CallOptions
 from kfcomm.collectives.receives import Outcome, Received
-from kfcomm.collectives.specs import ALL_GATHER
+from kfcomm.collectives.specs import ALL_GATHER, PLAIN, CallOptions
 from kfcomm.collectives.steps import Steps
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of

@@ -31,9 +31,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.dtypes import dtype_name, fits
 from kfcomm.arrays.kinds import ArrayKind
-from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements

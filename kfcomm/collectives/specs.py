@@ -1,19 +1,22 @@
-"""Table of the verbs whose result shape every rank knows by itself.
+"""Specifications of the verbs, one record each; options of one call.
 
-Each record says in what a verb differs from the others. Checks, cached plans, packing, persistent forms and the path of
-device arrays read it, so that a new verb is a record here, a method of ``Planner`` and a public method.
+Each record of `SPECS` says in what a verb differs from the others. Checks, cached plans, packing, persistent forms
+and the path of device arrays read it, so that a new verb is a record here, a method of ``Planner`` and a public
+method.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Final, TypeAlias, assert_never
+from typing import Any, Final, Self, TypeAlias, assert_never
 
+from kfcomm.common.arguments import whole_number
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.chunk import split
 from kfcomm.errors import ConfigError
-from kfcomm.types import Verb
+from kfcomm.types import Seconds, Verb
 
 Shape: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Any, ...]
@@ -21,6 +24,9 @@ Arguments: TypeAlias = tuple[Any, ...]
 
 The type, since 1.0 and True equal 1: a value that only equals a rank is left to the full checks.
 """
+
+LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
+"""The priorities that a call may have."""
 
 # Looked up at each call: as attributes of the enum they would cost twice as much.
 ALL_REDUCE: Final = Verb.ALL_REDUCE
@@ -132,3 +138,65 @@ def row_elements(shape: Shape) -> int:
     if not shape:
         raise ConfigError("an array without dimensions cannot be shared out along its first axis")
     return math.prod(shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options of a call; each field is described at ``Verbs.all_reduce``.
+
+    Attributes:
+        op, root: arguments of the verb; None in verbs without.
+        out, timeout, priority, wire_dtype, stream, weight, shared: of the call, as its caller gave them.
+        is_step: the call is a step of another verb, whose name it uses: its plan is not cached under that name.
+    """
+
+    op: Any = None
+    root: Any = None
+    out: Any = None
+    timeout: Seconds | None = None
+    priority: int = 0
+    wire_dtype: Any = None
+    stream: Any = None
+    weight: float | None = None
+    shared: bool = False
+    is_step: bool = False
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The timeout in seconds; None for the communicator's."""
+        return seconds_of(self.timeout)
+
+    def checked(self) -> Self:
+        """The same options, with a plain priority.
+
+        Raises:
+            ConfigError: the timeout or the priority is not valid.
+        """
+        seconds_of(self.timeout)
+        priority = checked_priority(self.priority)
+        return self if priority is self.priority else replace(self, priority=priority)
+
+    def but(self, **changes: Any) -> Self:
+        """The same options with these changed."""
+        return replace(self, **changes)
+
+    def first_given(self, *names: str) -> str | None:
+        """The first of these options that the caller has given."""
+        return next((name for name in names if getattr(self, name) not in (None, False)), None)
+
+
+PLAIN: Final = CallOptions()
+"""Options of a call without any."""
+STEP: Final = CallOptions(is_step=True)
+
+
+def checked_priority(priority: Any) -> int:
+    """A priority as ``int`` itself.
+
+    Raises:
+        ConfigError: it is not a whole number from -32768 to 32767.
+    """
+    number = whole_number(priority)
+    if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
+        raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")
+    return number

@@ -19,9 +19,9 @@ from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import CollectiveError, EpochChanged, InternalError, PeerLost
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.options import CallOptions
+    from kfcomm.collectives.group import Turn
     from kfcomm.collectives.plans import Plans
-    from kfcomm.collectives.turns import Turn
+    from kfcomm.collectives.specs import CallOptions
     from kfcomm.collectives.verbs import Posting, Verbs
     from kfcomm.transports.reactor import Reactor
 

@@ -22,16 +22,17 @@ from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
-from kfcomm.collectives.options import PLAIN, CallOptions
 from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import (
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
+    PLAIN,
     REDUCE,
     REDUCE_SCATTER,
     SPECS,
     Arguments,
+    CallOptions,
     Shape,
     VerbSpec,
 )
@@ -168,13 +169,13 @@ class Verbs:
                 return again
         options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight, shared)
         if weight is not None:
-            from kfcomm.collectives.weighted import average
+            from kfcomm.collectives.averages import average
 
             return average(self, x, name, options)
         if shared:
             return self._shared(x, name, options)
         if isinstance(op, str) and op == "adasum":
-            from kfcomm.collectives.batches import adasum_of
+            from kfcomm.collectives.averages import adasum_of
 
             return adasum_of(self, x, name, options)
         return self._collective(ALL_REDUCE, x, name, options)
@@ -219,9 +220,13 @@ class Verbs:
         """
         options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight)
         if weight is not None:
-            from kfcomm.collectives.weighted import average_many
+            from kfcomm.collectives.averages import average_many
 
             return average_many(self, arrays, name, options)
+        if isinstance(op, str) and op == "adasum":
+            from kfcomm.collectives.averages import adasum_many
+
+            return adasum_many(self, arrays, name, options)
         from kfcomm.collectives.batches import reduce_mapping
 
         return reduce_mapping(self, arrays, name, options)

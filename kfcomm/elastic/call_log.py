@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from kfcomm.collectives.batches import names_of
+from kfcomm.collectives.batches import many_key, names_of
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.collectives.packing import many_key
 from kfcomm.common.arguments import checked_name
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES, name_of, shown

@@ -15,7 +15,7 @@ from kfcomm.transports.sockets import Connection
 from kfcomm.types import Candidate, Layout, Wanted, override
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.base import DeviceReport
+    from kfcomm.arrays.devices import DeviceReport
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor

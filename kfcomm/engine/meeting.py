@@ -16,7 +16,7 @@ from kfcomm.transports.sockets import Listener
 from kfcomm.types import Costs, Layout
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.base import DeviceReport
+    from kfcomm.arrays.devices import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.keyvalue import Exit
     from kfcomm.rendezvous.store import StoreServer

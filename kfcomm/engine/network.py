@@ -45,7 +45,7 @@ from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import Candidate, override
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.base import DeviceReport
+    from kfcomm.arrays.devices import DeviceReport
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kfcomm.arrays.devices import Device
-from kfcomm.arrays.devices.pinned import PinnedPool
+from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from kfcomm.arrays.devices.base import DeviceReport
+from kfcomm.arrays.devices import DeviceReport
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kfcomm.collectives.handle import Handle as Inner
-from kfcomm.collectives.unawaited import Unawaited
+from kfcomm.collectives.handle import Unawaited
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.sync.thread import IoThread, copy_end

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Array, Device
+from kfcomm.arrays.devices import Array, Device
 from kfcomm.errors import TransportError
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.devices import FakeDevice

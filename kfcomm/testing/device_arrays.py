@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from kfcomm.arrays.devices.base import Array, Device
+from kfcomm.arrays.devices import Array, Device
 from kfcomm.errors import ConfigError
 from kfcomm.testing.memory import Allocation
 from kfcomm.testing.streams import SCHEDULER, FakeStream

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Array, DeviceReport
+from kfcomm.arrays.devices import Array, DeviceReport
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.memory import Alive, Allocation, poison
 from kfcomm.testing.streams import SCHEDULER, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work

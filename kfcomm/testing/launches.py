@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Array
+from kfcomm.arrays.devices import Array
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.testing.device_arrays import FakeArray
 from kfcomm.transports.base import Part

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from kfcomm.arrays.devices.base import Array
+from kfcomm.arrays.devices import Array
 from kfcomm.testing.streams import FakeStream
 
 POISON = 0x5A

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from kfcomm.common.arguments import hint
-from kfcomm.compression import PowerSGD, TopK
-from kfcomm.compression.feedback import Averaging
+from kfcomm.compression import Averaging, PowerSGD, TopK
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, share_out
 from kfcomm.types import override

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Device, DeviceReport, Flat, Stream
+from kfcomm.arrays.devices import Device, DeviceReport, Flat, Stream
 from kfcomm.arrays.devices.routes import Choice, choose
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError

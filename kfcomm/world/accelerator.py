@@ -10,9 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfcomm.arrays.devices import lookup
-from kfcomm.arrays.devices.base import Device, DeviceReport
-from kfcomm.arrays.devices.routes import cautions
+from kfcomm.arrays.devices import Device, DeviceReport, routes
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import DeviceSetup
 from kfcomm.types import Layout
@@ -51,7 +49,7 @@ def look(settings: Settings) -> Accelerator:
     if settings.device == "none":
         return Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
     # before joining nobody but the launcher knows which ranks are on this host
-    device, report = lookup.find(settings.device, settings.local_rank)
+    device, report = routes.find(settings.device, settings.local_rank)
     if not report.backend:
         return Accelerator(device, report, None)
     from kfcomm.transports.nccl import Nccl
@@ -80,6 +78,6 @@ def set_up(
     choice = setup.route(range(layout.size), layout)
     if settings.rank == 0 and choice is not None:
         logger.info("device memory goes by %s", choice)
-        for caution in cautions(reports, transport, is_device_named=settings.device != "auto"):
+        for caution in routes.cautions(reports, transport, is_device_named=settings.device != "auto"):
             logger.warning("%s", caution)
     return setup

@@ -22,12 +22,11 @@ import numpy as np
 from kfcomm.arrays import form_of
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.blobs import Blobs
-from kfcomm.collectives.generations import MAX_STRATEGIES
-from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group
+from kfcomm.collectives.group import MAX_STRATEGIES, STRATEGY_KEY, UNNAMED, Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import packed, unpacked
-from kfcomm.collectives.on_device.paths import Paths
+from kfcomm.collectives.on_device.calls import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.persistent import Persistent
 from kfcomm.common.arguments import checked_name, plain_text, whole_number

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.arrays.shapes import check_out_shape, fits
+from kfcomm.arrays.dtypes import check_out_shape, fits
 from kfcomm.errors import ConfigError
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

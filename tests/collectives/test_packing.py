@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.arrays import adapt
-from kfcomm.collectives import packing
-from kfcomm.collectives.packing import PACK_NBYTES, Item, units_of
+from kfcomm.collectives import batches
+from kfcomm.collectives.batches import PACK_NBYTES, Item, units_of
 from kfcomm.errors import CollectiveMismatch
 from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, world
 
@@ -47,8 +47,8 @@ async def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, 
     ]
     orders = [random.sample(names, len(names)) for _ in range(3)]
 
-    before = packing.PACK_NBYTES
-    packing.PACK_NBYTES = -1 if all_large else before
+    before = batches.PACK_NBYTES
+    batches.PACK_NBYTES = -1 if all_large else before
     try:
         async with world(3) as comms:
             given_ = [{name: inputs[rank][name] for name in orders[rank]} for rank in range(3)]
@@ -59,7 +59,7 @@ async def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, 
                     want = sum(one[name] for one in inputs).astype(inputs[0][name].dtype)
                     assert same_bits(result[name], want)
     finally:
-        packing.PACK_NBYTES = before
+        batches.PACK_NBYTES = before
 
 
 @pytest.mark.asyncio

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.arrays import dtype_of
-from kfcomm.collectives.weighted import WEIGHT
+from kfcomm.collectives.averages import WEIGHT
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.testing import run_threads, sync_world
 from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, works, world

@@ -9,8 +9,7 @@ import pytest
 
 import kfcomm.sync
 from kfcomm import testing
-from kfcomm.compression import PowerSGD
-from kfcomm.compression.power_sgd import is_worth, orthogonal
+from kfcomm.compression import PowerSGD, is_worth, orthogonal
 from kfcomm.errors import ConfigError
 
 SIZE, STEPS = 3, 4

@@ -9,8 +9,7 @@ import pytest
 
 import kfcomm.sync
 from kfcomm import testing
-from kfcomm.compression import TopK
-from kfcomm.compression.top_k import largest
+from kfcomm.compression import TopK, largest
 from kfcomm.errors import ConfigError
 
 SIZE, STEPS = 3, 6

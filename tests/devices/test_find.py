@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kfcomm.arrays.devices import cuda, lookup
+from kfcomm.arrays.devices import cuda, routes
 from kfcomm.errors import ConfigError, TransportError
 
 
@@ -51,7 +51,7 @@ def host(monkeypatch: pytest.MonkeyPatch):
         # The entry without a specification is what `find_spec` reads where a module is loaded already.
         module.__spec__ = SimpleNamespace(name="cupy")
         monkeypatch.setitem(sys.modules, "cupy", module)
-        monkeypatch.setattr(lookup, "DRIVER_NODES", ("/dev/null",))
+        monkeypatch.setattr(routes, "DRIVER_NODES", ("/dev/null",))
         monkeypatch.setattr(cuda, "nccl_version", lambda: nccl)
 
     return play
@@ -66,15 +66,15 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_device_none_gives_no_device() -> None:
-    device, report = lookup.find("none", 0)
+    device, report = routes.find("none", 0)
     assert device is None
     assert (report.kind, report.uuid, report.backend) == ("", "", "")
     assert "none" in report.lack
 
 
 def test_a_host_without_a_driver_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "DRIVER_NODES", ("/dev/there/is/no/such/node",))
-    device, report = lookup.find("auto", 3)
+    monkeypatch.setattr(routes, "DRIVER_NODES", ("/dev/there/is/no/such/node",))
+    device, report = routes.find("auto", 3)
     assert device is None
     assert report.kind == ""
     assert "no NVIDIA GPU" in report.lack
@@ -82,13 +82,13 @@ def test_a_host_without_a_driver_has_no_device(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("no_cupy")
 def test_missing_cupy_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "DRIVER_NODES", ("/dev/null",))
-    device, report = lookup.find("auto", 0)
+    monkeypatch.setattr(routes, "DRIVER_NODES", ("/dev/null",))
+    device, report = routes.find("auto", 0)
     assert device is None
     assert "kfcomm[cuda13]" in report.lack
     for choice in ("cuda", "cuda:1"):
         with pytest.raises(ConfigError, match=rf"device is {choice}, but .*\[cuda13\].*\[cuda12\]"):
-            lookup.find(choice, 0)
+            routes.find(choice, 0)
     with pytest.raises(ConfigError, match="CuPy"):
         cuda.CudaDevice(0)
 
@@ -98,16 +98,16 @@ def test_missing_cupy_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 )
 def test_invalid_device_setting_is_config_error(choice: str) -> None:
     with pytest.raises(ConfigError, match="expected auto, none, cuda, or cuda:N"):
-        lookup.find(choice, 0)
+        routes.find(choice, 0)
 
 
 def test_looking_imports_nothing() -> None:
     code = (
         "import sys, kfcomm\n"
         "from kfcomm.arrays import on_device\n"
-        "from kfcomm.arrays.devices import cuda, cuda_calls, lookup, pinned\n"
-        "lookup.DRIVER_NODES = ()\n"
-        "lookup.find('auto', 0), lookup.find('none', 0), on_device.is_on_device([1])\n"
+        "from kfcomm.arrays.devices import cuda, host, routes\n"
+        "routes.DRIVER_NODES = ()\n"
+        "routes.find('auto', 0), routes.find('none', 0), on_device.is_on_device([1])\n"
         "print([name for name in ('cupy', 'torch', 'jax', 'ml_dtypes') if name in sys.modules])\n"
     )
     root = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_looking_imports_nothing() -> None:
 def test_ranks_are_distributed_over_the_devices(host, local_rank: int, ordinal: int) -> None:
     host("first", "second")
     for choice in ("auto", "cuda"):
-        device, report = lookup.find(choice, local_rank)
+        device, report = routes.find(choice, local_rank)
         assert device is not None
         assert (device.ordinal, report.model) == (ordinal, ("first", "second")[ordinal])
         assert device.report == report
@@ -130,24 +130,24 @@ def test_ranks_are_distributed_over_the_devices(host, local_rank: int, ordinal: 
 
 def test_device_by_number(host) -> None:
     host("first", "second")
-    device, _ = lookup.find("cuda:1", 0)
+    device, _ = routes.find("cuda:1", 0)
     assert device is not None
     assert device.ordinal == 1
     with pytest.raises(ConfigError, match=r"device is cuda:2, but .*only cuda:0 \(first\), cuda:1 \(second\)"):
-        lookup.find("cuda:2", 0)
+        routes.find("cuda:2", 0)
 
 
 def test_report_of_a_cuda_device(host) -> None:
     host("first", "second")
-    (_, one), (_, other) = lookup.find("cuda:0", 0), lookup.find("cuda:1", 0)
+    (_, one), (_, other) = routes.find("cuda:0", 0), routes.find("cuda:1", 0)
     assert (one.kind, one.driver, one.backend, one.backend_version, one.lack) == ("cuda", 13000, "nccl", 22803, "")
     assert one.uuid != other.uuid
-    assert lookup.find("cuda:0", 7)[1] == one
+    assert routes.find("cuda:0", 7)[1] == one
 
 
 def test_without_nccl_there_is_a_device_and_a_lack(host) -> None:
     host("first", nccl=0)
-    device, report = lookup.find("auto", 0)
+    device, report = routes.find("auto", 0)
     assert device is not None
     assert (report.kind, report.backend, report.backend_version) == ("cuda", "", 0)
     assert "NCCL" in report.lack
@@ -157,16 +157,16 @@ def test_without_nccl_there_is_a_device_and_a_lack(host) -> None:
 @pytest.mark.parametrize("names", [(), ("broken",)], ids=["no device", "a broken one"])
 def test_a_driver_without_a_device_that_works(host, names: tuple[str, ...]) -> None:
     host(*names)
-    device, report = lookup.find("auto", 0)
+    device, report = routes.find("auto", 0)
     assert device is None
     assert "cudaError" in report.lack
     with pytest.raises(ConfigError, match=r"device is cuda, but .*cudaError"):
-        lookup.find("cuda", 0)
+        routes.find("cuda", 0)
 
 
 def test_a_device_that_is_not_used_has_nothing_to_close(host) -> None:
     host("first")
-    device, _ = lookup.find("auto", 0)
+    device, _ = routes.find("auto", 0)
     assert device is not None
     device.close()
     device.close()

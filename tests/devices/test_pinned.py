@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.arrays.devices.pinned import ALIGNMENT_NBYTES, FIRST_SLAB_NBYTES, Block, PinnedPool
+from kfcomm.arrays.devices.host import ALIGNMENT_NBYTES, FIRST_SLAB_NBYTES, Block, PinnedPool
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from kfcomm.arrays.devices.watcher import Watcher
+from kfcomm.arrays.devices.cuda import Watcher
 from kfcomm.errors import TransportError
 
 

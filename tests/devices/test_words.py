@@ -1,6 +1,6 @@
 import pytest
 
-from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 
 
 @pytest.mark.parametrize(("number", "text"), [(12040, "12.4"), (13010, "13.1"), (11080, "11.8"), (0, "0.0")])

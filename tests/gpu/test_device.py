@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import dtype_of
-from kfcomm.arrays.devices import cuda, lookup
-from kfcomm.arrays.devices.cuda_calls import as_stream, working_on
-from kfcomm.arrays.devices.pinned import PinnedPool
+from kfcomm.arrays.devices import cuda, routes
+from kfcomm.arrays.devices.cuda import as_stream, working_on
+from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.errors import ConfigError, TransportError
 
 pytestmark = pytest.mark.gpu
@@ -93,7 +93,7 @@ def filled(device: cuda.CudaDevice, values: np.ndarray, stream: Any) -> Any:
 
 
 def test_it_is_found() -> None:
-    found, report = lookup.find("auto", 0)
+    found, report = routes.find("auto", 0)
     assert found is not None
     assert (report.kind, found.report) == ("cuda", report)
     assert report.model
@@ -101,19 +101,19 @@ def test_it_is_found() -> None:
     uuid, place = report.uuid.split("@")
     assert uuid
     assert place.count(":") == 2
-    assert lookup.find("cuda:0", 5)[1] == report
+    assert routes.find("cuda:0", 5)[1] == report
 
 
 def test_one_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"device is cuda:99, but this process sees only cuda:0 \("):
-        lookup.find("cuda:99", 0)
+        routes.find("cuda:99", 0)
     with pytest.raises(TransportError, match="cuda:99: cudaErrorInvalidDevice"):
         cuda.CudaDevice(99)
 
 
 def test_nccl_is_reported() -> None:
     version = cuda.nccl_version()
-    report = lookup.find("auto", 0)[1]
+    report = routes.find("auto", 0)[1]
     assert (report.backend, report.backend_version, report.lack == "") == (
         ("nccl" if version else ""),
         version,

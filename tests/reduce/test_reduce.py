@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.arrays.reduce import Kernel, float16, kernel, supports
-from kfcomm.arrays.reduce.base import BLOCK, divide
+from kfcomm.arrays.reduce.kernels import BLOCK, divide
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 

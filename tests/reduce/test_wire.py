@@ -9,7 +9,7 @@ import pytest
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.arrays.reduce import Wire, float16, wire_dtype_of, wire_of
-from kfcomm.arrays.reduce.base import BLOCK
+from kfcomm.arrays.reduce.kernels import BLOCK
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 

@@ -1,5 +1,108 @@
-"""Accelerators: what the runtime needs of one, and memory of the host that one can reach by itself."""
+"""Interface of an accelerator: memory, streams of work on it, and copies from and to the host.
 
-from kfcomm.arrays.devices.base import Device, DeviceReport, Flat, Mark, Stream
+A *stream* is a queue of work of one device, done in order; a *mark* is a place in one. *Flat* memory is a
+one-dimensional, contiguous array of the device's own library, whose slices are views.
+
+Invariants: no method waits for the device on the calling thread, except ``close``. The caller keeps memory alive
+until the work on it is done.
+
+Implemented by `kfcomm.arrays.devices.cuda` over CuPy, and in host memory by `kfcomm.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 __all__ = ["Device", "DeviceReport", "Flat", "Mark", "Stream"]
+
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Stream: TypeAlias = Any
+Mark: TypeAlias = Any
+Flat: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """Description of a rank's device for the other ranks, sent at join; empty fields mean no device.
+
+    Attributes:
+        kind: ``cuda``; empty without a device.
+        uuid: of the physical device; equal for two ranks exactly if they share it.
+        model: for messages.
+        driver: version of the driver, as CUDA counts: 12040 is 12.4.
+        backend: that runs whole collectives on it: ``nccl``; empty without one.
+        backend_version: as the backend counts: 22803 is NCCL 2.28.3.
+        lack: the reason why device or backend is missing, and a remedy; empty with both.
+    """
+
+    kind: str = ""
+    uuid: str = ""
+    model: str = ""
+    driver: int = 0
+    backend: str = ""
+    backend_version: int = 0
+    lack: str = ""
+
+
+class Device(Protocol):
+    """The device of one rank."""
+
+    @property
+    def report(self) -> DeviceReport:
+        """The description for the other ranks."""
+        ...
+
+    @property
+    def ordinal(self) -> int:
+        """Its number in this process, as its library counts; arrays on other devices are refused."""
+        ...
+
+    def stream(self, *, urgent: bool = False) -> Stream:
+        """A new stream, without implicit waits for other streams."""
+        ...
+
+    def mark(self, stream: Stream) -> Mark:
+        """The place after all work that is on the stream now."""
+        ...
+
+    def wait(self, stream: Stream, mark: Mark) -> None:
+        """Make later work on the stream begin after the mark, which may be of another stream."""
+
+    def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
+        """Call ``done``, on a thread of the device, once all work that is on the stream now is done, or has failed.
+
+        Calls for one stream come in order. ``done`` must return soon, and must not raise.
+        """
+
+    def empty(self, count: int, dtype: np.dtype[Any], stream: Stream) -> Flat:
+        """New memory, to be used on this stream, or after a mark on it.
+
+        Raises:
+            MemoryError: the device has too little.
+        """
+        ...
+
+    def pinned(self, nbytes: int) -> Array:
+        """New pinned host memory, as bytes, which the device reads and writes by itself.
+
+        Raises:
+            MemoryError: the host has too little.
+        """
+        ...
+
+    def fetch(self, source: Flat, target: Array, stream: Stream) -> None:
+        """Copy from the device to the host: both flat, of the same number of bytes."""
+
+    def put(self, source: Array, target: Flat, stream: Stream) -> None:
+        """Copy from the host to the device: both flat, of the same number of bytes."""
+
+    def copy(self, source: Flat, target: Flat, stream: Stream) -> None:
+        """Copy on the device: both flat, of the same number of bytes."""
+
+    def close(self) -> None:
+        """Wait for pending calls of ``notify``, and end the device's threads. May be called again."""

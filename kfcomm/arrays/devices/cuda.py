@@ -1,23 +1,205 @@
-"""CUDA devices through CuPy: memory, streams, copies and notifications. `lookup` finds them.
+"""CUDA devices through CuPy: memory, streams, copies, notifications and errors. `routes.find` finds them.
 
-Streams are CuPy's; those of callers come through ``cuda_calls.as_stream``. Marks are CuPy's events, without timing.
-Flat memory is CuPy's arrays of one dimension.
+Streams are CuPy's; those of callers come through ``as_stream``. Marks are CuPy's events, without timing. Flat memory
+is CuPy's arrays of one dimension.
 
-Invariants: CuPy is imported when a device is made, and not before.
+Invariants: CuPy is imported when a device is made, or one of its arrays is met, and not before. During a call the
+device is the thread's current one, which every thread has of its own. Errors of CUDA become `TransportError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Lock
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Lock, Thread, current_thread
+from types import TracebackType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays.devices.base import Array, DeviceReport, Flat, Mark, Stream
-from kfcomm.arrays.devices.cuda_calls import INSTALL, as_stream, cuda_errors, load_cupy, working_on
-from kfcomm.arrays.devices.watcher import Watcher
-from kfcomm.errors import TransportError
+from kfcomm.arrays.devices import Array, DeviceReport, Flat, Mark, Stream
+from kfcomm.errors import ConfigError, TransportError
+
+Done: TypeAlias = Callable[[BaseException | None], None]
+Wait: TypeAlias = Callable[[], None]
+
+
+class Watcher:
+    """Waits, in order, on a thread of its own.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._promised: SimpleQueue[tuple[Wait, Done] | None] = SimpleQueue()
+        self._lock = Lock()
+        self._thread: Thread | None = None
+        self._is_closed = False
+
+    def promise(self, wait: Wait, done: Done) -> None:
+        """Call ``wait`` after those promised before, then ``done`` with the error that it raised, or None.
+
+        Args:
+            wait: returns when it is over; raises if it ended badly.
+            done: returns soon, and does not raise.
+
+        Raises:
+            TransportError: the watcher is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise TransportError("the device is closed")
+            self._promised.put((wait, done))
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Wait for all callbacks, and end the thread. May be called again, and by a ``done``."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                # Behind all requests, so that each is answered before the thread ends.
+                self._promised.put(None)
+            thread = self._thread
+        if thread is not None and thread is not current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while (promised := self._promised.get()) is not None:
+            wait, done = promised
+            try:
+                wait()
+            except Exception as error:  # noqa: BLE001  of whatever kind: else no promise would be kept from here on
+                done(error)
+            else:
+                done(None)
+            del promised, wait, done  # what they hold must not live until the next promise comes
+
+
+INSTALL: Final = 'pip install "kfcomm[cuda13]", or "kfcomm[cuda12]" where the driver is older than CUDA 13'
+
+_PER_THREAD_STREAM: Final = 2
+"""CUDA's number for the default stream of the calling thread."""
+
+
+def load_cupy() -> Any:
+    """The module ``cupy``.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be loaded; the message says what to install.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(f"arrays in the memory of a GPU need CuPy ({error}): {INSTALL}") from error
+    return cupy
+
+
+@contextmanager
+def cuda_errors(what: str) -> Iterator[None]:
+    """Turn errors of CUDA in the block into a `TransportError` that begins with ``what``."""
+    refused = load_cupy().cuda.runtime.CUDARuntimeError
+    try:
+        yield
+    except refused as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+class working_on:  # noqa: N801
+    """Make a device the thread's current one, and a stream CuPy's current one, in the block; map CUDA's errors.
+
+    A class and not a generator, which saves about 1 µs per use.
+
+    Args:
+        ordinal: of the device.
+        stream: CuPy's; if left out, the current one stays.
+
+    Raises:
+        TransportError: CUDA reports an error.
+    """
+
+    __slots__ = ("_device", "_refused", "_stream", "_what")
+
+    def __init__(self, ordinal: int, stream: Stream | None = None) -> None:
+        cuda = load_cupy().cuda
+        self._what = f"cuda:{ordinal}"
+        self._device = cuda.Device(ordinal)
+        self._stream = stream
+        self._refused = cuda.runtime.CUDARuntimeError
+
+    def __enter__(self) -> None:
+        try:
+            self._device.__enter__()
+        except self._refused as error:
+            raise TransportError(f"{self._what}: {error}") from error
+        # A block that was not entered is not left either: the device is restored here.
+        try:
+            if self._stream is not None:
+                self._stream.__enter__()
+        except BaseException:
+            self._device.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(kind, error, traceback)
+        self._device.__exit__(kind, error, traceback)
+        if isinstance(error, self._refused):
+            raise TransportError(f"{self._what}: {error}") from error
+
+
+def as_stream(given: Any) -> Stream:
+    """A stream as CuPy's, which keeps alive what was given.
+
+    Args:
+        given: a stream of CuPy or torch, an object with ``__cuda_stream__``, or CUDA's own number of one, which its
+            owner keeps alive.
+
+    Raises:
+        ConfigError: it is of another type, or the default stream of the calling thread.
+    """
+    cuda = load_cupy().cuda
+    if isinstance(given, cuda.Stream):
+        stream = given
+    else:
+        stream = cuda.Stream.from_external(_Foreign(given))
+    if stream.ptr == _PER_THREAD_STREAM:
+        raise ConfigError("the default stream of a thread cannot be used by another: pass stream= a stream of its own")
+    return stream
+
+
+class _Foreign:
+    """A stream of another library, or of CUDA itself, as CuPy takes it."""
+
+    __slots__ = ("_given", "_pointer")
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._pointer = _pointer_of(given)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def _pointer_of(given: Any) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    if hasattr(given, "__cuda_stream__"):
+        protocol = given.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    if hasattr(given, "cuda_stream"):  # torch's, before it had the protocol
+        return int(given.cuda_stream)
+    raise ConfigError(
+        f"stream= takes a stream of CuPy or torch, an object with __cuda_stream__, or a CUDA stream by its number; "
+        f"not {given!r}"
+    )
+
 
 _URGENT: Final = -100  # CUDA takes the nearest priority that it has
 

@@ -1,22 +1,95 @@
-"""Choice of the route of device memory in a group, from the reports that its ranks exchanged at join.
+"""Choice of a rank's device, and of the route of device memory in a group.
 
-Invariants: the same reports, layout and transport give the same choice, with the same words, so that all ranks choose
-alike without communication. Nothing here looks at a device, the network or a setting.
+Invariants: the same reports, layout and transport give the same choice of a route, with the same words, so that all
+ranks choose alike without communication. CuPy, and modules that use it, are imported only where there may be a
+device.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from kfcomm.arrays.devices.base import DeviceReport
-from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.common.sizes import ranks_in_words
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, TransportError
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices.cuda import CudaDevice
+
+
+def driver_version(number: int) -> str:
+    """A version as CUDA counts: 12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def backend_in_words(backend: str, number: int) -> str:
+    """A backend and its version, as it counts: of ``nccl`` 22803 is NCCL 2.28.3, and 2804 is NCCL 2.8.4."""
+    if backend != "nccl":
+        return f"{backend} {number}"
+    # before 2.9 the first part had two digits less behind it
+    major, rest = divmod(number, 10_000 if number >= 10_000 else 1000)
+    return f"NCCL {major}.{rest // 100}.{rest % 100}"
+
+
+DRIVER_NODES: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+"""With a driver, one of these exists; the last is that of WSL."""
+
+
+def find(choice: str, local_rank: int) -> tuple[Device | None, DeviceReport]:
+    """The device of a rank, and the report for the other ranks.
+
+    Args:
+        choice: ``auto`` for a device if there is one, ``none``, ``cuda`` for a required one, ``cuda:N`` for that one.
+        local_rank: among the ranks of its host, which are distributed over the devices that the process sees.
+
+    Raises:
+        ConfigError: ``choice`` is not one of these, or the device is missing; says what would help. For ``auto`` the
+            report says it instead.
+
+    Cost: without a driver about 15 µs, and no imports.
+    """
+    if choice == "none":
+        return None, DeviceReport(lack="switched off: device is none")
+    kind, colon, number = choice.partition(":")
+    if choice != "auto" and (kind != "cuda" or bool(colon) != number.isdecimal()):
+        raise ConfigError(f"device is {choice!r}: expected auto, none, cuda, or cuda:N, with N as CUDA counts devices")
+    try:
+        # Files first: a host without a driver need not import CuPy, which is slow.
+        if choice == "auto" and not any(map(os.path.exists, DRIVER_NODES)):
+            raise ConfigError("this host has no NVIDIA GPU, or no driver for it")
+        device = _open(int(number) if colon else None, local_rank)
+    except (ConfigError, TransportError) as error:
+        if choice == "auto":
+            return None, DeviceReport(lack=str(error))
+        raise ConfigError(f"device is {choice}, but {error}") from error
+    return device, device.report
+
+
+def _open(ordinal: int | None, local_rank: int) -> CudaDevice:
+    from kfcomm.arrays.devices.cuda import INSTALL, CudaDevice, load_cupy
+
+    if importlib.util.find_spec("cupy") is None:
+        raise ConfigError(f"CuPy is not installed: {INSTALL}")
+    runtime = load_cupy().cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise ConfigError(f"CUDA finds no device: {error}") from error
+    if ordinal is None:
+        # More ranks than devices share them, which the choice of a route takes into account.
+        ordinal = local_rank % count
+    elif ordinal >= count:
+        names = ", ".join(f"cuda:{n} ({runtime.getDeviceProperties(n)['name'].decode()})" for n in range(count))
+        raise ConfigError(f"this process sees only {names}; CUDA_VISIBLE_DEVICES may hide others")
+    return CudaDevice(ordinal)
+
 
 MAX_SHOWN = 4
 """Maximal number of different values in one sentence."""

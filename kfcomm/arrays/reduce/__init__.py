@@ -1,9 +1,9 @@
 """Reduction kernels: one for each op and dtype, in NumPy, on flat host buffers.
 
-Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into chunks; only
-the sign and payload of a result of two different NaN depend on the processor.
-Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python warning.
-float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.
+Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into chunks;
+only the sign and payload of a result of two different NaN depend on the processor. Integers wrap around, NaN wins in
+``min`` and ``max``, and no overflow or invalid value becomes a Python warning. float16 and bfloat16 are summed and
+multiplied in float32 and rounded once, at the end.
 
 Kernels know neither ranks nor chunks, and keep only scratch memory between calls.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import checked
-from kfcomm.arrays.reduce.base import Kernel, workspace
 from kfcomm.arrays.reduce.halves import HALVES, half_kernel, ordered_kernel
+from kfcomm.arrays.reduce.kernels import Kernel, plain_kernel, workspace
 from kfcomm.arrays.reduce.ops import REDUCTIONS
-from kfcomm.arrays.reduce.plain import plain_kernel
 from kfcomm.arrays.reduce.wire import Wire, wire_dtype_of, wire_of
 from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError

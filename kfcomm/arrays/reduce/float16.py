@@ -1,7 +1,7 @@
 """float16 to float32 and back, several times faster than NumPy's own conversions.
 
 Invariants: `widen` and `narrow` give the bits of ``astype``. Both work on one block
-(`kfcomm.arrays.reduce.base.BLOCK` at most). They may raise NumPy's floating-point warnings: callers turn them off.
+(`kfcomm.arrays.reduce.kernels.BLOCK` at most). They may raise NumPy's floating-point warnings: callers turn them off.
 """
 
 from __future__ import annotations

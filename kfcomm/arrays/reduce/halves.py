@@ -1,8 +1,8 @@
 """Kernels of float16 and bfloat16: sums and products in float32, the least and the greatest as integers.
 
-Sums and products: blocks are widened, folded, and rounded once, at the end. Conversions are IEEE 754's, to nearest with
-ties to even, as NumPy's are, and no floating-point exception becomes a warning. Whether partial results travel, and as
-what, is not known here.
+Sums and products: blocks are widened, folded, and rounded once, at the end. Conversions are IEEE 754's, to nearest
+with ties to even, as NumPy's are, and no floating-point exception becomes a warning. Whether partial results travel,
+and as what, is not known here.
 
 The least and the greatest: NumPy compares halves one by one, in 10 ns each. The bits of floating-point numbers are a
 sign and a magnitude; with the magnitudes of negative numbers inverted they compare as 16-bit integers. NaN wins, the
@@ -19,7 +19,7 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import Array
 from kfcomm.arrays.reduce import float16
-from kfcomm.arrays.reduce.base import BLOCK, SINGLE, Kernel, Quiet, Workspace, blocks, divide, workspace
+from kfcomm.arrays.reduce.kernels import BLOCK, SINGLE, Kernel, Quiet, Workspace, blocks, divide, workspace
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.types import Op
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_of
-from kfcomm.arrays.reduce.base import Quiet
 from kfcomm.arrays.reduce.halves import HALVES, half_math
+from kfcomm.arrays.reduce.kernels import Quiet
 from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op

@@ -11,7 +11,7 @@ from importlib import metadata
 import click
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.host import choose_address, describe_saved, host_and_port, hostname, interfaces
 from kfcomm.rendezvous.identity import host_id, versions

@@ -9,14 +9,14 @@ The ranks of a group *form* a backend together, when the first call comes, and l
     idle        FORM comes, on any other rank               forming
     forming     all have met (calls are ordered meanwhile)  ready       ORDER: messages of the order, while it is
                                                                         learned or agreed anew
-    forming,    a call fails that some rank has launched,   ending      FAILED: see ``failures``
+    forming,    a call fails that some rank has launched,   ending      FAILED: see ``formation``
     ready       or the backend does
     ending      calls that are launched are done, or were   idle        ENDED to the leader, which forms anew when
                 given the time, and the backend is ended                it has that of all, and a call comes
 
-A launch cannot be taken back, and one that only some ranks make holds up every later one. So
-with such a call all fail that are not launched, those that are have a moment to complete, and the next begins in a new
-formation. That is expensive; nothing else is: once the order is known, a launch needs no message.
+A launch cannot be taken back, and one that only some ranks make holds up every later one. So with such a call all
+fail that are not launched, those that are have a moment to complete, and the next begins in a new formation. That is
+expensive; nothing else is: once the order is known, a launch needs no message.
 
 Blocking calls of the backend are made on threads of their own, since they may block for ever if a peer dies.
 """
@@ -37,9 +37,7 @@ from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.calls import Call, Path
-from kfcomm.collectives.on_device.channel import Channel
-from kfcomm.collectives.on_device.failures import Failures, Use, Ways
-from kfcomm.collectives.on_device.launcher import Launcher
+from kfcomm.collectives.on_device.formation import Channel, Failures, Launcher, Use, Ways
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature

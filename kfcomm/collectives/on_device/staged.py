@@ -22,16 +22,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices import Device, Stream
-from kfcomm.collectives.group import Group
+from kfcomm.collectives.group import Group, Turns
 from kfcomm.collectives.on_device.calls import Path
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
 from kfcomm.collectives.on_device.staging import Staging, Streams
-from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView
 from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.pinned import PinnedPool
+    from kfcomm.arrays.devices.host import PinnedPool
     from kfcomm.collectives.on_device.calls import Call
 
 WINDOW = 4

@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfcomm.arrays.devices import Flat, Stream
+from kfcomm.collectives.group import Turn
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
 from kfcomm.collectives.plans import Plan, PlanKey
 from kfcomm.collectives.specs import SPECS
-from kfcomm.collectives.turns import Turn
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.pinned import Block
+    from kfcomm.arrays.devices.host import Block
     from kfcomm.collectives.on_device.calls import Call
     from kfcomm.collectives.on_device.staged import StagedPath
 

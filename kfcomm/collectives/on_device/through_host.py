@@ -1,7 +1,7 @@
 """Device memory for the verbs that know host memory alone: fetched before its step begins, put back after the last.
 
-For calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So
-a call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
+For calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So a
+call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
 memory. Large arrays are better served by the verbs whose calls overlap copies and links.
 """
 
@@ -20,7 +20,7 @@ from kfcomm.errors import CollectiveTimeout
 if TYPE_CHECKING:
     from kfcomm.arrays import OutArray, OutList
     from kfcomm.arrays.devices import Device, Flat, Stream
-    from kfcomm.arrays.devices.pinned import Block, PinnedPool
+    from kfcomm.arrays.devices.host import Block, PinnedPool
     from kfcomm.arrays.kinds import DeviceKind
     from kfcomm.arrays.on_device import DeviceArray, DeviceOut
     from kfcomm.engine.engine import Engine

@@ -1,7 +1,7 @@
 """The verbs on device memory: what is asked for, checked and turned into calls of this group's path.
 
-Invariants: a call has its place in the program at once, whatever the device is doing; the host never waits for
-the device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
+Invariants: a call has its place in the program at once, whatever the device is doing; the host never waits for the
+device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
-from kfcomm.collectives.options import CallOptions
-from kfcomm.collectives.specs import Shape, row_elements
+from kfcomm.collectives.specs import CallOptions, Shape, row_elements
 from kfcomm.errors import ConfigError
 from kfcomm.transports.base import Part
 from kfcomm.types import Op, Verb
@@ -34,7 +33,7 @@ from kfcomm.types import Op, Verb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfcomm.collectives.on_device.paths import Paths
+    from kfcomm.collectives.on_device.calls import Paths
 
 logger = logging.getLogger("kfcomm")
 
@@ -304,7 +303,7 @@ class DeviceVerbs:
         Raises:
             ConfigError: some are on the device and some are not.
         """
-        from kfcomm.collectives.packing import digest_of, many_key
+        from kfcomm.collectives.batches import digest_of, many_key
 
         whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
         if len({isinstance(one.array, HostArray) for one in given.values()}) > 1:
@@ -329,7 +328,7 @@ class DeviceVerbs:
         self, orders: Sequence[Order], given: Sequence[Given], listed: Callable[[list[Any]], Any], options: CallOptions
     ) -> Handle[Any]:
         """A call for each array of a list; ``listed``: what the caller gets, of the results."""
-        from kfcomm.collectives.packing import digest_of
+        from kfcomm.collectives.batches import digest_of
 
         whole: Handle[Any] = Handle(loop=self._group.engine.loop)
         alike = digest_of([f"x[{place}]" for place in range(len(given))], [one.array for one in given])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import adapt
-from kfcomm.collectives.on_device import channel
-from kfcomm.collectives.on_device.channel import TAG, Channel
+from kfcomm.collectives.on_device import formation
+from kfcomm.collectives.on_device.formation import TAG, Channel
 from kfcomm.testing import MemoryWorld
 from tests.conformance import worlds
 from tests.conformance.worlds import until
@@ -20,7 +20,7 @@ def _channels(comms: MemoryWorld) -> tuple[list[Channel], list[list[Any]]]:
     heard: list[list[Any]] = [[] for _ in comms]
     loop = asyncio.get_running_loop()
 
-    def listener(rank: int) -> channel.Listener:
+    def listener(rank: int) -> formation.Listener:
         return lambda sender, said: heard[rank].append((sender, said))
 
     made = [Channel(comm._mailbox, comm._group.view, loop, listener(comm.rank), lambda: None) for comm in comms]
@@ -64,7 +64,7 @@ async def test_messages_arrive_in_the_end() -> None:
 
 @pytest.mark.asyncio
 async def test_messages_lost_by_a_broken_link_arrive_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(formation, "AGAIN_AFTER_S", 0.0)
     async with worlds.world(2) as comms:
         channels, heard = _channels(comms)
         for number in range(30):
