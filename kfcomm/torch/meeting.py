@@ -12,31 +12,20 @@ besides those of kfcomm's own links.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import secrets
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from kfcomm.common.sizes import ranges
-from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.joining import prepare
 from kfcomm.rendezvous.authentication import concealed_token, given_token
 from kfcomm.rendezvous.host import LOOPBACK, choose_address, store_url
-from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.settings import Settings
+from kfcomm.rendezvous.meeting import ForeignRendezvous
 from kfcomm.sync.communicator import Communicator, join
-
-logger = logging.getLogger("kfcomm")
-
-FIRST_PAUSE_S, LAST_PAUSE_S = 1e-3, 50e-3
-"""Between two looks whether the others are there."""
-MAX_SHOWN = 32
 
 
 def make_world(store: Any, rank: int, size: int, timeout: timedelta) -> Communicator:
@@ -52,101 +41,36 @@ def make_world(store: Any, rank: int, size: int, timeout: timedelta) -> Communic
         ConfigError: the settings cannot work.
         RendezvousError: ranks are missing at the timeout (names all of them), or refuse each other.
     """
-    meeting = StoreRendezvous(store, rank, size, timeout.total_seconds())
-    return join(meeting.settings(), meeting.exchange)
+    # The generation: all ranks have made the same number of groups over this store.
+    folder = f"kfcomm/{store.add(f'kfcomm/{rank}', 1)}"
+    meeting = ForeignRendezvous(
+        _TorchStore(store), "torch", "process group", folder, rank, size, timeout.total_seconds()
+    )
+    if size == 1:
+        return join(prepare(rank=0, size=1, timeout=meeting.timeout_s, elastic=False), meeting.exchange)
+    url = store_url(*address_of(store))
+    token = None
+    if given_token(os.environ, None) is None and concealed_token(url) is None:
+        # A process that can read it there could also have joined without.
+        token = meeting.share(f"{folder}/token", lambda: secrets.token_hex(32))
+    local_rank, local_size = _local(size)
+    settings = prepare(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, store=url, serve=False, token=token,
+        timeout=meeting.timeout_s, elastic=False,
+    )  # fmt: skip
+    meeting.stall_after_s = settings.stall_after_s
+    return join(settings, meeting.exchange)
 
 
-class StoreRendezvous:
-    """Rendezvous of the ranks of one group through torch's store.
+class _TorchStore(NamedTuple):
+    store: Any
 
-    Args:
-        store: of this group alone.
-        rank: of this process.
-        size: how many ranks there are.
-        timeout_s: how long to wait for the others.
-    """
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout_s = timeout_s
-        self._stall_after_s = 10.0
-        # The generation: all ranks have made the same number of groups over this store.
-        self._folder = f"kfcomm/{store.add(f'kfcomm/{rank}', 1)}"
-
-    def settings(self) -> Settings:
-        """The settings of this rank: its identity from torch, everything else from the environment.
-
-        Raises:
-            ConfigError: they cannot work.
-        """
-        if self._size == 1:
-            return prepare(rank=0, size=1, timeout=self._timeout_s, elastic=False)
-        url = store_url(*address_of(self._store))
-        token = None
-        # Without a token of the user rank 0 makes one, which the ranks share through torch's store.
-        if given_token(os.environ, None) is None and concealed_token(url) is None:
-            token = self._token()
-        local_rank, local_size = _local(self._size)
-        settings = prepare(
-            rank=self._rank, size=self._size, local_rank=local_rank, local_size=local_size, store=url, serve=False,
-            token=token, timeout=self._timeout_s, elastic=False,
-        )  # fmt: skip
-        self._stall_after_s = settings.stall_after_s
-        return settings
-
-    async def exchange(self, me: PeerInfo) -> Sequence[PeerInfo]:
-        """Give this process's address to the others, and wait for theirs; see ``network.Exchange``."""
-        return await asyncio.to_thread(self._exchange, me)
-
-    def _token(self) -> bytes:
-        """The token, made by rank 0. A process that can read it here could also have joined without."""
-        key = f"{self._folder}/token"
-        if self._rank == 0:
-            self._store.set(key, secrets.token_hex(32))
-        else:
-            self._await({key: 0})
-        return bytes(self._store.get(key))
-
-    def _exchange(self, me: PeerInfo) -> Sequence[PeerInfo]:
-        keys = {f"{self._folder}/{rank}": rank for rank in range(self._size)}
-        self._store.set(f"{self._folder}/{self._rank}", me.to_wire().hex())
-        self._await(keys)
+    def find(self, key: str) -> bytes | None:
         try:
-            return [PeerInfo.from_wire(bytes.fromhex(self._store.get(key).decode())) for key in keys]
-        except (RemoteProtocolError, ValueError) as error:
-            raise RendezvousError(f"torch's store holds what no rank of this version wrote: {error}") from error
-
-    def _await(self, keys: dict[str, int]) -> None:
-        """Wait until all keys are set; each is of a rank.
-
-        Raises:
-            RendezvousError: some are not set within the timeout, or the store is unreachable.
-        """
-        begun_s = time.monotonic()
-        pending, is_reported, pause_s = dict(keys), False, FIRST_PAUSE_S
-        while pending:
-            waited_s = time.monotonic() - begun_s
-            if waited_s >= self._timeout_s:
-                raise RendezvousError(
-                    f"after {waited_s:g} s {len(pending)} of {self._size} ranks have not joined the process group: "
-                    f"missing {ranges(sorted(pending.values()), MAX_SHOWN)}"
-                )
-            if waited_s >= self._stall_after_s and not is_reported:
-                is_reported = True
-                logger.warning(
-                    "rank %d has waited for %.0f s to join the process group: missing %s", self._rank, waited_s,
-                    ranges(sorted(pending.values()), MAX_SHOWN),
-                )  # fmt: skip
-            pending = {key: rank for key, rank in pending.items() if not self._is_set(key)}
-            time.sleep(pause_s if pending else 0.0)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
-
-    def _is_set(self, key: str) -> bool:
-        """Whether a key is set. The store's own wait would block its other uses, and writes to standard error."""
-        try:
-            return bool(self._store.check([key]))
+            return bytes(self.store.get(key)) if self.store.check([key]) else None
         except RuntimeError as error:
             raise RendezvousError(f"torch's store does not answer: {error}") from error
 
