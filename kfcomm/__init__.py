@@ -11,7 +11,7 @@ framework, no network and no environment variable is looked at before ``init`` i
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 from kfcomm.common.version import __version__
 from kfcomm.errors import (
     CollectiveAborted,

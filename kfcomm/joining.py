@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, cast
 
+from kfcomm.arrays.devices import Device, DeviceReport, routes
 from kfcomm.common.callbacks import do_nothing
-from kfcomm.common.extras import is_installed, lacking
+from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.tracebacks import bare, terse
 from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
@@ -21,10 +22,10 @@ from kfcomm.rendezvous.authentication import conceal
 from kfcomm.rendezvous.host import describe_saved
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.strategies.plugins import check
+from kfcomm.transports.base import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
-from kfcomm.types import UNMEASURED
-from kfcomm.world import accelerator
+from kfcomm.types import UNMEASURED, Layout
 from kfcomm.world.communicator import ARRIVED, Communicator
 from kfcomm.world.epochs import settle
 
@@ -32,10 +33,54 @@ if TYPE_CHECKING:
     from kfcomm.engine.alone import Alone
     from kfcomm.engine.meeting import Exchange
     from kfcomm.engine.network import SocketNetwork
+    from kfcomm.transports.base import BackendMaker
 
 logger = logging.getLogger("kfcomm")
 
 AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
+
+
+class Accelerator(NamedTuple):
+    """Device of this rank, if any; its report for the other ranks; and the maker of backends on it."""
+
+    device: Device | None
+    report: DeviceReport
+    maker: BackendMaker | None
+
+    async def close(self) -> None:
+        """Close a device that no session has taken over."""
+        if self.device is not None:
+            await asyncio.to_thread(self.device.close)
+
+
+def look_for_device(settings: Settings) -> Accelerator:
+    """Find the device of this rank. Blocks for as long as the import of a framework takes.
+
+    Raises:
+        ConfigError: a device was asked for by name, and is missing or cannot be used; says what would help.
+    """
+    if settings.device == "none":
+        return Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
+    # before joining nobody but the launcher knows which ranks are on this host
+    device, report = routes.find(settings.device, settings.local_rank)
+    if not report.backend:
+        return Accelerator(device, report, None)
+    from kfcomm.transports.nccl import Nccl
+
+    return Accelerator(device, report, Nccl())
+
+
+def set_up_devices(
+    settings: Settings, own: Accelerator, reports: Sequence[DeviceReport], layout: Layout, transport: str
+) -> DeviceSetup:
+    """Devices of a world that all ranks have joined; rank 0 logs the route of device memory, and what slows it."""
+    setup = DeviceSetup(own.device, tuple(reports), own.maker, transport)
+    choice = setup.route(range(layout.size), layout)
+    if settings.rank == 0 and choice is not None:
+        logger.info("device memory goes by %s", choice)
+        for caution in routes.cautions(reports, transport, is_device_named=settings.device != "auto"):
+            logger.warning("%s", caution)
+    return setup
 
 
 class Init:
@@ -101,14 +146,17 @@ class Init:
         return cast("Communicator", ElasticCommunicator(await self._connected()))  # it has all that one has
 
     async def _connected(self) -> Communicator:
-        own = await accelerator.find(self.settings)
+        if self.settings.device == "none":
+            own = look_for_device(self.settings)
+        else:  # the import of a framework takes seconds
+            own = await asyncio.to_thread(look_for_device, self.settings)
         try:
             return await self._join(own)
         except BaseException:
             await own.close()
             raise
 
-    async def _join(self, own: accelerator.Accelerator) -> Communicator:
+    async def _join(self, own: Accelerator) -> Communicator:
         settings = self.settings
         network = await _network(settings, own, self._exchange)
         loop = asyncio.get_running_loop()
@@ -121,7 +169,7 @@ class Init:
             session = Session(
                 network.births.index(settings.rank), network.layout, network, loop, reactor, closed=closed,
                 timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s, epoch=network.epoch,
-                monitor=settings.monitor, devices=accelerator.set_up(
+                monitor=settings.monitor, devices=set_up_devices(
                     settings, own, network.reports, network.layout, network.device_transport
                 ),
             )  # fmt: skip
@@ -150,10 +198,8 @@ class Init:
         return comm
 
 
-async def _network(
-    settings: Settings, own: accelerator.Accelerator, exchange: Exchange | None
-) -> Alone | SocketNetwork:
-    """The ways to the other ranks; a process alone has none, and does not import what makes them."""
+async def _network(settings: Settings, own: Accelerator, exchange: Exchange | None) -> Alone | SocketNetwork:
+    """Network to the other ranks; a single process imports none of it."""
     if settings.size == 1:
         from kfcomm.engine.alone import Alone
 
@@ -190,7 +236,7 @@ def is_full(arguments: Mapping[str, Any]) -> bool:
 
 
 def prepare(**arguments: Unpack[Arguments]) -> Settings:
-    """The settings for these arguments in this environment; all is checked that needs nobody else.
+    """Settings for these arguments in this environment, checked as far as that needs no other process.
 
     Raises:
         ConfigError: the settings cannot work.

@@ -12,9 +12,9 @@ import pytest
 import kfcomm
 from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.arrays.devices.routes import Route
+from kfcomm.joining import Accelerator, look_for_device, set_up_devices
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.types import Layout
-from kfcomm.world import accelerator
 from tests.stubs import StubDevice, stub
 
 
@@ -51,13 +51,13 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
 
 
 def test_device_none_looks_for_no_device(finding: Finding) -> None:
-    own = accelerator.look(Settings(device="none"))
-    assert own == accelerator.Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
+    own = look_for_device(Settings(device="none"))
+    assert own == Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
     assert finding.asked == []
 
 
 def test_it_is_looked_for_by_the_choice_and_the_place_on_the_host(finding: Finding) -> None:
-    own = accelerator.look(Settings(device="cuda", rank=5, size=8, local_rank=1, local_size=4))
+    own = look_for_device(Settings(device="cuda", rank=5, size=8, local_rank=1, local_size=4))
     assert finding.asked == [("cuda", 1)]
     assert own.device is finding.device
     assert own.maker is finding.maker
@@ -65,7 +65,7 @@ def test_it_is_looked_for_by_the_choice_and_the_place_on_the_host(finding: Findi
 
 def test_a_device_without_a_backend_has_no_maker(finding: Finding) -> None:
     finding.device = StubDevice(DeviceReport("cuda", "GPU-0", lack="CuPy has no NCCL"))
-    assert accelerator.look(Settings()).maker is None
+    assert look_for_device(Settings()).maker is None
 
 
 @pytest.mark.asyncio
@@ -127,10 +127,10 @@ async def test_nccl_that_cannot_work_is_refused_and_the_device_closed(finding: F
 def told(caplog: pytest.LogCaptureFixture, rank: int, device: str, *devices: StubDevice) -> list[tuple[str, str]]:
     """What rank ``rank`` logs of a world with these devices on one host."""
     settings = Settings(rank=rank, size=len(devices), device=device)
-    own = accelerator.Accelerator(devices[rank], devices[rank].report, None)
+    own = Accelerator(devices[rank], devices[rank].report, None)
     layout = Layout((0,) * len(devices))
     with caplog.at_level(logging.INFO, "kfcomm"):
-        accelerator.set_up(settings, own, [device.report for device in devices], layout, "auto")
+        set_up_devices(settings, own, [device.report for device in devices], layout, "auto")
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
@@ -158,8 +158,6 @@ def test_a_shared_device_is_a_warning_where_it_was_asked_for(caplog: pytest.LogC
 def test_the_report_is_that_of_the_others_not_ones_own() -> None:
     device = stub(0)
     told = replace(device.report, model="as told")
-    setup = accelerator.set_up(
-        Settings(), accelerator.Accelerator(device, device.report, None), [told], Layout((0,)), "auto"
-    )
+    setup = set_up_devices(Settings(), Accelerator(device, device.report, None), [told], Layout((0,)), "auto")
     assert setup.reports == (told,)
     assert setup.route([0], Layout((0,))) is not None

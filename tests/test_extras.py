@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kfcomm.common.extras import EXTRAS, is_installed, lacking, require
+from kfcomm.common.imports import EXTRAS, is_installed, lacking, require
 from tests.hiding import hiding
 from tests.launch.launched import ROOT, environ
 

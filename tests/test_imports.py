@@ -60,7 +60,7 @@ def test_importing_kfcomm_imports_no_room() -> None:
         "kfcomm",
         "kfcomm.errors",
         "kfcomm.common",
-        "kfcomm.common.lazy",
+        "kfcomm.common.imports",
         "kfcomm.common.version",
         "kfcomm.types",
     }

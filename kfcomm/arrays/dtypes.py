@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.common.arguments import hint
-from kfcomm.common.extras import lacking
+from kfcomm.common.imports import lacking
 from kfcomm.errors import ConfigError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]

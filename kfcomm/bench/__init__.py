@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.bench.suite import Case, Mode, Suite

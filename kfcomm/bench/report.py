@@ -13,7 +13,7 @@ from kfcomm.bench.events import Begun, Event, Failed, Measured
 from kfcomm.bench.figures import Result
 from kfcomm.bench.suite import Place, Suite
 from kfcomm.bench.table import COLUMNS, Table
-from kfcomm.common.extras import is_installed, lacking
+from kfcomm.common.imports import is_installed, lacking
 from kfcomm.errors import ConfigError
 
 _FORMAT = 1

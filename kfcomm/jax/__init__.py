@@ -5,8 +5,7 @@ A name here is imported, and JAX with it, when it is first used.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.extras import require
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used, require
 
 require("kfcomm.jax", "jax")
 

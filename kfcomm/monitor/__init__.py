@@ -6,7 +6,7 @@ them. Invariants: reading happens on any thread, stops nobody, and changes nothi
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.monitor.records import (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kfcomm.common.extras import is_installed, lacking
+from kfcomm.common.imports import is_installed, lacking
 from kfcomm.engine.meter import PER_OCTAVE, Meter, Tally, bound_s
 from kfcomm.engine.traffic import added
 from kfcomm.errors import ConfigError

@@ -7,8 +7,7 @@ first used.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.extras import require
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used, require
 
 require("kfcomm.ray", "ray")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.common.arguments import meant, plain_text
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto

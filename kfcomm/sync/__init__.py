@@ -12,7 +12,7 @@ An adapter over ``kfcomm.Communicator``: each caller drives the engine itself.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 from kfcomm.sync.communicator import Communicator, init
 from kfcomm.sync.handle import Handle
 from kfcomm.sync.verbs import Queue

@@ -16,7 +16,7 @@ Devices and their collectives in host memory, for tests of what is done with arr
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.testing.backends import FakeBackend, FakeFabric

@@ -6,8 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.extras import require
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used, require
 
 require("kfcomm.torch", "torch")
 

@@ -6,7 +6,7 @@ that serves every algorithm of agreement.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.agreement import Agreement

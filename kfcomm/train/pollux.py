@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from kfcomm.common.extras import lacking
+from kfcomm.common.imports import lacking
 from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import GradientStatistics, efficiency
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kfcomm.common.extras import lacking
+from kfcomm.common.imports import lacking
 from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix
 from kfcomm.core.handshake import Keys
 from kfcomm.core.seal import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kfcomm.common.extras import lacking
+from kfcomm.common.imports import lacking
 from kfcomm.common.sockets import readable, writable
 from kfcomm.errors import ConfigError
 from kfcomm.transports.sockets import closed_on_failure

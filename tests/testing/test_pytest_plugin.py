@@ -84,7 +84,7 @@ def test_unused_plugin_loads_few_small_modules() -> None:
         "kfcomm",
         "kfcomm.errors",
         "kfcomm.common",
-        "kfcomm.common.lazy",
+        "kfcomm.common.imports",
         "kfcomm.common.version",
         "kfcomm.types",
     }

@@ -13,11 +13,11 @@ import click
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.joining import look_for_device
 from kfcomm.rendezvous.host import choose_address, describe_saved, host_and_port, hostname, interfaces
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import AUTO, LINKS, TCP, TRANSPORTS, named, selected
-from kfcomm.world.accelerator import look
 
 Row = tuple[str, str]
 
@@ -133,7 +133,7 @@ def _within_a_host() -> str:
 def _look(settings: Settings) -> tuple[DeviceReport, str | None]:
     """Device report for the others, and the reason why this process would not start, if any."""
     try:
-        own = look(settings)
+        own = look_for_device(settings)
     except ConfigError as error:
         return DeviceReport(lack=str(error)), str(error)
     if own.device is not None:

@@ -10,7 +10,7 @@ They are here and not in ``kfcomm.adapt``, which is a lower layer, because they 
 
 from typing import TYPE_CHECKING
 
-from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.policies.goodput import PolluxGoodput

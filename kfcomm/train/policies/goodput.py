@@ -10,7 +10,7 @@ from typing import Any
 
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
-from kfcomm.common.extras import is_installed, lacking
+from kfcomm.common.imports import is_installed, lacking
 from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import GradientStatistics
 from kfcomm.train.policies.gradient_noise import GradientNoise
