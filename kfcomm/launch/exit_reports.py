@@ -44,9 +44,8 @@ class ExitReports:
     """
 
     def __init__(
-        self, ranks: range, heard: Callable[[ExitReport], None], *, let_go: Callable[[int], None] | None = None,
-        is_elastic: bool = False,
-    ) -> None:  # fmt: skip
+        self, ranks: range, heard: Callable[[ExitReport], None], let_go: Callable[[int], None], *, is_elastic: bool
+    ) -> None:
         self._is_elastic = is_elastic
         self._let_go = let_go
         self.address = f"kfcomm-{secrets.token_hex(16)}"
@@ -107,7 +106,7 @@ class ExitReports:
     def _hear_sign(self, rank: int, sign: bytes) -> None:
         if rank != _UNKNOWN:
             self.lived_s[rank] = time.monotonic()
-            if sign == RELEASED and self._let_go is not None:
+            if sign == RELEASED:
                 self._let_go(rank)
 
     def _may_speak(self, rank: int) -> bool:

@@ -5,6 +5,23 @@
 - A signal to the launcher is forwarded to every rank's group; a second one kills at once.
 - Each exit is reported to the store, so that peers are notified even if another process keeps the sockets open.
 - When `run` returns, no process of the job is left on this host; nor if the launcher is killed (see `guardian`).
+
+One loop waits for events. What they mean depends on the role of the launcher (`FixedRole`; in an elastic job
+``primary.PrimaryRole`` on the first host, ``other_hosts.HostRole`` elsewhere) and on its phase::
+
+    phase    the job, as seen here          a rank fails        store is lost     a size is wanted  an ending signal
+    -------  -----------------------------  ------------------  ----------------  ----------------  ----------------
+    RUNS     runs                           ENDS or RUNS_ON;    ENDS; elastic:    ranks start or    ENDS
+                                            elastic: replaced   ALONE             leave
+    ALONE    elastic, without the store or  ENDS if too few     -                 -                 ENDS
+             the primary launcher           are left
+    RUNS_ON  has failed; keeps going        -                   ends by itself    -                 ranks end
+    ENDS     its ranks have to end          -                   -                 -                 ranks are killed
+    OVER     elastic: outcome is published  -                   -                 -                 ranks end
+    STOPPED  nothing is started any more    -                   -                 -                 -
+
+A launcher goes through the phases downwards, but for the way back from ALONE to RUNS on another host whose primary
+launcher was restarted.
 """
 
 from __future__ import annotations
@@ -13,19 +30,35 @@ import asyncio
 import contextlib
 import math
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from time import monotonic
+from typing import Any, Protocol
 
-from kfcomm.errors import RendezvousError
+from kfcomm.errors import KfcommError
 from kfcomm.launch.exit_reports import Blame, Failure
-from kfcomm.launch.process import Child, shell_code
-from kfcomm.launch.signals import PASSED_ON, Passing
+from kfcomm.launch.local_ranks import LocalRanks
+from kfcomm.launch.process import Child, CommandError, shell_code
+from kfcomm.launch.signals import Passing
 from kfcomm.rendezvous.keyvalue import Exit, KeyValue, Why
 
 _REPORT_WITHIN_S = 5.0
 _HURRIED_REPORT_WITHIN_S = 1.0
+_SAID_WITHIN_S = 5.0
+NOT_STARTED = 126
+"""Exit code of a process that the kernel did not run."""
+
+
+class Phase(IntEnum):
+    """Phase of a launcher; see the table above."""
+
+    RUNS = 0
+    ALONE = 1
+    RUNS_ON = 2
+    ENDS = 3
+    OVER = 4
+    STOPPED = 5
 
 
 @dataclass(slots=True)
@@ -57,198 +90,255 @@ class Verdict:
         return int(self.lost)
 
 
+class Role(Protocol):
+    """Decisions of a launcher, which depend on its host and on whether the job is elastic."""
+
+    def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
+        """Begin; return what to watch beside the exits, until the job is over."""
+
+    def exits(self, store: KeyValue) -> AsyncIterator[Exit]:
+        """Exits of all hosts, until the store is lost."""
+
+    def rank_ended(self, end: Exit) -> None:
+        """Handle the end of a rank of any host, once."""
+
+    def rank_released(self, birth: int) -> None:
+        """Note that the ranks have released one of this host, or any if the store says so."""
+
+    def store_lost(self) -> None:
+        """Handle the end of `exits`."""
+
+    async def act(self, store: KeyValue) -> None:
+        """Act on a change of state."""
+
+    def is_over(self) -> bool:
+        """Whether there is nothing more to watch."""
+
+
 @dataclass(slots=True)
 class Launcher:
-    """Watches the ranks of one host of a job of fixed size.
+    """Event loop and state of a launcher; its role takes the decisions.
 
     Attributes:
+        ranks: the processes of this host.
         blame: finds the first failure among the ranks of the job.
-        children: the ranks on this host.
-        grace_s: seconds between asking and killing.
         keep_going: whether the others run on when one fails.
         host: position of this host among those of the job; None if it is the only one.
-        listen: reads pending exit reports; called before an exit is judged.
-        pids: the processes that have joined, by rank.
+        first: the first host's store, if this is another host.
         ended: return codes of ended ranks of all hosts.
-        has_stopped: whether `watch` has returned or raised; nothing is started after that.
+        start: starts the process of a uid.
+        say: shows a message.
     """
 
+    ranks: LocalRanks
     blame: Blame
-    children: Mapping[int, Child]
-    grace_s: float
-    keep_going: bool
+    keep_going: bool = False
     host: int | None = None
-    listen: Callable[[], None] = lambda: None
-    pids: Mapping[int, int] = field(default_factory=dict)
-    verdict: Verdict = field(default_factory=Verdict)
+    first: KeyValue | None = None
     ended: dict[int, int] = field(default_factory=dict)
+    role: Role = field(init=False)
+    start: Callable[[int], Child] = field(init=False)
+    say: Callable[[str], None] = field(init=False)
+    verdict: Verdict = field(default_factory=Verdict)
+    phase: Phase = Phase.RUNS
     passing: Passing = field(init=False)
-    has_stopped: bool = False
-    _follow_too: Callable[[int, Child], None] = lambda _, __: None
-    _killer: asyncio.TimerHandle | None = None
-    _judging: asyncio.TimerHandle | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: asyncio.TaskGroup = field(init=False)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _watches: set[asyncio.Task[None]] = field(default_factory=set)
+    _follows: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.passing = Passing(self.host, self.pass_on)
+        self.passing = Passing(self.host, self.ranks.forward)
 
-    async def watch(self, exits: KeyValue) -> Verdict:
-        """Watch until all ranks of this host have ended, and all others have too, or the job has failed.
+    async def watch(self, store: KeyValue) -> Verdict:
+        """Watch until the role says that all is over.
 
         Args:
-            exits: store for exits of this and other hosts.
+            store: store for exits of this and other hosts.
         """
         try:
             # A task that raises ends the whole watch: a launcher without one of its tasks would wait for ever.
-            async with asyncio.TaskGroup() as tasks:
-                watcher = tasks.create_task(self._watch_others(exits))
-                follows = [tasks.create_task(self._follow(rank, child, exits)) for rank, child in self.children.items()]
-                self._follow_too = lambda rank, child: follows.append(
-                    tasks.create_task(self._follow(rank, child, exits))
-                )
-                passing = [] if self.host is None else [self.passing.tell(exits), self.passing.listen(exits)]
-                hearing = [tasks.create_task(one) for one in (*self._begin(exits), *passing)]
+            async with asyncio.TaskGroup() as self.tasks:
+                self.spawn(self._watch_exits(store))
+                for rank, child in self.ranks.children.items():
+                    self._follow(rank, child, store)
+                passing = [] if self.host is None else [self.passing.tell(store), self.passing.listen(store)]
+                for work in (*self.role.watches(store), *passing):
+                    self.spawn(work)
                 # Every source of change sets the event; state is only judged here, so that no order of events matters.
-                while not self._is_over(watcher):
-                    await self._changed.wait()
-                    self._changed.clear()
-                    await self._look(exits)
-                for task in (watcher, *hearing):
+                while not self.role.is_over():
+                    await self.changed.wait()
+                    self.changed.clear()
+                    await self.role.act(store)
+                self.phase = Phase.STOPPED
+                for task in self._watches:
                     task.cancel()
                 # a store that does not answer must not delay the end of the job, least of all after Ctrl-C
                 within_s = _REPORT_WITHIN_S if self.verdict.signal is None else _HURRIED_REPORT_WITHIN_S
-                for follow in follows:
-                    asyncio.get_running_loop().call_later(within_s, follow.cancel)
+                for task in self._follows:
+                    asyncio.get_running_loop().call_later(within_s, task.cancel)
         finally:
-            self.has_stopped = True
-            self._stop()
-            for timer in (self._killer, self._judging):
-                if timer is not None:
-                    timer.cancel()
-        self._judge()
+            self.phase = Phase.STOPPED
+            self.ranks.close()
         return self.verdict
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task until the job is over; its end counts as a change."""
+        task = self.tasks.create_task(work)
+        self._watches.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._watches.discard(task)
+        self.changed.set()
+
+    def advance(self, phase: Phase) -> None:
+        """Go on to a phase, unless a later one is reached."""
+        self.phase = max(self.phase, phase)
+        self.changed.set()
 
     def interrupt(self, number: int) -> None:
         """Forward a signal that ends the launcher; if the ranks are ending already, kill them."""
         if self.verdict.is_open:
             self.verdict.signal = number
-            self._changed.set()
+            self.advance(Phase.ENDS)
         # Python programs ignore SIGPIPE, and the closed pipe is the launcher's, not theirs
-        self._end(signal.SIGTERM if number == signal.SIGPIPE else number)
+        self.ranks.end(signal.SIGTERM if number == signal.SIGPIPE else number)
 
-    def pass_on(self, number: int) -> None:
-        """Forward a signal to the ranks of this host; see `signals`."""
-        for rank, child in self.children.items():
-            if rank not in self.ended and number in PASSED_ON:
-                child.notify(number, self.pids.get(rank))
-            elif rank not in self.ended:
-                child.send(signal.SIGSTOP if number == signal.SIGTSTP else number)
+    def fail(self, failure: Failure, *, goes_on: bool = False) -> None:
+        """Settle the first failure, and end the ranks of this host, unless the job goes on."""
+        self.verdict.failed = failure
+        self.advance(Phase.RUNS_ON if goes_on else Phase.ENDS)
+        if not goes_on:
+            self.ranks.end(signal.SIGTERM)
 
-    def _begin(self, exits: KeyValue) -> list[Coroutine[Any, Any, None]]:
-        """Further watches to run during the job."""
-        del exits
-        return []
+    async def launch(self, birth: int, store: KeyValue) -> None:
+        """Start a rank of an elastic job here."""
+        # The order may have been withdrawn while the store saved it.
+        if self.phase is not Phase.STOPPED and birth not in self.ranks.dismissed:
+            try:
+                self._follow(birth, self.start(birth), store)
+                return
+            except CommandError as error:
+                self.say(f"rank {birth} could not be started: {error}")
+        end = Exit(birth, NOT_STARTED, Why.ITSELF)
+        self.note(end)
+        await self.report(end, store)
 
-    def _stop(self) -> None:
-        """Cancel timers and tasks."""
+    def _follow(self, rank: int, child: Child, store: KeyValue) -> None:
+        self._follows.append(self.tasks.create_task(self._report_end(rank, child, store)))
 
-    async def _look(self, exits: KeyValue) -> None:
-        """Act on a change of state."""
-
-    def _is_over(self, watcher: asyncio.Task[None]) -> bool:
-        if not self.ended.keys() >= self.children.keys():
-            return False
-        given_up = not self.verdict.is_open and not (self.keep_going and self.verdict.failed)
-        return given_up or len(self.ended) == self.blame.size or watcher.done()
-
-    def _judge(self) -> None:
-        """Settle the first failure at the end, if it is not known yet."""
-        if self.verdict.is_open and isinstance(failure := self.blame.verdict(math.inf), Failure):
-            self.verdict.failed = failure
-
-    async def _follow(self, rank: int, child: Child, exits: KeyValue) -> None:
+    async def _report_end(self, rank: int, child: Child, store: KeyValue) -> None:
         code = await child.ended()
         # The report was sent before the process ended, but its socket may not have been read yet.
-        self.listen()
-        end = Exit(rank, code, self._why(rank))
-        self._note(end)
-        await self._report(end, exits)
+        self.ranks.reports.drain()
+        self.ranks.ended[rank] = code
+        end = self.exit_of(rank)
+        self.note(end)
+        await self.report(end, store)
 
-    def _why(self, rank: int) -> Why:
-        """Reason of a local rank's end, from its exit report."""
+    def exit_of(self, rank: int) -> Exit:
+        """End of a rank of this host, with the reported reason."""
         said = self.blame.said(rank)
-        return Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
+        why = Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
+        return Exit(rank, self.ranks.ended[rank], Why.RELEASED if rank in self.ranks.released else why)
 
-    async def _report(self, end: Exit, exits: KeyValue) -> None:
-        with contextlib.suppress(RendezvousError):
-            await exits.report_exit(end)
+    async def report(self, end: Exit, store: KeyValue) -> None:
+        """Report an exit to the store, and to the first host's, in case a shared backend is unreachable."""
+        stores = [store] if self.first in (None, store) else [store, self.first]
+        await asyncio.gather(*(_reported(end, one) for one in stores))
 
-    async def _watch_others(self, exits: KeyValue) -> None:
-        async for end in self._exits_of(exits):
-            if end.rank not in self.children:
-                self._note(end)
+    def note(self, end: Exit) -> None:
+        """Note the end of a rank of any host; the first report stands."""
+        if end.rank not in self.ended:
+            self.ended[end.rank] = end.code
+            self.changed.set()
+            self.role.rank_ended(end)
+
+    async def _watch_exits(self, store: KeyValue) -> None:
+        async for end in self.role.exits(store):
+            if end.rank not in self.ranks.children:
+                self.note(end)
             elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
                 # the primary launcher has given up this host
-                self.verdict.failed = Failure(end.rank, end.code, now_s(), Why(end.why))
-                self._changed.set()
-                self._end(signal.SIGTERM)
-        self._store_is_gone()
-        self._changed.set()
+                self.fail(Failure(end.rank, end.code, monotonic(), Why(end.why)))
+        self.role.store_lost()
 
-    def _exits_of(self, exits: KeyValue) -> AsyncIterator[Exit]:
-        return exits.watch_exits(self.host)
 
-    def _store_is_gone(self) -> None:
-        """End the job: the primary launcher is gone with its store."""
-        if not self.ended.keys() >= self.children.keys() and self.verdict.is_open:
-            self.verdict.lost = True
-            self._end(signal.SIGTERM)
+async def claimed(store: KeyValue, key: str, value: bytes = b"") -> None:
+    """Claim a key, within a bounded time; errors of the store are ignored."""
+    with contextlib.suppress(KfcommError, TimeoutError):
+        async with asyncio.timeout(_SAID_WITHIN_S):
+            await store.claim(key, value)
 
-    def _note(self, end: Exit) -> None:
-        if end.rank in self.ended:
-            return
-        self.ended[end.rank] = end.code
-        self._changed.set()
-        self._has_ended(end)
 
-    def _has_ended(self, end: Exit) -> None:
-        """Handle the end of a rank of any host, once."""
-        if self.verdict.is_open:
-            self.blame.ended(end, now_s())
-            self._judge_now()
+async def _reported(end: Exit, store: KeyValue) -> None:
+    with contextlib.suppress(KfcommError):
+        await store.report_exit(end)
 
-    def _judge_now(self) -> None:
+
+@dataclass(slots=True)
+class FixedRole:
+    """Role of each launcher of a job of fixed size, which fails with its first rank, or without the first host."""
+
+    launcher: Launcher
+    _is_store_lost: bool = False
+    _judging: asyncio.TimerHandle | None = None
+
+    def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
+        """Watch nothing else."""
+        del store
+        return []
+
+    def exits(self, store: KeyValue) -> AsyncIterator[Exit]:
+        """Exits, until the first host's launcher is gone with its store."""
+        return store.watch_exits(self.launcher.host)
+
+    def rank_ended(self, end: Exit) -> None:
+        """Find the first failure."""
+        if self.launcher.verdict.is_open:
+            self.launcher.blame.ended(end, monotonic())
+            self._judge()
+
+    def rank_released(self, birth: int) -> None:
+        """Do nothing: ranks of this job are not released."""
+
+    def store_lost(self) -> None:
+        """End the ranks of this host."""
+        launcher, self._is_store_lost = self.launcher, True
+        if launcher.ranks.living and launcher.verdict.is_open:
+            launcher.verdict.lost = True
+            launcher.advance(Phase.ENDS)
+            launcher.ranks.end(signal.SIGTERM)
+
+    async def act(self, store: KeyValue) -> None:
+        """Settle the first failure at the end, if it is not known yet."""
+        del store
+        if self.is_over() and self.launcher.verdict.is_open:
+            self._settle(math.inf)
+
+    def is_over(self) -> bool:
+        """Whether all ranks of this host have ended, and all others have too, or the job has failed."""
+        launcher = self.launcher
+        if launcher.ranks.living:
+            return False
+        return launcher.phase >= Phase.ENDS or len(launcher.ended) == launcher.blame.size or self._is_store_lost
+
+    def _judge(self) -> None:
         """Find the first failure; if it is not settled yet, try again when it must be."""
         if self._judging is not None:
             self._judging.cancel()
             self._judging = None
-        if not self.verdict.is_open:
-            return
-        self.listen()
-        match self.blame.verdict(now_s()):
-            case Failure() as failure:
-                self.verdict.failed = failure
-                self._changed.set()
-                if not self.keep_going:
-                    self._end(signal.SIGTERM)
-            case float(due_s):
-                self._judging = asyncio.get_running_loop().call_at(due_s, self._judge_now)
+        if self.launcher.phase is Phase.RUNS:
+            self.launcher.ranks.reports.drain()
+            due_s = self._settle(monotonic())
+            if due_s is not None:
+                self._judging = asyncio.get_running_loop().call_at(due_s, self._judge)
 
-    def _end(self, number: int) -> None:
-        """Ask the ranks to end; kill them after the grace, or at once the second time."""
-        # The timer is never reset: a job that keeps failing while it ends is still killed in time.
-        if self._killer is None:
-            self._send(number)
-            self._killer = asyncio.get_running_loop().call_later(self.grace_s, self._send, signal.SIGKILL)
-        else:
-            self._send(signal.SIGKILL)
-
-    def _send(self, number: int) -> None:
-        for rank, child in self.children.items():
-            if rank not in self.ended:
-                child.send(number)
-
-
-def now_s() -> float:
-    """Monotonic clock of the host; also the loop's clock."""
-    return time.monotonic()
+    def _settle(self, now_s: float) -> float | None:
+        found = self.launcher.blame.verdict(now_s)
+        if isinstance(found, Failure):
+            self.launcher.fail(found, goes_on=self.launcher.keep_going)
+            return None
+        return found

@@ -1,13 +1,26 @@
-"""Launchers of the other hosts: their arrival, and whether they are alive.
+"""Launchers of the other hosts: their arrival, their role in an elastic job, and whether they are alive.
 
-The launcher of a host that is named at the beginning has its position from there; one that arrives later asks for a new
-one, in these folders of the store::
+The launchers of a job communicate through folders of the store::
 
-    folder       who writes               value
+    folder       writer                   value
     -----------  -----------------------  ----------------------------------------------------------------
     launched/P   a launcher               the one launcher that has arrived for position P
     comers/N     a launcher               its host; it asks for a new position
-    admitted/N   the first                it has the N-th position after those of the beginning; or why not
+    admitted/N   primary                  it has the N-th position after those of the beginning; or why not
+    launchers    a launcher that ends     ranks that it did not start are started elsewhere
+    leaving      a launcher that was      no rank is started there any more
+                 asked to end
+                                          of an elastic job:
+    start/HOST   primary                  uid of a process that the launcher of that host starts
+    dismissed    primary                  uid of a waiting process that is not wanted any more
+    outcome      primary                  how the job has ended; ends it on all hosts
+    given-up     ranks                    uid of a rank that they gave up; it is killed
+    released     ranks                    uid of a rank that has left the job; it ends by itself
+    silent       a launcher               its ranks without a sign of life for so long that live peers would
+                                          have given them up
+
+The launcher of a host that is named at the beginning has its position from there; one that arrives later asks for a new
+one.
 
 A position belongs to one launcher, as long as it lives: a launcher that returns to a host gets another one, since
 the store still holds what was written for and by the previous launcher. The first launcher assigns it once the
@@ -15,6 +28,9 @@ previous launcher is known to be gone, and not while that one still asks.
 
 Launchers ask the first host's store for exits again and again. One that does not arrive, or stops asking, is given up:
 the ranks of its host are reported as ended, so that all launchers and ranks learn of it as of any other exit.
+
+If the primary launcher of an elastic job is gone, the others keep their ranks running until these end, or until it is
+restarted: then they report all exits again.
 """
 
 from __future__ import annotations
@@ -24,31 +40,45 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, TypeAlias
 
 import msgpack
 
-from kfcomm.errors import RendezvousError
+from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
+from kfcomm.launch.exit_reports import Failure
 from kfcomm.launch.hosts import Plan
+from kfcomm.launch.launcher import Launcher, Phase, claimed
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.host import hostname
 from kfcomm.rendezvous.keyvalue import (
     ADMITTED,
+    AGAIN_S,
     BOUNDS,
     COMERS,
+    DISMISSED,
+    GIVEN_UP,
     LAUNCHED,
     LAUNCHERS,
     LEAVING,
+    OUTCOME,
+    RELEASED,
+    SILENT,
+    START,
     Exit,
     KeyValue,
     StoreClosed,
     Why,
-)
+)  # fmt: skip
 
 LOOK_EVERY_S = 0.5
+_LATE_S = 5.0
+_SAID_WITHIN_S = 5.0
 _POLL_S = 2.0
 _MISSED_AFTER_S = 15.0
 _COMES_WITHIN_S = 5.0
@@ -206,10 +236,139 @@ def _taken(who: bytes) -> str:
     return f"another launcher has come for this host before{told}; a job has one on each host at a time"
 
 
-RanksOf: TypeAlias = Callable[[int], Iterable[int]]
+@dataclass(slots=True)
+class HostRole:
+    """Role of a launcher on any other host of an elastic job: carries out the orders of the primary launcher.
 
-LOOK_EVERY_S = 0.5
-_LATE_S = 5.0
+    Attributes:
+        first: client of the primary launcher's store, for signs of life in both directions.
+        lost_after_s: time without a sign of life after which a rank is silent.
+        let_go: called when the job is over, to end processes that wait to be admitted.
+    """
+
+    launcher: Launcher
+    first: StoreClient
+    lost_after_s: float
+    let_go: Callable[[], None] = lambda: None
+    _told_silent: set[int] = field(default_factory=set)
+    _has_left: bool = False
+
+    def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
+        """Watch for orders, and for the primary launcher."""
+        return [
+            self._watch_orders(store), self._watch_dismissed(store), self._watch_outcome(store),
+            self._watch_given_up(store), self._watch_first(store), self._watch_silent(store),
+            self._watch_released(store),
+        ]  # fmt: skip
+
+    def exits(self, store: KeyValue) -> AsyncIterator[Exit]:
+        """Exits, also after the primary launcher was restarted."""
+        return store.watch_exits(lasting=True)
+
+    def rank_ended(self, end: Exit) -> None:
+        """Do nothing: the primary launcher decides."""
+
+    def rank_released(self, birth: int) -> None:
+        """Give the reason with the exit of this rank."""
+        self.launcher.ranks.released.add(birth)
+
+    def store_lost(self) -> None:
+        """Do nothing: `_watch_first` watches the primary launcher."""
+
+    async def act(self, store: KeyValue) -> None:
+        """Say that this host leaves; while alone, end by the ranks of this host."""
+        launcher, ranks = self.launcher, self.launcher.ranks
+        if launcher.verdict.signal is not None and not self._has_left:
+            self._has_left = True
+            await claimed(store, f"{LEAVING}/{launcher.host}")
+        if launcher.phase is not Phase.ALONE:
+            return
+        if ranks.ended and not ranks.living and all(ranks.ended.values()):
+            birth = [*ranks.children][-1]
+            launcher.fail(Failure(birth, ranks.ended[birth], monotonic()))
+        elif 0 in launcher.ended.values():
+            # the program is completed: no rank is left to admit others
+            for birth in ranks.living:
+                with contextlib.suppress(KfcommError):
+                    if birth >= launcher.blame.size and not await store.was_let_in(birth):
+                        ranks.send(signal.SIGTERM, [birth])
+
+    def is_over(self) -> bool:
+        """Whether all ranks of this host have ended, and no others are to be started here."""
+        return self.launcher.phase is not Phase.RUNS and not self.launcher.ranks.living
+
+    async def _watch_silent(self, store: KeyValue) -> None:
+        async for silent in self.launcher.ranks.silences(self.lost_after_s, self.launcher.blame):
+            if silent != self._told_silent:
+                with contextlib.suppress(KfcommError, TimeoutError):
+                    async with asyncio.timeout(_SAID_WITHIN_S):
+                        await store.set(f"{SILENT}/{self.launcher.host}", msgpack.packb(sorted(silent)))
+                        self._told_silent = silent
+
+    async def _watch_first(self, store: KeyValue) -> None:
+        """Send signs of life to the primary launcher, and notice when it is gone."""
+        launcher = self.launcher
+        while True:
+            async for _ in self.first.watch_exits(launcher.host):
+                pass  # handled by the launcher
+            if launcher.phase is Phase.RUNS:
+                launcher.advance(Phase.ALONE)
+                launcher.say(
+                    "the launcher of the first host is unreachable: automatic replacement is disabled until it restarts"
+                )
+            if not await self._has_first_again():
+                self.let_go()
+                return
+            if launcher.phase is Phase.ALONE:
+                launcher.phase = Phase.RUNS
+            launcher.say("the launcher of the first host is back")
+            for birth in list(launcher.ranks.ended):  # it may have missed the report
+                await launcher.report(launcher.exit_of(birth), store)
+
+    async def _has_first_again(self) -> bool:
+        """Wait until the primary launcher is back, or the job is known to be over."""
+        while True:
+            try:
+                await self.first.arrive(self.launcher.host or 0, timeout_s=AGAIN_S)
+            except StoreClosed:
+                return False
+            except RendezvousError:
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return True
+
+    async def _watch_orders(self, store: KeyValue) -> None:
+        async for birth, _ in store.watch(f"{START}/{self.launcher.host}"):
+            if self.launcher.phase <= Phase.ALONE:
+                await self.launcher.launch(birth, store)
+
+    async def _watch_dismissed(self, store: KeyValue) -> None:
+        async for birth, _ in store.watch(DISMISSED):
+            self.launcher.ranks.dismiss(birth)
+
+    async def _watch_given_up(self, store: KeyValue) -> None:
+        async for birth, _ in store.watch(GIVEN_UP):
+            # After the grace only: a live rank is notified that it was given up, and shows its user why it fails.
+            self.launcher.ranks.kill_later(birth)
+
+    async def _watch_released(self, store: KeyValue) -> None:
+        """Hear of released ranks that were stopped before they could report their release."""
+        async for birth, _ in store.watch(RELEASED):
+            self.rank_released(birth)
+
+    async def _watch_outcome(self, store: KeyValue) -> None:
+        launcher = self.launcher
+        async for _, said in store.watch(OUTCOME):
+            launcher.ranks.wait_for_released(launcher.say)
+            number, rank, code, summary = msgpack.unpackb(said)
+            if launcher.verdict.is_open and number:
+                launcher.interrupt(number)
+            elif launcher.verdict.is_open and code:
+                launcher.fail(Failure(rank, code, monotonic(), summary=summary))
+            launcher.advance(Phase.OVER)
+
+
+RanksOf: TypeAlias = Callable[[int], Iterable[int]]
 
 
 async def watch_hosts(

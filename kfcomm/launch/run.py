@@ -22,12 +22,12 @@ from typing import Any
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch import signals, torch_environ
-from kfcomm.launch.elastic_launcher import ElasticLauncher, HostLauncher
 from kfcomm.launch.exit_reports import Blame, ExitReports
 from kfcomm.launch.job import Job, RunOptions
-from kfcomm.launch.launcher import Launcher, Verdict
-from kfcomm.launch.other_hosts import NotNeeded
-from kfcomm.launch.primary import PrimaryLauncher
+from kfcomm.launch.launcher import FixedRole, Launcher, Phase, Verdict
+from kfcomm.launch.local_ranks import LocalRanks
+from kfcomm.launch.other_hosts import HostRole, NotNeeded
+from kfcomm.launch.primary import PrimaryRole
 from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.requests import Requests
 from kfcomm.launch.screen import Look, Screen, Stream
@@ -97,8 +97,8 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
         settings: of the ranks.
         display: see `run`.
     """
-    children: dict[int, Child] = {}
-    launcher = _launcher(job, children, store, settings.lost_after_s)
+    launcher = _launcher(job, store, settings.lost_after_s)
+    ranks = launcher.ranks
     output = Output(_screen(job), lambda: launcher.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     beginning = job.plan.ranks if store.ended is None else range(0)
     folder = job.options.log_dir
@@ -108,13 +108,11 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
         reports = stack.enter_context(
             contextlib.closing(
                 ExitReports(
-                    job.plan.ranks, streams.heard, is_elastic=job.elastic is not None,
-                    let_go=launcher.hear_released if isinstance(launcher, ElasticLauncher) else None,
+                    job.plan.ranks, streams.heard, launcher.role.rank_released, is_elastic=job.elastic is not None
                 )
             )
-        )  # fmt: skip
-        launcher.listen = streams.listen = reports.drain
-        launcher.pids = reports.pids
+        )
+        ranks.reports = reports
         interrupted = stack.enter_context(_hearing(launcher, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
@@ -125,11 +123,11 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
             if folder is not None:
                 logs.setdefault(rank, _log(folder, rank))
             # The lowest free place, since a replacement takes over the device of the rank that it replaces.
-            taken = {place for other, place in places.items() if other not in launcher.ended}
+            taken = {places[other] for other in ranks.living}
             places[rank] = next(place for place in itertools.count() if place not in taken)
             environ = job.environ_of(rank, places[rank], store.url, reports.address)
             with feed.open_for(rank) as stdin:
-                child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
+                child = ranks.children[rank] = Child.start(job.program, job.options.command, environ, stdin)
             stack.callback(child.close)
             # At once: if the launcher dies in the next moment, the guardian knows the group.
             guardian.watch(child)
@@ -149,13 +147,11 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
                             tasks.create_task(pump.run())
                         return child
 
-                    if isinstance(launcher, PrimaryLauncher):
-                        answer = functools.partial(_answer, job, launcher)
+                    if isinstance(launcher.role, PrimaryRole):
+                        answer = functools.partial(_answer, job, launcher.role)
                         await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
-                    if isinstance(launcher, ElasticLauncher):
-                        launcher.lived_s = reports.lived_s
-                        launcher.start = start_another
-                        launcher.say = lambda text: _spawn(tasks, streams.say(text))
+                    launcher.start = start_another
+                    launcher.say = lambda text: _spawn(tasks, streams.say(text))
                     for pump in pumps:
                         tasks.create_task(pump.run())
                     feeding = tasks.create_task(feed.run())
@@ -165,7 +161,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
                     for pump in pumps:
                         pump.finish()
                 await streams.finish(verdict)
-                if (summary := _summary(verdict, job, children)) is not None:
+                if (summary := _summary(verdict, job, ranks.children)) is not None:
                     await streams.say(summary)
                 await output.finish()
         finally:
@@ -173,34 +169,35 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
     return verdict.exit_code
 
 
-def _launcher(job: Job, children: dict[int, Child], store: Store, lost_after_s: float) -> Launcher:
+def _launcher(job: Job, store: Store, lost_after_s: float) -> Launcher:
     host = store.position if len(job.plan.hosts) > 1 else None
-    watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
+    ranks = LocalRanks(job.options.grace_s)
+    launcher = Launcher(ranks, Blame(job.plan.size), job.options.keep_going, host, store.first, dict(store.ended or {}))
     if job.elastic is None:
-        return Launcher(*watched)
-    if store.first is not None:
-        return HostLauncher(*watched, lost_after_s=lost_after_s, first=store.first, let_go=store.let_go)
-    first = PrimaryLauncher(
-        *watched, lost_after_s=lost_after_s, elastic=job.elastic, discovery=job.discovery, arrivals=job.arrivals
-    )
-    first.ended = dict(store.ended or {})
-    return first
+        launcher.role = FixedRole(launcher)
+    elif store.first is not None:
+        launcher.role = HostRole(launcher, store.first, lost_after_s, store.let_go)
+    else:
+        launcher.role = PrimaryRole(launcher, job.elastic, lost_after_s, job.discovery, job.arrivals)
+    return launcher
 
 
-async def _answer(job: Job, launcher: PrimaryLauncher, line: str) -> dict[str, Any]:
+async def _answer(job: Job, role: PrimaryRole, line: str) -> dict[str, Any]:
     """Answer a request from outside.
 
     Raises:
         ConfigError: it is malformed or out of bounds.
     """
     what, _, number = line.partition(" ")
-    elastic = launcher.elastic
+    elastic, launcher = role.elastic, role.launcher
     was, size, is_kept = elastic.size, elastic.size, True
     if what == "size" and number.isascii() and number.isdigit():
         size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
             raise ConfigError(f"size {number} is outside the job's range {elastic.least}..{elastic.most}")
-        asking = launcher.ask_size(size)
+        if launcher.phase is Phase.STOPPED:
+            raise ConfigError(f"job {job.mark} has ended")
+        asking = role.ask_size(size)
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
         is_kept = asking.done()
     elif what != "status":
@@ -247,7 +244,7 @@ def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asynci
     interrupted = asyncio.Event()
 
     def end(number: int) -> None:
-        loop.call_later(0 if interrupted.is_set() else launcher.grace_s, abandon)
+        loop.call_later(0 if interrupted.is_set() else launcher.ranks.grace_s, abandon)
         interrupted.set()
         launcher.interrupt(number)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from kfcomm.common.sizes import ranges
@@ -41,13 +41,9 @@ class Streams:
         display: destination of the output.
         logs: by rank, of all ranks started so far; empty without logs.
         launcher: its exit reports and outcome decide what is shown.
-
-    Attributes:
-        listen: reads pending exit reports.
     """
 
     def __init__(self, display: Display, logs: Mapping[int, Log], launcher: Launcher) -> None:
-        self.listen: Callable[[], None] = lambda: None
         self._display = display
         self._logs = logs
         self._launcher = launcher
@@ -87,7 +83,7 @@ class Streams:
         async with self._turn:
             if _TRACEBACK in data:
                 # the rank reports a traceback before it prints it
-                self.listen()
+                self._launcher.ranks.reports.drain()
             now_s = asyncio.get_running_loop().time()
             shown = self._victims.shown(rank, data)
             shown = self._repeats.shown(rank, shown, now_s) if shown else b""

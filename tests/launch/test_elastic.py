@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -21,11 +22,15 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch import requests
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.exit_reports import Blame
-from kfcomm.launch.primary import PrimaryLauncher
+from kfcomm.launch.launcher import Launcher, Phase
+from kfcomm.launch.local_ranks import LocalRanks
+from kfcomm.launch.primary import PrimaryRole
 from kfcomm.rendezvous.keyvalue import START, Exit
 from tests.launch.launched import environ
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from kfcomm.launch.process import Child
     from kfcomm.rendezvous.keyvalue import KeyValue
 
@@ -420,26 +425,29 @@ class SlowStore:
         return {}
 
 
-def launcher(size: int, store: SlowStore, started: list[int]) -> PrimaryLauncher:
-    """Of the first host, without processes."""
-    first = PrimaryLauncher(Blame(size), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=size))
-    first._exits = cast("KeyValue", store)
-    first.start = lambda birth: cast("Child", started.append(birth))
-    first.say = print
-    return first
+@contextlib.asynccontextmanager
+async def primary(size: int, store: SlowStore, started: list[int]) -> AsyncIterator[PrimaryRole]:
+    """Role of the launcher of the first host, without processes."""
+    launcher = Launcher(LocalRanks(1.0), Blame(size))
+    launcher.role = role = PrimaryRole(launcher, of(size=size), lost_after_s=30.0)
+    launcher.start = lambda birth: cast("Child", started.append(birth))
+    launcher.say = print
+    role.store = cast("KeyValue", store)
+    async with asyncio.TaskGroup() as launcher.tasks:
+        yield role
+    launcher.ranks.close()
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_the_end() -> None:
-    first = launcher(4, SlowStore(), [])
-    first._is_given_up(1)
-    for birth, code in ((3, -9), (2, -9), (0, 0)):
-        first._note(Exit(birth, code))
-    first._give_up_starting()
-    await asyncio.wait(first._tasks)
-    first._note(Exit(1, -9))
-    assert first.elastic.has_failed
-    assert first.verdict.is_open
+    async with primary(4, SlowStore(), []) as role:
+        role.rank_given_up(1)
+        for birth, code in ((3, -9), (2, -9), (0, 0)):
+            role.launcher.note(Exit(birth, code))
+        role.give_up_starting()
+    role.launcher.note(Exit(1, -9))
+    assert role.elastic.has_failed
+    assert role.launcher.verdict.is_open
 
 
 @pytest.mark.asyncio
@@ -447,61 +455,54 @@ async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_th
 async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
     has_failed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = SlowStore()
-    first = launcher(4, store, [])
-    first.silent = {1, 2}
-    first._note(Exit(0, 0))
-    first._note(Exit(3, 7 if has_failed else 0))
-    await first._fail_if_nobody_goes_on(cast("KeyValue", store))
+    async with primary(4, SlowStore(), []) as role:
+        role.launcher.ranks.silent = {1, 2}
+        role.launcher.note(Exit(0, 0))
+        role.launcher.note(Exit(3, 7 if has_failed else 0))
+        await role.fail_if_nobody_goes_on()
     assert "ranks 1-2 are stopped or stuck" in capsys.readouterr().out
-    assert first.verdict.exit_code == (7 if has_failed else 0)
-    if first._killer is not None:
-        first._killer.cancel()
+    assert role.launcher.verdict.exit_code == (7 if has_failed else 0)
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_failed_counts_although_the_others_have_come_to_the_end_before_its_process_has() -> None:
     for least, is_enough in ((1, True), (2, False)):
-        first = launcher(2, SlowStore(), [])
-        first.elastic.least = least
-        first._is_given_up(1)
-        first._note(Exit(0, 0))
-        first._note(Exit(1, 3))
-        assert first.verdict.is_open == is_enough
-        assert first.verdict.failed is None if is_enough else first.verdict.failed.code == 3
+        async with primary(2, SlowStore(), []) as role:
+            role.elastic.least = least
+            role.rank_given_up(1)
+            role.launcher.note(Exit(0, 0))
+            role.launcher.note(Exit(1, 3))
+        failed = role.launcher.verdict.failed
+        assert failed is None if is_enough else failed is not None and failed.code == 3
 
 
 @pytest.mark.asyncio
 async def test_dismissed_process_is_not_started() -> None:
     store, started = SlowStore(), list[int]()
-    first = launcher(2, store, started)
-    assert first.elastic.resize(4) == []
-    assert first._start_owed() == 2
-    first._dismiss(first.elastic.resize(2, waiting=[2, 3]))
-    store.is_open.set()
-    while first._tasks:
-        await asyncio.wait(first._tasks)
+    async with primary(2, store, started) as role:
+        assert role.elastic.resize(4) == []
+        assert role.start_owed() == 2
+        role.dismiss(role.elastic.resize(2, waiting=[2, 3]))
+        store.is_open.set()
     assert started == []
     assert sorted(end.rank for end in store.reported) == [2, 3]
-    assert first.elastic.running == {0, 1}
-    assert first.elastic.resize(3) == []
-    assert first.elastic.start() == (4, 0)  # the host has not failed
+    assert role.elastic.running == {0, 1}
+    assert role.elastic.resize(3) == []
+    assert role.elastic.start() == (4, 0)  # the host has not failed
 
 
 @pytest.mark.asyncio
 async def test_stopped_launcher_starts_no_ranks_after_a_late_store_answer() -> None:
     store, started = SlowStore(), list[int]()
-    first = launcher(2, store, started)
-    first.elastic.resize(3)
-    assert first._start_owed() == 1
-    first.has_stopped = True
-    store.is_open.set()
-    while first._tasks:
-        await asyncio.wait(first._tasks)
+    async with primary(2, store, started) as role:
+        role.elastic.resize(3)
+        assert role.start_owed() == 1
+        role.launcher.phase = Phase.STOPPED
+        store.is_open.set()
     assert started == []
     assert [(end.rank, end.code) for end in store.reported] == [(2, 126)]
-    first.elastic.resize(4)
-    assert first._start_owed() == 0
+    role.elastic.resize(4)
+    assert role.start_owed() == 0
 
 
 @pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])
