@@ -35,7 +35,7 @@ import numpy as np
 import kfcomm
 from kfcomm.bench.harness import run_job, run_on_loop, said_json
 from kfcomm.bench.workloads import WORKLOADS
-from kfcomm.core.collective import GroupView, ItemSizes, Key, Series
+from kfcomm.core.collective import Collective, GroupView, ItemSizes, Key, Series
 from kfcomm.core.program import elsewhere
 from kfcomm.engine.meter import Meter
 from kfcomm.engine.operation import Operation, Work
@@ -127,7 +127,8 @@ def hook_costs() -> Figures:
         x = np.ones(1 << (number % 16), np.float32)
         operation = Operation(loop.create_future(), x, x, Work(None, x.dtype, 4, in_result=False))
         key = Key(number, group.id, f"gradient/{number}")
-        operation.series = Series(group, key, (0, ()), elsewhere(0, 4), ItemSizes(4, 4))
+        series = Series(group, key, (0, ()), elsewhere(0, 4), ItemSizes(4, 4))
+        operation.collective = Collective(series, 0, 0, operation)
         operations.append(operation)
 
     def arrived() -> None:
@@ -135,11 +136,11 @@ def hook_costs() -> Figures:
         for number, operation in enumerate(operations):
             if number % 3 == 0:
                 meter.now_s = 0.0
-            meter.arrived(1, operation)
+            meter.arrived(1, operation.collective)
 
     def completed() -> None:
         for operation in operations:
-            meter.completed(operation.key, time.monotonic() - operation.posted_s, operation.nbytes)
+            meter.completed(operation.collective.key, time.monotonic() - operation.posted_s, operation.nbytes)
 
     ring = RingReader(memoryview(bytearray(1 << 10)), memoryview(bytearray(16)).cast("Q"), tail=0, head=1)
 

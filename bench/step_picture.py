@@ -32,13 +32,13 @@ class Recorder(Observer):
 
     def __enter__(self) -> Self:
         self._before = self._engine.observers
-        self._engine.observers = (*(self._before or ()), self)
+        self._engine.observe((*(self._before or ()), self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._engine.observers = self._before
+        self._engine.observe(self._before)
 
     @override
     def posted(self, operation: Any) -> None:
@@ -52,7 +52,7 @@ class Recorder(Observer):
     def done(self, operation: Any, *, is_last: bool) -> None:
         begun = self._begun.pop(operation, None)
         if begun is not None:
-            name = operation.key.name
+            name = operation.collective.key.name
             self.bars.append((name, "gradient", name, begun, time.monotonic()))
 
     @override

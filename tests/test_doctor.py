@@ -91,7 +91,7 @@ def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
 def test_ranks_without_a_dump_are_known_from_others(tmp_path: Path) -> None:
     def posts(comms: Any) -> None:
         root, _ = (comm.gather_async(1, 0, "g") for comm in comms[:2])
-        while 1 not in root._inner.operation.arrived_ranks():
+        while 1 not in root._inner.operation.collective.arrived_ranks():
             pass
 
     diagnosis = examined(tmp_path, 3, posts, of=(0,))

@@ -249,7 +249,7 @@ class EngineMeter(StepMeter):
         observers = engine.observers or ()
         self._load = next((one for one in observers if isinstance(one, Load)), None) or Load(engine.in_flight)
         if self._load not in observers:
-            engine.observers = (*observers, self._load)
+            engine.observe((*observers, self._load))
 
     @override
     def read(self) -> Reading:

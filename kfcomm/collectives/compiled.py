@@ -87,7 +87,7 @@ class Compiled(ABC):
                     use.begin()
                 return use
         operation = self.operation(self, handle, source, result, value)
-        return operation if self.engine.post_again(series, operation) else None
+        return operation if self.engine.post_again(series, self.group.plans.stamp, operation) else None
 
     @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:

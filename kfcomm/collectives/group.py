@@ -19,7 +19,7 @@ from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
 from kfcomm.collectives.specs import Arguments, Shape
 from kfcomm.common.sizes import seconds_of
-from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.collective import GroupView, Post, shown
 from kfcomm.core.graph import GraphPair
 from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Operation
@@ -195,11 +195,9 @@ class Group:
         ``generation``: of the strategy of ``plan``, if that is not the one in force.
         """
         operation = plan.operation(handle, source, result, plan.work, value=value, finish=outcome, priority=priority)
-        self.engine.post(
-            self.view, key, plan.signature, plan.program, plan.sizes, operation,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
-            generation=self.plans.generation if generation is None else generation,
-        )  # fmt: skip
+        generation = self.plans.generation if generation is None else generation
+        post = Post(self.view, key, plan.signature, plan.program, plan.sizes, generation, overlapping, seq)
+        self.engine.post(post, operation, self.timeout_s if timeout_s is None else timeout_s)
         if operation.failed:
             handle.seq = self.last_seq(key)
         else:

@@ -33,7 +33,7 @@ from kfcomm.collectives.plans import chunk_elements
 from kfcomm.collectives.receives import Outcome, Receive, Received, Streams, Transfer, shape_of, signature_of
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
-from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.signature import Signature, describe
 from kfcomm.engine.engine import Engine
@@ -326,11 +326,10 @@ class Mailbox:
     ) -> None:  # fmt: skip
         """Post this rank's half: the ``source``, or where the ``result`` goes."""
         operation = Operation(future, source, result, Work(None, dtype, 2, in_result=False), priority=priority)
-        self._engine.post(
-            pair, tag, signature_of(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
-            ItemSizes(dtype.itemsize, dtype.itemsize), operation,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=True,
-        )  # fmt: skip
+        program = programs.send(pair.rank, math.prod(shape), chunk_elements(dtype))
+        sizes = ItemSizes(dtype.itemsize, dtype.itemsize)
+        post = Post(pair, tag, signature_of(dtype, shape), program, sizes, overlapping=True)
+        self._engine.post(post, operation, self.timeout_s if timeout_s is None else timeout_s)
         future.seq = self._engine.router.num_uses(pair.id, tag) - 1
         if not operation.is_over:
             future.operation = operation

@@ -284,7 +284,7 @@ class Streams:
         dropped = self._streams.pop((source, tag), None)
         for transfer in dropped or ():
             if transfer.operation is not None:
-                self._engine.abort(transfer.operation, Cause(CauseKind.CANCELLED, self._engine.rank, reason))
+                self._engine.abort(transfer.operation.collective, Cause(CauseKind.CANCELLED, self._engine.rank, reason))
         return dropped is not None
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class Streams:
         if transfer.operation is None:
             transfer.error = error_of(cause, transfer.tag, title)
         else:
-            self._engine.abort(transfer.operation, cause)
+            self._engine.abort(transfer.operation.collective, cause)
 
 
 def shape_of(out: Out) -> Shape:

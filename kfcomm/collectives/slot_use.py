@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
+from kfcomm.core.collective import Collective
 from kfcomm.engine.direct import InSlot, SlottedOperation
 from kfcomm.engine.recorder import BATCH
 from kfcomm.transports.shm.slots import generation_of
@@ -66,7 +67,7 @@ class SlotUse(InSlot):
         try:
             is_over = slot.look(self.word, self._out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self.enter(), error)
+            engine.broke(self.enter().collective, error)
             return True
         if slot.has_news or (is_over and slot.late):
             slots.told(slot, self, is_over=is_over)
@@ -111,7 +112,7 @@ class SlotUse(InSlot):
             engine.slots.drop(self)
             self.slot = series.key.begun = None
             if series.version != engine.router.names.version:  # chunks may have to be sent for it
-                operation.series = engine.router.series(
+                operation.collective.series = engine.router.series(
                     series.group, series.key.name, cast("Signature", series.signature), series.program, series.sizes
                 )
             engine.slots.add(operation)
@@ -125,8 +126,10 @@ class SlotUse(InSlot):
     def as_operation(self) -> SlottedOperation:
         operation: SlottedOperation = self._name.operation(self._name, self.future, self._in, self._out, self.value)
         operation.slot, operation.word = self.slot, self.word
-        operation.seq, operation.stamp = self.seq, generation_of(self.word, self._name.group.plans.generation) << 1
-        operation.posted_s = operation.heard_s = self.posted_s
+        stamp = generation_of(self.word, self._name.group.plans.generation) << 1
+        operation.collective = collective = Collective(self._name.series, self.seq, stamp, operation)
+        collective.shortcut = operation
+        operation.posted_s = collective.heard_s = self.posted_s
         operation.due_s = self.posted_s + self._name.first_s
         return operation
 

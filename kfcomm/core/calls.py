@@ -26,14 +26,14 @@ from kfcomm.core.aborted import Aborted
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import AnySignature, Collective, GroupView, ItemSizes, Key, Series
 from kfcomm.core.links import EarlyItem
-from kfcomm.core.machine import Effects
+from kfcomm.core.machine import CollectiveDriver, Effects
 from kfcomm.core.names import Names
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 
 
 class Tell(IntEnum):
-    """Tags of the router's own effects, beside the machine's ``Do``; the fields after the tag are in brackets."""
+    """Tags of the router's effects; the fields after the tag are in brackets. Those of ``Do`` are other numbers."""
 
     ANSWER = 16
     """[incoming, header]: send this frame back on the link of ``incoming``."""
@@ -50,8 +50,11 @@ class Tell(IntEnum):
     BROKEN = 22
     """[peer, number, reason]: the peer reports this link to it as broken; it is, unless there is a newer one."""
 
+    RESUME = 23
+    """[collective, send]: ``collective.resume(send)``, unless the collective is over: its destination has posted."""
 
-ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED, BROKEN = (int(tell) for tell in Tell)
+
+ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED, BROKEN, RESUME = (int(tell) for tell in Tell)
 
 
 class Calls:
@@ -59,7 +62,7 @@ class Calls:
 
     Attributes:
         rank: world rank of this process.
-        live: collectives that are posted and not complete.
+        live: collectives that are posted and not complete, with their drivers.
         names: keys and signatures, with their numbers on links.
         lost: why a peer is gone, by world rank.
         dead: why a collective that is not posted is over, by group id, name and sequence number.
@@ -67,7 +70,7 @@ class Calls:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.live: dict[Collective, None] = {}
+        self.live: dict[Collective, CollectiveDriver] = {}
         self.names = Names()
         self._aborted = Aborted()
         # Aliases of the same tables: every post looks at them, and a call would cost more than the look.
@@ -80,7 +83,7 @@ class Calls:
     def enter(self, collective: Collective) -> None:
         """Add a collective that was begun outside the router, under what was then the key's next number."""
         collective.key.live[collective.seq] = collective
-        self.live[collective] = None
+        self.live[collective] = collective.driver
 
     def series(self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """Return what all uses of a name with this signature share, for ``Router.post_again``."""
@@ -126,9 +129,9 @@ class Calls:
             effects.append((FAILED, collective, cause))
 
     def complete(self, collective: Collective) -> None:
-        """Remove a collective whose DONE effect was carried out."""
-        if self.live.pop(collective, 0) is None:
-            del collective.key.live[collective.seq]
+        """Remove a collective that is complete. It lets go of its driver, which may hold it."""
+        if self.live.pop(collective, None) is not None:
+            del collective.series.key.live[collective.seq], collective.driver
 
     # ---------------------------------------------------------------- questions
 
@@ -190,7 +193,7 @@ class Calls:
             key.next_seq = seq
 
     def _forget(self, collective: Collective, effects: Effects) -> bool:
-        if self.live.pop(collective, 0) == 0:
+        if self.live.pop(collective, None) is None:
             return False
         del collective.key.live[collective.seq]
         collective.key.spoil(collective.seq)

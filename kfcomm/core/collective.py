@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kfcomm.core.machine import UP, Effect, Machine
+from kfcomm.core.machine import UP, CollectiveDriver, Machine
 from kfcomm.core.program import Lane, Program, Route
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.links import Early
+    from kfcomm.core.signature import Signature
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or the value that a peer sent in its place."""
@@ -135,6 +137,32 @@ class ItemSizes:
     partial: int
 
 
+class Post(NamedTuple):
+    """A call as this rank posts it.
+
+    Attributes:
+        group: in which it is posted.
+        name: under which.
+        signature: what all ranks must agree on.
+        program: what this rank does.
+        sizes: bytes per element of its chunks.
+        generation: of the strategy under which the program was made; the same on every rank.
+        overlapping: further uses of the name may begin before earlier ones are complete; otherwise a second use while
+            the first is in flight fails on every rank, and the first continues.
+        seq: take this number, which is not below the next, and leave out those before it.
+    """
+
+    # A named tuple, not a dataclass: ten thousand names that are used once each make one of these each.
+    group: GroupView
+    name: str
+    signature: Signature
+    program: Program
+    sizes: ItemSizes
+    generation: int = 0
+    overlapping: bool = False
+    seq: int | None = None
+
+
 class Series:
     """Common record of the uses of a name with one signature, prepared at the first use.
 
@@ -169,10 +197,21 @@ class Series:
         self.is_known = False
 
 
+class Shortcut(Protocol):
+    """Way in which a collective exchanges data with some of its peers without chunks, while all of them take it."""
+
+    def covers(self, rank: int) -> bool:
+        """Return whether this group rank is one of these peers."""
+
+    def heard(self) -> int:
+        """Return the bits of the peers that are known to have posted; see ``Collective.posted``."""
+
+    def leave(self) -> None:
+        """Go on by chunks: one of the peers has sent a chunk, so it does not take this way."""
+
+
 class Collective(Machine):
     """A machine with a name: posted, and not complete.
-
-    A driver may derive from it and pass its own instance to ``post``, so that effects carry that instance.
 
     Attributes:
         series: record shared with other uses of its name.
@@ -181,25 +220,27 @@ class Collective(Machine):
             sender's credit. The generation is not part of the signature, so that a strategy can be set repeatedly
             without new definitions on links.
         posted: bit r is set once group rank r is known to have posted it.
-        deferred: by rank, sends that wait until that rank has posted; None before the first.
+        deferred: by rank, arguments of sends that wait until that rank has posted; None before the first.
+        heard_s: reserved for the engine's counters; the core never reads it.
+        shortcut: in use now, if any.
     """
 
-    series: Series
-    seq: int
-    stamp: int
-    posted: int
-    deferred: dict[int, list[Effect]] | None = None
+    deferred: dict[int, list[tuple[Any, ...]]] | None = None
+    heard_s = 0.0
+    shortcut: Shortcut | None = None
 
-    def __init__(self) -> None:
-        """Leave everything to ``begin``."""
-
-    def begin(self, series: Series, generation: int) -> None:
-        """Take the name and the key's next number."""
-        super().__init__(series.program)
+    def __init__(self, series: Series, seq: int, stamp: int, driver: CollectiveDriver) -> None:
+        # The constructor of ``Machine`` is repeated here: one is made for each call, and a second frame costs 0.2 µs.
         self.series = series
-        self.seq = series.key.next_seq
-        self.stamp = generation << 1
+        self.seq = seq
+        self.stamp = stamp
         self.posted = series.posted
+        self.driver = driver
+        self.program = program = series.program
+        self.remaining = program.num_slots
+        if program.gate:
+            self._gate = program.gate
+        self._folded = program.no_folds.copy()
 
     @property
     def key(self) -> Key:
@@ -245,8 +286,21 @@ class Collective(Machine):
         chunk = self.program.chunk_elements
         return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
 
+    @override
+    def awaits(self, sender: int) -> bool:
+        if self.shortcut is not None and self.shortcut.covers(sender):
+            return False
+        return super().awaits(sender)
+
+    def resume(self, send: tuple[Any, ...]) -> None:
+        """Send what was deferred; it was counted as being read meanwhile."""
+        self.driver.send(*send)
+        self.was_read()
+
     def heard(self) -> int:
-        """Return ``posted``, brought up to date: subclasses learn of posts by other means than chunks."""
+        """Return ``posted``, brought up to date."""
+        if self.shortcut is not None:
+            self.posted |= self.shortcut.heard()
         return self.posted
 
     def arrived_ranks(self) -> tuple[int, ...]:
@@ -258,10 +312,6 @@ class Collective(Machine):
         """Return the neighbours not known to have posted it, as group ranks; a long wait is announced to them."""
         posted = self.heard()
         return tuple(rank for rank in sorted(self.program.neighbours) if not posted >> rank & 1)
-
-    def behind(self) -> list[int]:
-        """Return group ranks that keep this one waiting although they may have posted it."""
-        return []
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the group ranks not known to have posted it."""

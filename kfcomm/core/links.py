@@ -29,7 +29,6 @@ from typing import Any
 from kfcomm.core.collective import MAX_LEFT, AnySignature, Collective, Key, Series
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.machine import SEND, Effect
 from kfcomm.core.program import Route
 
 LINKS = b""
@@ -46,11 +45,11 @@ class Arrival:
         series: the series.
         live: uses of its name in flight.
         route: route in the program.
-        posted: bit of the sender; see ``Collective``.
+        sender, posted: group rank of the sender, and its bit; see ``Collective``.
         last, last_nbytes, nbytes: number of the last chunk, its size, and that of the others.
     """
 
-    __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "series")
+    __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "sender", "series")
 
     def __init__(self, series: Series, route: Route, sender: int) -> None:
         program, sizes, lane = series.program, series.sizes, route.lane
@@ -58,6 +57,7 @@ class Arrival:
         self.series = series
         self.live = series.key.live
         self.route = route
+        self.sender = sender
         self.posted = 1 << sender
         self.last = lane.num_chunks - 1
         self.nbytes = program.chunk_elements * item
@@ -212,14 +212,14 @@ def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
 
 
 def admit(
-    outgoing: Outgoing, effect: Effect, collective: Collective, to: int, nbytes: int
+    outgoing: Outgoing, collective: Collective, to: int, chunk: tuple[Any, ...], nbytes: int
 ) -> tuple[list[Header], Header | None]:
-    """Return frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
+    """Return frames for one destination of a chunk: definitions to send first, and the chunk's header.
 
-    Without credit the header is None: the chunk is held back, and ``Router.on_posted`` emits a SEND of it alone once
-    its receiver has posted.
+    ``chunk`` are the arguments of ``CollectiveDriver.send`` after ``to``. Without credit the header is None: it is held
+    back, and the router emits RESUME once its receiver has posted.
     """
-    _, _, _, lane, index, phase, source, payload = effect
+    lane, index, phase, _, _ = chunk
     series = collective.series
     key_id, number = series.key_id, series.signature_id
     before = [] if series in outgoing.known else definitions(outgoing, collective)
@@ -233,7 +233,7 @@ def admit(
         waiting = collective.deferred.setdefault(to, [])
         if not waiting:
             before.append((ASK, key_id, collective.seq, number, collective.generation))
-        waiting.append((SEND, collective, (to,), lane, index, phase, source, payload))
+        waiting.append(((to,), *chunk))
         return before, None
     stamp = collective.stamp + charged
     return before, (CHUNK, key_id, collective.seq, number, lane.number, phase, index, stamp)

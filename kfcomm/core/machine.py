@@ -16,19 +16,17 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
 complete when all its chunks are and when nothing that it sent is still being read from its memory.
 
-It owns no memory and knows no clock, socket or array: it takes events and decides what follows. Consequences go through
-a few methods (``_send``, ``_fold``, ...). Here they append *effects* to the caller's list, for the caller to carry out
-in order: tuples that begin with their tag. The operations of the engine override these methods and act at once, at a
-third of the cost; the decisions are the same code.
+It owns no memory and knows no clock, socket or array: it takes events and decides what follows, and its *driver* does
+that at once. `EffectRecorder` is a driver that writes down *effects* instead: tuples that begin with their tag.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from kfcomm.core.program import ABSENT, Lane, Program, Route
+from kfcomm.types import override
 
 
 class Phase(IntEnum):
@@ -39,7 +37,7 @@ class Phase(IntEnum):
 
 
 class Source(IntEnum):
-    """Memory of the collective that an effect reads."""
+    """Memory of the collective that a chunk is sent from."""
 
     INPUT = 0
     PARTIAL = 1
@@ -48,7 +46,7 @@ class Source(IntEnum):
 
 
 class Do(IntEnum):
-    """Tags of a machine's effects; the fields after the tag are in brackets."""
+    """Tags of recorded effects; the fields after the tag are in brackets. See `CollectiveDriver`."""
 
     SEND = 0
     """[machine, destinations, lane, index, phase, source, payload]: a payload only if source is PAYLOAD."""
@@ -80,41 +78,90 @@ Effect = tuple[Any, ...]
 Effects = list[Effect]
 
 
+class CollectiveDriver(Protocol):
+    """Carries out the decisions of one machine.
+
+    Called, not handed a list of events: events would cost three times as much for each chunk (a tuple, a list and a
+    dispatch), and a chunk in shared memory takes microseconds.
+    """
+
+    def begin(self, machine: Any) -> None:
+        """Call ``machine.start``, now or later: it has its place among those in flight."""
+
+    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
+        """Send a chunk from ``source``, or ``payload`` if that is PAYLOAD, to group ranks.
+
+        Add one to ``machine.sends`` for each destination whose chunk is still read after this call, and call
+        ``machine.was_read`` when it no longer is.
+        """
+
+    def fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool) -> None:
+        """Make partial = (input if first else partial) ∘ payload, and release the payload.
+
+        ``tag`` is ``Do.FOLD``, ``FOLD_LAST`` (make the finished result instead: it was the last) or ``FOLD_UP`` (it was
+        the last, and a SEND of the partial result comes next).
+        """
+
+    def hold(self, payload: Any) -> Any:
+        """Return the payload in a form that lasts until it is folded or released."""
+
+    def finish(self, lane: Lane, index: int) -> None:
+        """Make result = the finished input: there are no other contributions."""
+
+    def store(self, lane: Lane, index: int, payload: Any) -> None:
+        """Make result = payload, and release the payload."""
+
+    def copy(self, lane: Lane, index: int) -> None:
+        """Make result = input."""
+
+    def release(self, payload: Any) -> None:
+        """Release a payload that is neither folded nor stored."""
+
+    def completed(self) -> None:
+        """The result is complete, and no memory of the caller is in use."""
+
+
 class Machine:
     """The state of one collective on one rank.
 
     Attributes:
         program: what this rank does.
+        driver: carries out what is decided.
         remaining: chunks that are not complete.
-        sends: payloads handed out by SEND and not yet reported by ``was_read``.
-        finished: DONE was emitted.
+        sends: chunks handed out by ``send``, one for each destination, and not yet reported by ``was_read``.
     """
 
     # Class attributes: most machines never change them, and pay neither time nor memory for them.
     sends = _gate = 0
-    finished = False
     _held: dict[tuple[int, int], Any] | None = None
+    driver: CollectiveDriver
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, driver: CollectiveDriver) -> None:
         """Begin with no chunk complete."""
         self.program = program
-        self.remaining = num_slots = program.num_slots
+        self.driver = driver
+        self.remaining = program.num_slots
         if program.gate:
             self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
-        # A bytearray where it suffices: the garbage collector need not visit it, as it must a list.
-        self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        self._folded = program.no_folds.copy()
 
-    def start(self, effects: Effects) -> None:
+    def start(self) -> None:
         """Do everything that needs no other rank."""
-        for lane in self.program.first:
+        program = self.program
+        if program.first_sends is not None:
+            send = self.driver.send
+            for to, lane, index in program.first_sends:
+                send(to, lane, index, UP, INPUT, None)
+            return
+        for lane in program.first:
             if lane.up:
                 for index in range(lane.num_chunks):
-                    self._reduced(lane, index, INPUT, effects)
+                    self._reduced(lane, index, INPUT)
             else:
-                self._begin(lane, effects)
+                self._begin(lane)
         if not (self.remaining or self.sends):
-            self._end(effects)
+            self.driver.completed()
 
     def accepts(self, route: Route, index: int) -> bool:
         """Return whether this chunk is valid now: its number exists, and it has not arrived before."""
@@ -138,40 +185,40 @@ class Machine:
                         return True
         return False
 
-    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """Take a chunk of this lane; False, with no effect, if it has arrived before."""
+    def take(self, route: Route, index: int, payload: Any) -> bool:
+        """Take a chunk of this lane; False, and nothing is done, if it has arrived before."""
         lane, position = route.lane, route.position
+        folded, driver = self._folded, self.driver
         slot = lane.base + index
-        folded = self._folded
         if folded[slot] != position or self._held:
-            return self._take_in_turn(route, index, payload, effects)
+            return self._take_in_turn(route, index, payload)
         folded[slot] = position + 1
         if route.phase:
             if lane.keeps:
-                self._store(lane, index, payload, effects)
+                driver.store(lane, index, payload)
                 if lane.targets:
-                    self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
+                    driver.send(lane.targets, lane, index, DOWN, RESULT, None)
             else:
                 if lane.targets:
-                    self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
-                self._release(payload, effects)
+                    driver.send(lane.targets, lane, index, DOWN, PAYLOAD, payload)
+                driver.release(payload)
             self.remaining -= 1
             if self._gate:
-                self._passed(effects)
+                self._passed()
         else:
             if not lane.count:
-                self._release(payload, effects)
+                driver.release(payload)
             elif not route.is_last:
-                self._fold(FOLD, lane, index, payload, not position, effects)
+                driver.fold(FOLD, lane, index, payload, not position)
             else:
-                self._fold(FOLD_LAST if lane.parent == ABSENT else FOLD_UP, lane, index, payload, not position, effects)
+                driver.fold(FOLD_LAST if lane.parent == ABSENT else FOLD_UP, lane, index, payload, not position)
             if route.is_last:
-                self._reduced(lane, index, PARTIAL, effects)
+                self._reduced(lane, index, PARTIAL)
         if not (self.remaining or self.sends):
-            self._end(effects)
+            self.driver.completed()
         return True
 
-    def _take_in_turn(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+    def _take_in_turn(self, route: Route, index: int, payload: Any) -> bool:
         """Take a chunk that is out of turn, or that others wait for: children are folded in their order."""
         lane, position = route.lane, route.position
         slot = lane.base + index
@@ -181,33 +228,33 @@ class Machine:
                 return False
             if self._held is None:
                 self._held = {}
-            self._held[slot, position] = self._hold(payload, effects)
+            self._held[slot, position] = self.driver.hold(payload)
             return True
         # Without ``_held``, ``take`` folds directly instead of coming back here.
         held, self._held = self._held or {}, None
         try:
-            self.take(route, index, payload, effects)
+            self.take(route, index, payload)
             position += 1
             while (slot, position) in held and not route.phase:
                 following = self.program.routes[lane.number, UP, lane.children[position]]
-                self.take(following, index, held.pop((slot, position)), effects)
+                self.take(following, index, held.pop((slot, position)))
                 position += 1
         finally:
             self._held = held or None
         return True
 
-    def arrived(self, route: Route, index: int, payload: Any, effects: Effects) -> None:
+    def arrived(self, route: Route, index: int, payload: Any) -> None:
         """Take a chunk that ``accepts`` has admitted.
 
         A chunk may be admitted twice, on two links at a time: the first to be complete counts.
         """
-        if not self.take(route, index, payload, effects):
-            self._release(payload, effects)
+        if not self.take(route, index, payload):
+            self.driver.release(payload)
 
-    def done_elsewhere(self, effects: Effects) -> None:
+    def done_elsewhere(self) -> None:
         """Complete a program without lanes, which is carried out outside the core."""
         self.remaining -= 1
-        self._end(effects)
+        self.driver.completed()
 
     def take_held(self) -> list[Any]:
         """Return the payloads that are held, to be dropped: the machine will not run any more."""
@@ -215,78 +262,97 @@ class Machine:
         self._held = None
         return held
 
-    def was_read(self, effects: Effects, times: int = 1) -> None:
-        """Record that payloads that SEND handed out, one for each destination, are no longer read."""
-        self.sends -= times
+    def was_read(self) -> None:
+        """Record that a chunk is no longer read by one of its destinations."""
+        self.sends -= 1
         if not (self.remaining or self.sends):
-            self._end(effects)
+            self.driver.completed()
 
-    def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
+    def _reduced(self, lane: Lane, index: int, source: int) -> None:
         """Pass on ``source``, which holds every contribution of this rank's subtree."""
+        driver = self.driver
         if lane.parent != ABSENT:
-            self._send((lane.parent,), lane, index, UP, source, None, effects)
+            driver.send((lane.parent,), lane, index, UP, source, None)
             if not lane.down:
-                self._completed(effects)
+                self._completed()
             return
         if lane.count and source == INPUT:
-            self._finish(lane, index, effects)
+            driver.finish(lane, index)
         self._folded[lane.base + index] += 1
         if lane.targets:
-            self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
-        self._completed(effects)
+            driver.send(lane.targets, lane, index, DOWN, RESULT, None)
+        self._completed()
 
-    def _begin(self, lane: Lane, effects: Effects) -> None:
+    def _begin(self, lane: Lane) -> None:
         for index in range(lane.num_chunks):
             if lane.keeps:
-                self._copy(lane, index, effects)
+                self.driver.copy(lane, index)
             self._folded[lane.base + index] += 1
             if lane.targets:
-                self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
-            self._completed(effects)
+                self.driver.send(lane.targets, lane, index, DOWN, INPUT, None)
+            self._completed()
 
-    def _completed(self, effects: Effects) -> None:
+    def _completed(self) -> None:
         self.remaining -= 1
         if self._gate:
-            self._passed(effects)
+            self._passed()
 
-    def _passed(self, effects: Effects) -> None:
+    def _passed(self) -> None:
         """Count a complete chunk; the last one that is not gated lets the gated lanes begin."""
         self._gate -= 1
         if not self._gate:
             for lane in self.program.lanes.values():
                 if lane.gated:
-                    self._begin(lane, effects)
+                    self._begin(lane)
 
-    def _end(self, effects: Effects) -> None:
-        self.finished = True
-        self._done(effects)
 
-    # Consequences of an event.
+class EffectRecorder(CollectiveDriver):
+    """CollectiveDriver that appends effects to a list, for its caller to carry out in order.
 
-    def _send(
-        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
-    ) -> None:
-        self.sends += len(to)
-        effects.append((SEND, self, to, lane, index, phase, source, payload))
+    Attributes:
+        effects: that list.
+        machine: set by ``begin``.
+    """
 
-    def _fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool, effects: Effects) -> None:
-        effects.append((tag, self, lane, index, payload, first))
+    def __init__(self, effects: Effects) -> None:
+        self.effects = effects
+        self.machine: Machine
 
-    def _hold(self, payload: Any, effects: Effects) -> Any:
-        effects.append((HOLD, self, payload))
+    @override
+    def begin(self, machine: Machine) -> None:
+        self.machine = machine
+        machine.start()
+
+    @override
+    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
+        self.machine.sends += len(to)
+        self.effects.append((SEND, self.machine, to, lane, index, phase, source, payload))
+
+    @override
+    def fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool) -> None:
+        self.effects.append((tag, self.machine, lane, index, payload, first))
+
+    @override
+    def hold(self, payload: Any) -> Any:
+        self.effects.append((HOLD, self.machine, payload))
         return payload
 
-    def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
-        effects.append((FINISH, self, lane, index))
+    @override
+    def finish(self, lane: Lane, index: int) -> None:
+        self.effects.append((FINISH, self.machine, lane, index))
 
-    def _store(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
-        effects.append((STORE, self, lane, index, payload))
+    @override
+    def store(self, lane: Lane, index: int, payload: Any) -> None:
+        self.effects.append((STORE, self.machine, lane, index, payload))
 
-    def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
-        effects.append((COPY, self, lane, index))
+    @override
+    def copy(self, lane: Lane, index: int) -> None:
+        self.effects.append((COPY, self.machine, lane, index))
 
-    def _release(self, payload: Any, effects: Effects) -> None:
-        effects.append((RELEASE, self, payload))
+    @override
+    def release(self, payload: Any) -> None:
+        self.effects.append((RELEASE, self.machine, payload))
 
-    def _done(self, effects: Effects) -> None:
-        effects.append((DONE, self))
+    @override
+    def completed(self) -> None:
+        self.effects.append((DONE, self.machine))

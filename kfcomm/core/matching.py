@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfcomm.core.calls import ANSWER, DROPPED, EARLY, VIOLATION, Calls, discard
+from kfcomm.core.calls import ANSWER, DROPPED, EARLY, RESUME, VIOLATION, Calls, discard
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import AnySignature, Collective, Key, shown
 from kfcomm.core.frame import Header, Kind
@@ -58,8 +58,10 @@ class Matching(Calls):
         charged = stamp - collective.stamp
         if charged and charged != 1:
             return None
+        if collective.shortcut is not None and collective.shortcut.covers(arrival.sender):
+            return None
         collective.posted |= arrival.posted
-        if not collective.take(arrival.route, index, payload, effects):
+        if not collective.take(arrival.route, index, payload):
             return None
         if charged and not incoming.window.pass_on(nbytes):
             effects.append((VIOLATION, incoming, OVERDRAWN))
@@ -91,7 +93,7 @@ class Matching(Calls):
         if type(target) is not Early:
             # It may have failed while the payload arrived.
             if target.key.live.get(target.seq) is target:
-                target.arrived(ticket[1], ticket[2], payload, effects)
+                target.arrived(ticket[1], ticket[2], payload)
             else:
                 effects.append((DROPPED, payload))
             return
@@ -121,6 +123,8 @@ class Matching(Calls):
         _, key_id, _, number, lane, phase, index, stamp = header
         if not self._agrees(sender, collective, signature, stamp >> 1, effects):
             return None
+        if collective.shortcut is not None and collective.shortcut.covers(sender):
+            collective.shortcut.leave()
         route = collective.program.routes.get((lane, phase, sender))
         if route is None or not collective.accepts(route, index):
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title} that does not belong there"))
@@ -155,7 +159,7 @@ class Matching(Calls):
         """Record that this group rank has posted the collective, and send what waited for that."""
         collective.posted |= 1 << rank
         if collective.deferred:
-            effects.extend(collective.deferred.pop(rank, ()))
+            effects.extend((RESUME, collective, send) for send in collective.deferred.pop(rank, ()))
 
     def _match_early(
         self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects

@@ -106,7 +106,7 @@ class Program:
         num_slots: chunks of all lanes together, each of which must complete.
         gate: number of chunks that must complete before gated lanes begin; 0 if none begin here.
         neighbours: ranks with which this rank exchanges chunks.
-        small_counts: no lane has more children than a byte can count.
+        no_folds: for each chunk a zero, to be copied and counted in.
         first: lanes that begin here at once.
         first_sends: if the program begins by sending parts of the input up, and does nothing else at once: these
             chunks, each as destinations, lane and number; else None.
@@ -118,7 +118,7 @@ class Program:
     num_slots: int
     gate: int
     neighbours: frozenset[int] = field(default_factory=frozenset)
-    small_counts: bool = field(init=False, repr=False, compare=False)
+    no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
     first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
     routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
@@ -126,7 +126,8 @@ class Program:
     def __post_init__(self) -> None:
         # Derived once here, since every collective with this program reads them.
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
-        object.__setattr__(self, "small_counts", most < MAX_BYTE)
+        # A bytearray where it suffices: the garbage collector need not visit a copy of it, as it must a list.
+        object.__setattr__(self, "no_folds", bytearray(self.num_slots) if most < MAX_BYTE else [0] * self.num_slots)
         lanes = self.lanes.values()
         first = tuple(lane for lane in lanes if not (lane.children if lane.up else lane.gated or lane.awaited))
         object.__setattr__(self, "first", first)

@@ -6,8 +6,9 @@ epoch when they open, so an epoch never appears here.
 
 Invariant: no method raises for what comes from a peer; a broken rule becomes a ``VIOLATION`` effect.
 
-It owns no memory: payloads are handles of its caller. Effects are tuples appended to the caller's list, those of the
-machines (``machine.Do``) among them. Tuples, because a frozen dataclass of six fields costs nine times as much.
+It owns no memory: payloads are handles of its caller. What a machine decides is done by its driver at once; what the
+router decides is returned as effects, tuples (see ``calls.Tell``) that are appended to the caller's list. Tuples,
+because a frozen dataclass of six fields costs nine times as much.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from typing import Any
 
 from kfcomm.core.calls import BROKEN, EARLY, FAILED, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, ItemSizes, Key, Series
+from kfcomm.core.collective import Collective, Post, Series
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header
 from kfcomm.core.links import LINKS, Incoming, Links, Outgoing
-from kfcomm.core.machine import Effects
+from kfcomm.core.machine import CollectiveDriver, Effects
 from kfcomm.core.matching import Matching
 from kfcomm.core.names import MAX_SIGNATURES
-from kfcomm.core.program import Program
-from kfcomm.core.signature import Signature, from_wire
+from kfcomm.core.signature import from_wire
 
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link count as an attack."""
@@ -40,38 +40,15 @@ class Router(Matching):
 
     # ---------------------------------------------------------------- what this rank does
 
-    def post(
-        self,
-        group: GroupView,
-        name: str,
-        signature: Signature,
-        program: Program,
-        sizes: ItemSizes,
-        effects: Effects,
-        *,
-        overlapping: bool = False,
-        seq: int | None = None,
-        generation: int = 0,
-        collective: Collective | None = None,
-    ) -> Collective | Cause:
-        """Begin a collective under the key's next sequence number, or return why it cannot begin.
+    def post(self, post: Post, driver: CollectiveDriver, effects: Effects) -> Collective | Cause:
+        """Begin a collective under the name's next sequence number, or return why it cannot begin.
 
-        Args:
-            group: in which it is posted.
-            name: under which.
-            signature: what all ranks must agree on.
-            program: what this rank does.
-            sizes: bytes per element of its chunks.
-            effects: the consequences are appended here.
-            overlapping: further uses of the key may begin before earlier ones are complete; otherwise a second use
-                while the first is in flight fails on every rank, and the first continues.
-            seq: take this number, which is not below the next, and leave out those before it.
-            generation: of the strategy under which the program was made; the same on every rank.
-            collective: the instance to begin; a new one by default.
+        The driver is asked to ``begin``; the router's own consequences are appended to ``effects``.
 
         Raises:
             LocalProtocolError: ``2**20`` names are in flight.
         """
+        group, name, signature, program, sizes, generation, overlapping, seq = post
         key = self.names.used(group.id, name)
         self._groups.setdefault(group.id, group)
         if key.begun is not None:
@@ -86,26 +63,26 @@ class Router(Matching):
                 key.spoil(key.next_seq)
                 key.next_seq += 1
                 return cause
-        if collective is None:
-            collective = Collective()
-        collective.begin(self.names.series(group, key, signature, program, sizes), generation)
-        self._start(key, collective, effects)
+        series = self.names.series(group, key, signature, program, sizes)
+        collective = Collective(series, key.next_seq, generation << 1, driver)
+        self._begin(collective, effects)
         return collective
 
-    def post_again(self, series: Series, collective: Collective, effects: Effects) -> bool:
+    def post_again(self, series: Series, stamp: int, driver: CollectiveDriver, effects: Effects) -> bool:
         """Begin the next use of a series as ``post`` does; False, with no effect, if anything is unusual.
 
-        A second use in flight is unusual. ``collective`` has begun except for its number.
+        A second use in flight is unusual. ``stamp``: see ``Collective``.
         """
         key = series.key
         # Anything unusual takes the path of ``post``, which knows every reason and error.
         if key.live or key.begun or self.dead or self.lost or series.version != self.names.version:
             return False
-        collective.seq = seq = key.next_seq
+        # As ``_begin``, without a frame of its own: every call under a known name comes here.
+        seq = key.next_seq
+        collective = key.live[seq] = Collective(series, seq, stamp, driver)
         key.next_seq = seq + 1
-        key.live[seq] = collective
-        self.live[collective] = None
-        collective.start(effects)
+        self.live[collective] = driver
+        driver.begin(collective)
         if key.early:
             self._replay(collective, effects)
         return True
@@ -238,11 +215,12 @@ class Router(Matching):
 
     # ---------------------------------------------------------------- inside
 
-    def _start(self, key: Key, collective: Collective, effects: Effects) -> None:
+    def _begin(self, collective: Collective, effects: Effects) -> None:
+        key, driver = collective.series.key, collective.driver
         key.live[key.next_seq] = collective
-        self.live[collective] = None
         key.next_seq += 1
-        collective.start(effects)
+        self.live[collective] = driver
+        driver.begin(collective)
         if key.early:
             self._replay(collective, effects)
 

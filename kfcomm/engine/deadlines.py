@@ -111,7 +111,7 @@ class Deadlines:
                 if num_stalled > REPORTS_AT_ONCE:
                     continue
             if why is Due.QUIET:
-                self._announce(operation)
+                self._announce(operation.collective)
             elif why is Due.EXPIRED:
                 inquiry = self._inquiry(operation)
                 inquiry.conclude(self.control, self._reactor, partial(self._expired, operation, inquiry))
@@ -122,8 +122,8 @@ class Deadlines:
             logger.warning("rank %d has waited as long for %d more than those that are reported", self._rank, more)
 
     def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
-        if not operation.failed and not operation.finished:
-            self._abort(operation, inquiry.timed_out())
+        if not operation.is_over:
+            self._abort(operation.collective, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
         inquiry = self.inquiries.get(operation)

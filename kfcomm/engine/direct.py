@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kfcomm.core.machine import Effects
+from kfcomm.core.collective import Collective, Shortcut
 from kfcomm.engine.operation import Array, Operation
 from kfcomm.engine.shown import SharedWork
 from kfcomm.engine.slots import FEW
@@ -30,7 +30,6 @@ from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import override
 
 if TYPE_CHECKING:
-    from kfcomm.core.program import Route
     from kfcomm.engine.engine import Engine
     from kfcomm.transports.shm.slot import Slot
 
@@ -96,7 +95,7 @@ class InSlot(ABC):
         """A view of it as an operation, for reading; on any thread."""
 
 
-class SlottedOperation(InSlot, Operation):
+class SlottedOperation(InSlot, Operation, Shortcut):
     """Operation that uses a slot if there is one; the arguments are those of an ``Operation``."""
 
     work: SharedWork
@@ -111,16 +110,18 @@ class SlottedOperation(InSlot, Operation):
         return self
 
     @override
-    def start(self, effects: Effects) -> None:
+    def begin(self, machine: Collective) -> None:
+        self.collective = machine
         slot = self.engine.slots.of(self)
         if slot is None:
-            self._go_ordinary(effects)
+            self._go_ordinary()
             return
         self.engine.begins(self)
-        self.word = word_of(self.seq * slot.num_words, self.generation)
+        self.word = word_of(machine.seq * slot.num_words, machine.generation)
         if slot.post(self._in, self.word):
             self.engine.slots.wake(slot)
         self.slot = slot
+        machine.shortcut = self
         self.engine.slots.add(self)
         self.look()
 
@@ -132,7 +133,7 @@ class SlottedOperation(InSlot, Operation):
         try:
             is_over = slot.look(self.word, self._out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self, error)
+            engine.broke(self.collective, error)
             return True
         if slot.has_news or (is_over and slot.late):
             engine.slots.told(slot, self, is_over=is_over)
@@ -142,44 +143,28 @@ class SlottedOperation(InSlot, Operation):
         if slot.outcome is not None:
             self.value = slot.take_outcome(self.value)
         engine.slots.drop(self)
-        self.finished = True
-        self.slot = None
-        engine.completed(self)
+        self.slot = self.collective.shortcut = None
+        Operation.completed(self)
         return True
 
     @override
-    def accepts(self, route: Route, index: int) -> bool:
-        # A chunk of who should be in the slot says that it is not.
-        if self.slot is not None and self._is_shown(route):
-            self.leave()
-        return super().accepts(route, index)
-
-    @override
-    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        # A chunk of who should be in the slot says that it is not.
-        if self.slot is not None and self._is_shown(route):
-            self.leave()
-        return super().take(route, index, payload, effects)
-
-    @override
-    def awaits(self, sender: int) -> bool:
-        # In a slot nothing comes by links.
-        return self.slot is None and super().awaits(sender)
+    def covers(self, rank: int) -> bool:
+        return True
 
     @override
     def heard(self) -> int:
         # Words tell as much as chunks.
-        slot = self.slot
+        slot, index, posted = self.slot, self.collective.group.index, 0
         if slot is not None:
             for world, word in zip(slot.members, slot.posted(), strict=True):
                 if slot.has_come([word], self.word):
-                    self.posted |= 1 << self.group.index[world]
-        return self.posted
+                    posted |= 1 << index[world]
+        return posted
 
     @override
     def behind(self) -> list[int]:
-        slot = self.slot
-        return [] if slot is None else [self.group.index[slot.members[place]] for place in slot.behind(self.word)]
+        slot, index = self.slot, self.collective.group.index
+        return [] if slot is None else [index[slot.members[place]] for place in slot.behind(self.word)]
 
     @override
     def reject(self, error: BaseException) -> None:
@@ -188,28 +173,22 @@ class SlottedOperation(InSlot, Operation):
             self._forget(self.slot)
         super().reject(error)
 
+    @override
     def leave(self) -> None:
-        """Leave the slot: a peer does not use it for this, so no rank can complete it there."""
         if self.slot is None:
             return
         self._forget(self.slot)
-        effects: Effects = []
-        self._go_ordinary(effects)
-        self.engine.perform(effects)
-
-    def _is_shown(self, route: Route) -> bool:
-        """Whether what comes by this route is shown in the slot instead."""
-        return True
+        self._go_ordinary()
 
     def _forget(self, slot: Slot) -> None:
         slot.is_dead = True
         slot.forget()
         self.engine.slots.drop(self)
-        self.slot = None
+        self.slot = self.collective.shortcut = None
 
-    def _go_ordinary(self, effects: Effects) -> None:
+    def _go_ordinary(self) -> None:
         self.engine.slots.take_back(self)
-        super().start(effects)
+        super().begin(self.collective)
 
 
 class OneStepOperation(SlottedOperation):
@@ -217,16 +196,16 @@ class OneStepOperation(SlottedOperation):
 
     _result: Array
 
-    def _go_ordinary(self, effects: Effects) -> None:
+    def _go_ordinary(self) -> None:
         self._result = self._out
         self._out = np.empty(self.work.cut.count * self.work.size, self.work.shown)
-        super()._go_ordinary(effects)
+        super()._go_ordinary()
 
-    def _end(self, effects: Effects) -> None:
-        self.finished = True
+    @override
+    def completed(self) -> None:
         try:
             self.work.combine(self._out.reshape(self.work.size, -1), self._result)
         except Exception as error:  # noqa: BLE001  as in ``look``
-            self.engine.broke(self, error)
+            self.engine.broke(self.collective, error)
         else:
-            self.engine.completed(self)
+            super().completed()

@@ -17,17 +17,15 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.common.callbacks import do_nothing
-from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION
+from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, RESUME, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, ItemSizes, Series
+from kfcomm.core.collective import Collective, GroupView, Post, Series
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import Incoming, Outgoing, admit, announce, may_send
-from kfcomm.core.machine import PAYLOAD, SEND, Effect, Effects
-from kfcomm.core.program import Lane, Program
+from kfcomm.core.links import Incoming, Outgoing, announce
+from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
-from kfcomm.core.signature import Signature
 from kfcomm.engine.buffers import BlockPool
 from kfcomm.engine.deadlines import Deadlines
 from kfcomm.engine.failures import error_of
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-CHUNK, LEFT = int(Kind.CHUNK), int(Kind.LEFT)
+LEFT = int(Kind.LEFT)
 
 MANY_NAMES = (
     "rank %d has used %d different names, the last one %r: each is remembered as long as its group, "
@@ -78,6 +76,7 @@ class Engine:
         meter: what is counted and timed; None if nothing is.
         slots: what is carried out without messages.
         receiver: hears the links.
+        observers: of every event, or None: an event without observers costs one test; set by ``observe``.
         on_wait: called when this rank begins to wait for something.
         unusual: why every post has to go the long way, if it has to: it may be refused, or its chunks are observed.
     """
@@ -98,7 +97,7 @@ class Engine:
         self.recorder = Recorder(self.in_flight, meter)
         self.unusual: set[str] = set()
         self.meter = meter
-        self._observers: tuple[Observer, ...] | None = None
+        self.observers: tuple[Observer, ...] | None = None
         self._own: tuple[Observer, ...] = (self.recorder,) if meter is None else (meter, self.recorder)
         self.loop = loop
         self.reactor = reactor
@@ -122,20 +121,7 @@ class Engine:
 
     # ---------------------------------------------------------------- what the caller does
 
-    def post(
-        self,
-        group: GroupView,
-        name: str,
-        signature: Signature,
-        program: Program,
-        sizes: ItemSizes,
-        operation: Operation,
-        *,
-        timeout_s: float | None,
-        overlapping: bool = False,
-        seq: int | None = None,
-        generation: int = 0,
-    ) -> None:
+    def post(self, post: Post, operation: Operation, timeout_s: float | None) -> None:
         """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
 
         Without a timeout it is a part of something that has one, and that is reported when it waits long.
@@ -144,20 +130,17 @@ class Engine:
             operation.reject(SessionClosed(self._ended))
             return
         operation.engine = self
-        operation.posted_s = operation.heard_s = self.reactor.time()
+        operation.posted_s = self.reactor.time()
         effects: Effects = []
         try:
-            cause = self.router.post(
-                group, name, signature, program, sizes, effects,
-                overlapping=overlapping, seq=seq, generation=generation, collective=operation,
-            )  # fmt: skip
+            outcome = self.router.post(post, operation, effects)
         except Exception as error:
-            if operation not in self.router.live:
+            if operation not in self.router.live.values():
                 raise
-            self.broke(operation, error)
+            self.broke(operation.collective, error)
         else:
-            if type(cause) is Cause:
-                self._reject(operation, group, name, cause, effects)
+            if type(outcome) is Cause:
+                self._reject(operation, post.group, post.name, outcome, effects)
                 return
         if effects:
             self.perform(effects)
@@ -170,21 +153,21 @@ class Engine:
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.on_wait()
 
-    def post_again(self, series: Series, operation: Operation) -> bool:
+    def post_again(self, series: Series, stamp: int, operation: Operation) -> bool:
         """Begin the next use of a series, if nothing is unusual; False if anything is.
 
-        The operation has its deadline, and knows the series. Without a future, its caller moves what it has queued.
+        The operation has its deadline. Without a future, its caller moves what it has queued.
         """
         if self.unusual:
             return False
         effects: Effects = []
         try:
-            if not self.router.post_again(series, operation, effects):
+            if not self.router.post_again(series, stamp, operation, effects):
                 return False
         except Exception as error:
-            if operation not in self.router.live:
+            if operation not in self.router.live.values():
                 raise
-            self.broke(operation, error)
+            self.broke(operation.collective, error)
         if effects:
             self.perform(effects)
         if operation.is_over:
@@ -199,27 +182,21 @@ class Engine:
 
     def enter(self, operation: Operation) -> None:
         """An operation that has begun by itself is under way: its caller waits for it as for others."""
-        self.router.enter(operation)
+        self.router.enter(operation.collective)
         if operation.due_s < self.deadlines.next_s:
             self.deadlines.hurry(operation.due_s)
         self.on_wait()
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        if self._observers is not None:
-            for observer in self._observers:
+        if self.observers is not None:
+            for observer in self.observers:
                 observer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
             self.links.set_low_latency()
         if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
-            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, operation.name)
-
-    def finish(self, operation: Operation) -> None:
-        """An operation that is carried out elsewhere, and has not failed, is done."""
-        effects: Effects = []
-        operation.done_elsewhere(effects)
-        self.perform(effects)
+            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, operation.collective.name)
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
@@ -239,8 +216,9 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """The caller does not want it any more: it ends on every rank where it is not complete."""
-        message = f"{operation.title} was cancelled on {operation.group.called(operation.group.rank)}"
-        self.abort(operation, Cause(CauseKind.CANCELLED, self.rank, message))
+        collective = operation.collective
+        message = f"{collective.title} was cancelled on {collective.group.called(collective.group.rank)}"
+        self.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
 
     def abort(self, collective: Collective, cause: Cause) -> None:
         """Fail a collective here and on every other rank."""
@@ -257,11 +235,12 @@ class Engine:
         """As `end`, for a cause that the other ranks may learn by themselves."""
         self._end(lambda _: cause, cause.message)
 
-    def _end(self, cause_for: Callable[[Operation], Cause], reason: str) -> None:
+    def _end(self, cause_for: Callable[[Collective], Cause], reason: str) -> None:
         self.unusual.add("ended")
         for listener in list(self.end_listeners):
             listener()
-        for collective in self.entered():
+        self.enter_all()
+        for collective in list(self.router.live):
             self.abort(collective, cause_for(collective))
         self._ended = reason
 
@@ -270,7 +249,8 @@ class Engine:
 
     def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
         """Abort what is in flight in some groups."""
-        for collective in self.entered():
+        self.enter_all()
+        for collective in list(self.router.live):
             if collective.group.id in group_ids:
                 self.abort(collective, self._cut_short(collective, reason))
 
@@ -298,13 +278,17 @@ class Engine:
     def in_flight(self) -> list[Operation]:
         """Operations that are posted and not over, to be read; on any thread."""
         operations = [use.as_operation() for use in self.slots.uses()]
-        return [*cast("Collection[Operation]", list(self.router.live)), *operations]
+        return [*cast("Collection[Operation]", list(self.router.live.values())), *operations]
 
     def entered(self) -> list[Operation]:
         """The same, and from now on all of it is known to the router."""
+        self.enter_all()
+        return cast("list[Operation]", list(self.router.live.values()))
+
+    def enter_all(self) -> None:
+        """Let the router know of everything that is in flight."""
         for use in self.slots.uses():
             use.enter()
-        return cast("list[Operation]", list(self.router.live))
 
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
@@ -312,28 +296,23 @@ class Engine:
         self.recovery.close()
         await self.links.close(timeout_s)
 
-    @property
-    def observers(self) -> tuple[Observer, ...] | None:
-        """Observers of every event, or None: an event without observers costs one test."""
-        return self._observers
-
-    @observers.setter
-    def observers(self, observers: tuple[Observer, ...] | None) -> None:
-        self._observers = self.receiver.observers = observers or None
+    def observe(self, observers: tuple[Observer, ...] | None) -> None:
+        """Replace the observers."""
+        self.observers = self.receiver.observers = observers or None
         if any(one.sees_chunks for one in observers or ()):
             self.unusual.add("observed")
-            self.entered()
+            self.enter_all()
         else:
             self.unusual.discard("observed")
 
     def all_observers(self) -> tuple[Observer, ...]:
         """The same, and the statistics and the recorder, which get completions in batches."""
-        return (*self._own, *(self._observers or ()))
+        return (*self._own, *(self.observers or ()))
 
     def tell_done(self, operation: Operation | InSlot) -> None:
         """Tell the observers of a completion."""
         is_last = not (self.router.live or self.slots.pending)
-        for observer in self._observers or ():
+        for observer in self.observers or ():
             observer.done(operation, is_last=is_last)
 
     @property
@@ -356,7 +335,7 @@ class Engine:
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone: everything that it takes part in fails, now and later."""
         effects: Effects = []
-        self.entered()
+        self.enter_all()
         self.unusual.add("lost")
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
         self.links.drop(peer)
@@ -380,29 +359,25 @@ class Engine:
         self.recovery.outgoing_broke(outgoing, reason)
 
     def perform(self, effects: Effects) -> None:
-        """Carry out effects in order; the list may grow meanwhile."""
+        """Carry out the router's effects in order; the list may grow meanwhile."""
         for effect in effects:
-            if effect[0] >= ANSWER:
+            if effect[0] != RESUME:
                 self._tell(effect)
-            elif not effect[1].failed:  # what a machine decides is done at once; this was held back by the router
-                operation: Operation = effect[1]
+            elif effect[1] in self.router.live:
                 try:
-                    operation.sends -= len(effect[2])  # they were counted when they were held back
-                    self.send(operation, *effect[2:])
-                    operation.was_read(effects, 0)
+                    effect[1].resume(effect[2])
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
-                    self.broke(operation, error)
+                    self.broke(effect[1], error)
 
-    def broke(self, operation: Collective | None, error: Exception) -> None:
+    def broke(self, collective: Collective | None, error: Exception) -> None:
         """Fail a collective everywhere after an error in its own work; called while the error is handled."""
-        if operation is None:
+        if collective is None:
             raise error
-        logger.error("rank %d could not carry out %s", self.rank, operation.title, exc_info=error)
+        logger.error("rank %d could not carry out %s", self.rank, collective.title, exc_info=error)
         message = f"{type(error).__name__} on rank {self.rank}: {error}"
-        self.abort(operation, Cause(CauseKind.INTERNAL, self.rank, message))
+        self.abort(collective, Cause(CauseKind.INTERNAL, self.rank, message))
 
     def _tell(self, effect: Effect) -> None:
-        """Carry out an effect of the router's own."""
         tag = effect[0]
         if tag == ANSWER:
             link = self.links.back(effect[1])
@@ -426,78 +401,6 @@ class Engine:
         elif tag == BROKEN:
             self.recovery.peer_says(effect[1], effect[2], effect[3])
 
-    def send(
-        self,
-        operation: Operation,
-        ranks: tuple[int, ...],
-        lane: Lane,
-        index: int,
-        phase: int,
-        source: int,
-        payload: Any,
-    ) -> None:
-        """Send a chunk to some group ranks, or hold it back until they may have it; count what is still to be read."""
-        if source == PAYLOAD:
-            payload.forwarded(self.pool)
-            data = payload.view
-        else:
-            data = operation.to_send(lane, index, source)
-        nbytes = len(data)
-        series, links = operation.series, self.links
-        for to in ranks:
-            peer = series.group.members[to]
-            sender = links.by_peer.get(peer) or links.towards(peer)
-            link, state = sender.link, sender.state
-            if link is None or link.needs_flush:
-                links.dirty[sender] = None
-            stamp = operation.stamp
-            is_known = series in state.known and operation.deferred is None
-            if is_known and operation.posted >> to & 1:
-                pass
-            elif is_known and state.window.take(nbytes):
-                stamp += 1
-            else:
-                effect = (SEND, operation, ranks, lane, index, phase, source, payload)
-                before, admitted = admit(state, effect, operation, to, nbytes)
-                for definition in before:
-                    sender.send(definition)
-                if admitted is None:
-                    operation.sends += 1
-                    continue
-                stamp = admitted[7]
-            if self._observers is not None:
-                for observer in self._observers:
-                    observer.sent(peer, operation, nbytes)
-            header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
-            # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-            if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
-                operation.sends += 1
-
-    def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
-        """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
-        sender = self.links.to(operation.group.members[to])
-        if sender.link is None or not may_send(sender.state, operation, to, nbytes):
-            return None
-        return sender.link.reserve(nbytes, operation.priority)
-
-    def sent(self, operation: Operation) -> None:
-        """A link no longer reads one of its payloads."""
-        effects: Effects = []
-        operation.was_read(effects)
-
-    def completed(self, operation: Operation) -> None:
-        """An operation is complete."""
-        self.recorder.end(operation.series, operation.seq, operation.posted_s, operation.nbytes)
-        self.router.complete(operation)
-        if self.deadlines.inquiries:
-            self.deadlines.end(operation)
-        if self._observers is not None:
-            self.tell_done(operation)
-        if operation.future is None:
-            operation.is_over = True
-        else:
-            operation.resolve()
-
     # ---------------------------------------------------------------- failures
 
     def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
@@ -508,7 +411,7 @@ class Engine:
         self.perform(effects)
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
-        operation = cast("Operation", collective)
+        operation = cast("Operation", collective.driver)
         self.deadlines.end(operation)
         is_last = not (self.router.live or self.slots.pending)
         for observer in self.all_observers():
@@ -520,6 +423,7 @@ class Engine:
         self.links.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, collective.title, story))
+        del collective.driver  # as at completion: one that has failed is in no cycle
         self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
 
     def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.core.machine import DOWN, UP, Effects
+from kfcomm.core.machine import DOWN, UP
 from kfcomm.engine.direct import SlottedOperation
-from kfcomm.engine.operation import Operation
 from kfcomm.transports.shm.slot import HubSlot
 from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.graph import GraphPair
-    from kfcomm.core.program import Lane, Route
+    from kfcomm.core.program import Lane
 
 HOSTED_NBYTES = 1 << 18
 """Longer messages go by links: there a host's ranks fold while others still give."""
@@ -55,10 +54,10 @@ class HubOperation(SlottedOperation):
             if slot.late:
                 engine.slots.told(slot, self, is_over=True)
             engine.slots.drop(self)
-            self._host_slot, self.slot = slot, None
+            self._host_slot, self.slot, self.collective.shortcut = slot, None, None
             self._take_shown(slot)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self, error)
+            engine.broke(self.collective, error)
         if engine.links.dirty:
             engine.links.flush()
         return True
@@ -72,45 +71,38 @@ class HubOperation(SlottedOperation):
         super().reject(error)
 
     @override
-    def awaits(self, sender: int) -> bool:
-        # in the slot nothing comes from this host by links
-        if self.slot is not None and sender in self.work.ranks:
-            return False
-        return Operation.awaits(self, sender)
-
-    def _is_shown(self, route: Route) -> bool:
-        return route.phase == UP and route.lane.children[route.position] in self.work.ranks
+    def covers(self, rank: int) -> bool:
+        return rank in self.work.ranks
 
     def _take_shown(self, slot: HubSlot) -> None:
-        effects: Effects = []
-        size, item, routes = self.program.chunk_elements, self.work.item, self.program.routes
+        collective = self.collective
+        program, own = collective.program, collective.group.rank
+        size, item, routes = program.chunk_elements, self.work.item, program.routes
         for place, rank in enumerate(self.work.ranks):
-            if rank == self.group.rank:
+            if rank == own:
                 continue
-            self.posted |= 1 << rank
+            collective.posted |= 1 << rank
             given = slot.given(place)
-            for lane in self.program.lanes.values():
+            for lane in program.lanes.values():
                 route = routes[lane.number, UP, rank]
                 for index in range(lane.num_chunks):
                     begin = lane.input_offset + index * size
                     end = min(begin + size, lane.input_offset + lane.count)
-                    self.take(route, index, given[begin * item : end * item], effects)
-        self.engine.perform(effects)
+                    collective.take(route, index, given[begin * item : end * item])
 
-    def _send(
-        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
-    ) -> None:
+    @override
+    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
         slot = self._host_slot
         if slot is None or phase != DOWN:
-            super()._send(to, lane, index, phase, source, payload, effects)
+            super().send(to, lane, index, phase, source, payload)
             return
         far = tuple(rank for rank in to if rank not in self.work.ranks)
         if far:
-            super()._send(far, lane, index, phase, source, payload, effects)
+            super().send(far, lane, index, phase, source, payload)
         begin, end = self._bounds(lane, index)
         slot.show(lane.result_offset + begin, lane.result_offset + end, self._out)
         self._num_shown += 1
-        if self._num_shown == self.program.num_slots:
+        if self._num_shown == self.collective.program.num_slots:
             self._host_slot = None
             slot.num_uses += 1
             if slot.share(self.word):

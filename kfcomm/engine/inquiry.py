@@ -27,6 +27,7 @@ class Inquiry:
 
     def __init__(self, operation: Operation, rank: int) -> None:
         self._operation = operation
+        self._collective = operation.collective
         self._rank = rank
         self._answers: dict[int, tuple[bool, str]] = {}
         self._unanswered: set[int] = set()
@@ -35,11 +36,11 @@ class Inquiry:
 
     def ask(self, control: ControlPlane | None, reactor: Reactor, *, report: bool) -> None:
         """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
-        key = self._operation.key
+        key = self._collective.key
         self._asked_s = reactor.time()
-        self._unanswered = set(range(self._operation.group.size)) - {self._operation.group.rank}
+        self._unanswered = set(range(self._collective.group.size)) - {self._collective.group.rank}
         if control is not None:
-            control.query([(key.group_id, key.name, self._operation.seq)], -1, self._answered)
+            control.query([(key.group_id, key.name, self._collective.seq)], -1, self._answered)
         if report:
             reactor.call_later(ANSWER_WITHIN_S, self._report)
 
@@ -66,40 +67,40 @@ class Inquiry:
         """The cause of a timeout, with the ranks that arrived and those that are missing."""
         arrived, missing = self._arrived_and_missing()
         waited_s = self._operation.waited_s()
-        group = self._operation.group
+        group = self._collective.group
         where = f"did not finish on {group.called(group.rank)} within {waited_s:.1f} s"
-        message = f"{self._operation.title} {where}: {self._words(arrived, missing)}"
+        message = f"{self._collective.title} {where}: {self._words(arrived, missing)}"
         known = (tuple(map(group.known, ranks)) for ranks in (arrived, missing))
         return Cause(CauseKind.TIMEOUT, self._rank, message, *known)
 
     def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
-        if posted and rank in self._operation.group.index:
-            member = self._operation.group.index[rank]
+        if posted and rank in self._collective.group.index:
+            member = self._collective.group.index[rank]
             self._answers[member] = (posted[0], activity)
             self._unanswered.discard(member)
             if not self._unanswered:
                 self._concluded()
 
     def _report(self) -> None:
-        operation = self._operation
-        if operation.finished or operation.failed:
+        operation, collective = self._operation, self._collective
+        if operation.is_over:
             return
         arrived, missing = self._arrived_and_missing()
-        group = operation.group
-        which = f"#{operation.seq}" if group.within is not None else f"#{operation.seq}, group of {group.size}"
+        group = collective.group
+        which = f"#{collective.seq}" if group.within is not None else f"#{collective.seq}, group of {group.size}"
         waited_s, words = operation.waited_s(), self._words(arrived, missing)
         logger.warning(
-            "%s has waited %.1f s for %s (%s): %s", group.called(group.rank), waited_s, operation.title, which, words
+            "%s has waited %.1f s for %s (%s): %s", group.called(group.rank), waited_s, collective.title, which, words
         )
 
     def _arrived_and_missing(self) -> tuple[list[int], list[int]]:
-        here = set(self._operation.arrived_ranks())
+        here = set(self._collective.arrived_ranks())
         here |= {rank for rank, (posted, _) in self._answers.items() if posted}
-        ranks = range(self._operation.group.size)
+        ranks = range(self._collective.group.size)
         return [rank for rank in ranks if rank in here], [rank for rank in ranks if rank not in here]
 
     def _words(self, arrived: list[int], missing: list[int]) -> str:
-        group = self._operation.group
+        group = self._collective.group
         if not missing:
             silent = [rank for rank in arrived if rank not in self._answers and rank != group.rank]
             tail = f"; no answer from {group.all_called(silent)} (stopped or unreachable)" if silent else ""

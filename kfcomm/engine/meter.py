@@ -23,7 +23,7 @@ from kfcomm.types import override
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from kfcomm.core.collective import GroupView, Key
+    from kfcomm.core.collective import Collective, GroupView, Key
     from kfcomm.engine.earlier import Earlier
     from kfcomm.engine.operation import Operation
 
@@ -185,15 +185,15 @@ class Meter(Observer):
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
 
-    def arrived(self, peer: int, operation: Operation) -> None:
-        """A chunk of ``peer`` was this operation's. The clock is read once a burst."""
+    def arrived(self, peer: int, collective: Collective) -> None:
+        """A chunk of ``peer`` was this collective's. The clock is read once a burst."""
         now_s = self.now_s
         if not now_s:
             now_s = self.now_s = monotonic()
-        waited_s = now_s - operation.heard_s
+        waited_s = now_s - collective.heard_s
         if waited_s > 0.0:
             self.waited_s[peer] += waited_s
-            operation.heard_s = now_s
+            collective.heard_s = now_s
 
     def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
         """A collective is complete. On one thread at a time: see ``Recorder.settle``."""
@@ -217,7 +217,7 @@ class Meter(Observer):
 
     @override
     def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
-        self.count_failure(operation.group, operation.name)
+        self.count_failure(operation.collective.group, operation.collective.name)
 
     @override
     def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:

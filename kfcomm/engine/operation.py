@@ -1,8 +1,8 @@
 """One collective in flight, with its memory: the caller's input, the partial result and the result.
 
-An operation is a machine that does at once what it decides: it folds, stores and copies chunks, and gives links the
-bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the rank
-keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
+An operation does at once what the machine of its collective decides: it folds, stores and copies chunks, and gives
+links the bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the
+rank keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from kfcomm.core.collective import Collective
 from kfcomm.core.deadlines import NEVER
-from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, UP, Effects
+from kfcomm.core.frame import Kind
+from kfcomm.core.links import admit, may_send
+from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, PAYLOAD, RESULT, CollectiveDriver
 from kfcomm.core.program import Lane
 from kfcomm.engine.buffers import Payload
 from kfcomm.errors import InternalError
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfcomm.arrays.reduce import Kernel
-    from kfcomm.core.collective import Series
+    from kfcomm.core.collective import Collective, Series
     from kfcomm.engine.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
+CHUNK = int(Kind.CHUNK)
 COPIED_NBYTES = 1 << 11
 """A chunk up to this size is sent from a copy: 0.1 µs, where a view costs 0.3 and the garbage collector two objects."""
 
@@ -74,11 +76,11 @@ class CachedName(Protocol):
     is_whole: bool
 
 
-class Operation(Collective):
-    """A collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
+class Operation(CollectiveDriver):
+    """Driver of one collective, with its memory. It owns what links read for it: see ``transports.base.Owner``.
 
-    It is one object with its machine, and it and its future let go of each other at the end: ten thousand of them in
-    flight are half the work for the garbage collector, and no work at all when they are over.
+    It and its collective, and it and its future, let go of each other at the end: so ten thousand of them are no work
+    for the garbage collector when they are over.
 
     Args:
         future: resolved with what the caller gets, or rejected; its slot ``operation`` is emptied at the end. None: the
@@ -92,6 +94,7 @@ class Operation(Collective):
 
     Attributes:
         engine: set when it is posted.
+        collective: what it drives; set when it begins.
         is_over: it is complete or has failed.
         is_small: its input is one chunk, and sent from a copy.
         is_whole: it is one chunk, and what is folded lies in the result.
@@ -100,19 +103,19 @@ class Operation(Collective):
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
         posted_s: when it was posted, by the reactor's clock.
-        heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
         timeout_s, due_s, told: see ``core.deadlines.Waiting``.
     """
 
     # Most stay what they are here: then they cost an operation neither time nor memory.
     engine: Engine
+    collective: Collective
     is_over = failed = is_small = is_whole = is_cached = False
     error: BaseException | None = None
     value: Any = None
     finished_by: Callable[[Any], Any] | None = None
     priority = 0
     timeout_s = due_s = NEVER
-    posted_s = heard_s = 0.0
+    posted_s = 0.0
     told = 0
     _partial: Array | None = None
     _in_view: memoryview | None = None
@@ -147,20 +150,12 @@ class Operation(Collective):
     def again(cls, name: CachedName, future: Any, source: Array, result: Array, value: Array | None) -> Self:
         """One use of a cached name: only its number and its arrays are new.
 
-        Every attribute is set here, in one frame: calls of the constructors of all base classes would cost 1 µs more.
+        Every attribute is set here, in one frame: each further constructor would cost 0.2 µs more.
         """
         self = cls.__new__(cls)
         self.is_cached = True
-        self.series = series = name.series
-        self.program = program = series.program
-        self.remaining = num_slots = program.num_slots
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        if program.gate:
-            self._gate = program.gate
         self.is_small = name.is_small
         self.is_whole = name.is_whole
-        self.posted = series.posted
-        self.stamp = name.group.plans.stamp
         self.engine = name.engine
         self.work = name.work
         self.nbytes = name.nbytes
@@ -168,32 +163,68 @@ class Operation(Collective):
         self._in = source
         self._out = result
         self.value = value
-        self.posted_s = self.heard_s = now_s = name.engine.reactor.time()
+        self.posted_s = now_s = name.engine.reactor.time()
         self.timeout_s = name.timeout_s
         self.due_s = now_s + name.first_s
         return self
 
     # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
 
+    @property
+    def seq(self) -> int:
+        """Number of this use of its name."""
+        return self.collective.seq
+
     @override
-    def start(self, effects: Effects) -> None:
-        # A cached use is not the first, and has no priority; while calls are traced, nothing is cached.
+    def begin(self, machine: Collective) -> None:
+        self.collective = machine
+        machine.heard_s = self.posted_s
+        # A cached use is not the first, and has no priority; while calls are observed, nothing is cached.
         if not self.is_cached:
             self.engine.begins(self)
-        elif (sends := self.program.first_sends) is not None:
-            for to, lane, index in sends:
-                self.engine.send(self, to, lane, index, UP, INPUT, None)
-            return
-        super().start(effects)
+        machine.start()
 
-    def _send(
-        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
-    ) -> None:
-        self.engine.send(self, to, lane, index, phase, source, payload)
+    @override
+    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
+        # Held back where a destination may not have it yet: see ``admit``.
+        engine, collective = self.engine, self.collective
+        if source == PAYLOAD:
+            payload.forwarded(engine.pool)
+            data = payload.view
+        else:
+            data = self.to_send(lane, index, source)
+        nbytes = len(data)
+        series, links = collective.series, engine.links
+        for rank in to:
+            peer = series.group.members[rank]
+            sender = links.by_peer.get(peer) or links.towards(peer)
+            link, state = sender.link, sender.state
+            if link is None or link.needs_flush:
+                links.dirty[sender] = None
+            stamp = collective.stamp
+            is_known = series in state.known and collective.deferred is None
+            if is_known and collective.posted >> rank & 1:
+                pass
+            elif is_known and state.window.take(nbytes):
+                stamp += 1
+            else:
+                before, admitted = admit(state, collective, rank, (lane, index, phase, source, payload), nbytes)
+                for definition in before:
+                    sender.send(definition)
+                if admitted is None:
+                    collective.sends += 1
+                    continue
+                stamp = admitted[7]
+            if engine.observers is not None:
+                for observer in engine.observers:
+                    observer.sent(peer, self, nbytes)
+            header = (CHUNK, series.key_id, collective.seq, series.signature_id, lane.number, phase, index, stamp)
+            # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
+            if not (link or sender).send(header, data if nbytes else None, self, self.priority):
+                collective.sends += 1
 
-    def _fold(
-        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
-    ) -> None:
+    @override
+    def fold(self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool) -> None:
         # FOLD_UP takes the long way: its result may be made in the link's memory.
         if self.is_whole and type(payload) is memoryview and tag != FOLD_UP:
             kernel, out = self._folding(), self._out
@@ -209,43 +240,50 @@ class Operation(Collective):
         elif tag == FOLD_UP:
             self.fold_up(lane, index, view, first)
         else:
-            self.fold(lane, index, view, first)
+            self.fold_partial(lane, index, view, first)
         if type(payload) is not memoryview:
             payload.release(self.engine.pool)
 
-    def _hold(self, payload: Payload | memoryview, effects: Effects) -> Payload:
+    @override
+    def hold(self, payload: Payload | memoryview) -> Payload:
         if type(payload) is memoryview:
             payload = Payload(payload, None, self.engine.receiver.lender)
         payload.keep(self.engine.pool)
         return payload
 
-    def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
-        self.finish(lane, index)
-
-    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
+    @override
+    def store(self, lane: Lane, index: int, payload: Payload | memoryview) -> None:
         if type(payload) is memoryview:
             # A chunk that is the whole result needs no bounds and no slices.
             if self.is_cached and lane.count == len(self._out) and lane.num_chunks == 1:
                 self._out[:] = np.frombuffer(payload, self._out.dtype)
             else:
-                self.store(lane, index, payload)
+                self.write(lane, index, payload)
         else:
             if payload.owner is not self:
-                self.store(lane, index, payload.view)
+                self.write(lane, index, payload.view)
             else:
-                self.stored(lane, index, payload.view)
+                self.written(lane, index, payload.view)
             payload.release(self.engine.pool)
 
-    def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
-        self.copy(lane, index)
-
-    def _release(self, payload: Payload | memoryview, effects: Effects) -> None:
+    @override
+    def release(self, payload: Payload | memoryview) -> None:
         if type(payload) is not memoryview:
             payload.release(self.engine.pool)
 
-    def _end(self, effects: Effects) -> None:
-        self.finished = True
-        self.engine.completed(self)
+    @override
+    def completed(self) -> None:
+        engine, collective = self.engine, self.collective
+        engine.recorder.end(collective.series, collective.seq, self.posted_s, self.nbytes)
+        engine.router.complete(collective)
+        if engine.deadlines.inquiries:
+            engine.deadlines.end(self)
+        if engine.observers is not None:
+            engine.tell_done(self)
+        if self.future is None:
+            self.is_over = True
+        else:
+            self.resolve()
 
     # Its end, for whoever waits.
 
@@ -269,7 +307,8 @@ class Operation(Collective):
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
-        self.engine.sent(self)
+        if not self.failed:
+            self.collective.was_read()
 
     def waited_s(self) -> float:
         """Seconds since it was posted."""
@@ -352,7 +391,7 @@ class Operation(Collective):
         self._last = (lane, index, source, view)
         return view
 
-    def fold(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+    def fold_partial(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ what ``view`` holds."""
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
@@ -361,16 +400,16 @@ class Operation(Collective):
         kernel.fold(own, self._contribution(kernel, view, stop - start), partial)
 
     def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
-        """As ``fold``, for a partial result that is complete and goes to the lane's parent next.
+        """As ``fold_partial``, for a partial result that is complete and goes to the lane's parent next.
 
         It is made in the send buffer of the link, if that has space: then nothing is copied.
         """
         start, stop = self._bounds(lane, index)
         kernel = self.work.kernel or self._folding()
         nbytes = (stop - start) * kernel.accumulate_dtype.itemsize
-        room = self.engine.reserve(self, lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
+        room = self._reserve(lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
         if room is None:
-            self.fold(lane, index, view, first)
+            self.fold_partial(lane, index, view, first)
             return
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         made = np.frombuffer(room, kernel.accumulate_dtype)
@@ -385,13 +424,13 @@ class Operation(Collective):
         kernel = self.work.kernel or self._folding()
         kernel.last(own, self._contribution(kernel, view, stop - start), result, self.work.size)
 
+    @override
     def finish(self, lane: Lane, index: int) -> None:
-        """Make the result of the input, the only contribution."""
         start, stop = self._bounds(lane, index)
         source = self._part(lane, INPUT, start, stop)
         self._folding().finish(source, self._part(lane, RESULT, start, stop), self.work.size)
 
-    def store(self, lane: Lane, index: int, view: memoryview) -> None:
+    def write(self, lane: Lane, index: int, view: memoryview) -> None:
         """Make the result of what ``view`` holds."""
         result = self._out
         if lane.count != result.size or lane.num_chunks != 1:
@@ -400,25 +439,37 @@ class Operation(Collective):
         if lane.count:
             result[:] = np.frombuffer(view, result.dtype)
 
-    def stored(self, lane: Lane, index: int, view: memoryview) -> None:
+    def written(self, lane: Lane, index: int, view: memoryview) -> None:
         """A chunk has arrived in place, in the memory of the result."""
 
+    @override
     def copy(self, lane: Lane, index: int) -> None:
-        """Make the result of the input."""
         if lane.count:
             start, stop = self._bounds(lane, index)
             self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
+
+    def behind(self) -> list[int]:
+        """Group ranks that keep it waiting although they may have posted it."""
+        return []
 
     def redirect(self, result: Array) -> None:
         """The result goes elsewhere from now on: there is a copy of what has come so far."""
         self._out, self._out_view, self._last = result, None, None
         self.engine.links.redirect(self)
 
+    def _reserve(self, to: int, nbytes: int) -> memoryview | None:
+        """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
+        collective = self.collective
+        sender = self.engine.links.to(collective.group.members[to])
+        if sender.link is None or not may_send(sender.state, collective, to, nbytes):
+            return None
+        return sender.link.reserve(nbytes, self.priority)
+
     def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
         """The elements of a chunk, counted from the beginning of its lane."""
         if lane.num_chunks == 1:
             return 0, lane.count
-        chunk = self.program.chunk_elements
+        chunk = self.collective.program.chunk_elements
         start = index * chunk
         return start, min(start + chunk, lane.count)
 

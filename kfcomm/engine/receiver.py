@@ -83,7 +83,7 @@ class Receiver:
                 self._engine.broke(None if key is None else key.live.get(header[2]), error)
                 return
             if meter is not None and whose is not None:
-                meter.arrived(link.peer, cast("Operation", whose))
+                meter.arrived(link.peer, whose)
         elif type(link.state) is Incoming:
             self._hear(link, link.state, header, effects)
         elif header[0] == POSTED:
@@ -194,8 +194,9 @@ class Receiver:
 
     def _room(self, ticket: Any, nbytes: int) -> Payload:
         if ticket is not None and type(ticket[0]) is not Early:
-            operation, route, index = ticket
+            collective, route, index = ticket
             if route.phase == DOWN and route.lane.keeps:
+                operation = cast("Operation", collective.driver)
                 return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
         return Payload.held(self._pool, nbytes)
 

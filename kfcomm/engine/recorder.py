@@ -91,8 +91,8 @@ class Recorder(Observer):
 
     @override
     def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
-        self._notes.append(_posted(operation.series, operation.seq, operation.posted_s))
-        self.note("failed", operation.name, operation.seq, reason)
+        self._notes.append(_posted(operation.collective.series, operation.seq, operation.posted_s))
+        self.note("failed", operation.collective.name, operation.seq, reason)
 
     @override
     def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:
@@ -131,7 +131,7 @@ class Recorder(Observer):
         events = list(self._notes)
         for series, seq, posted_s, ended_s, _ in [*self._kept, *self.ended][-limit:]:
             events += (_posted(series, seq, posted_s), (ended_s, "completed", series.key.name, seq, ""))
-        events += [_posted(one.series, one.seq, one.posted_s) for one in self._in_flight()[-limit:]]
+        events += [_posted(one.collective.series, one.seq, one.posted_s) for one in self._in_flight()[-limit:]]
         return sorted(events, key=itemgetter(0))[-limit:]
 
 

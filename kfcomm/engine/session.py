@@ -175,7 +175,8 @@ class Session(ControlEvents, StatusSource):
             return
         for observer in self.engine.all_observers():
             observer.left(rank)
-        pending = [one for one in self.engine.entered() if rank in one.group.index]
+        self.engine.enter_all()
+        pending = [one for one in self.engine.router.live if rank in one.group.index]
         ops = [(one.key.group_id, one.name, one.seq) for one in pending]
         cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
         self.engine.on_peer_left(rank, cause)
@@ -257,7 +258,8 @@ class Session(ControlEvents, StatusSource):
 
     def follow(self, network: Network) -> Session:
         """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
-        observers, self.engine.observers = self.engine.observers, None
+        observers = self.engine.observers
+        self.engine.observe(None)
         given, reports = self.devices, network.reports
         self.devices = DeviceSetup.none(self.layout.size)
         birth = self.network.births[self.rank]
@@ -273,7 +275,7 @@ class Session(ControlEvents, StatusSource):
             follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
-        follower.engine.observers = tuple(one for one in observers or () if one.outlives_epoch)
+        follower.engine.observe(tuple(one for one in observers or () if one.outlives_epoch))
         follower.where = self.where
         for observer in follower.engine.observers or ():
             observer.joined(follower.epoch, follower.rank, follower.layout.size)
@@ -356,7 +358,8 @@ class Session(ControlEvents, StatusSource):
             await closing.wait(asyncio.wait([drain.done]), drain.within_s, drain.why)
         if drains:
             self.engine.end(self._closed or "")
-        observers, self.engine.observers = self.engine.observers, None
+        observers = self.engine.observers
+        self.engine.observe(None)
         for observer in observers or ():
             await observer.close()
         for service in self.services:

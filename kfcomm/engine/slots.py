@@ -60,7 +60,7 @@ class SlotTable:
 
     def of(self, operation: SlottedOperation) -> Slot | None:
         """The slot for a use that begins now; None if it goes the ordinary way."""
-        series = operation.series
+        series = operation.collective.series
         slot: Slot | None = series.slot
         if slot is None:
             slot = self._found(operation)
@@ -162,7 +162,8 @@ class SlotTable:
 
     def _found(self, operation: SlottedOperation) -> Slot | None:
         """A slot handed out before this use; without one, the hub hands one out with it."""
-        series, key = operation.series, operation.key
+        series = operation.collective.series
+        key = series.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
             self._set(series, taken)
@@ -185,7 +186,7 @@ class SlotTable:
 
         Any other rank that does so sends a chunk to this one, whose graph reaches all: so all follow.
         """
-        series = operation.series
+        series = operation.collective.series
         slots = series.key.slots
         slot: Slot | None = None if slots is None else slots.get(series.signature)
         if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
@@ -193,7 +194,7 @@ class SlotTable:
         slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
         for peer in slot.others:
             sender = self._links.to(peer)
-            for header in definitions(sender.state, operation):
+            for header in definitions(sender.state, operation.collective):
                 sender.send(header)
             sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
 
@@ -274,7 +275,7 @@ class SlotTable:
 
     def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
         """The slot there, for this series from now on; None if there can be none."""
-        series, work = operation.series, operation.work
+        series, work = operation.collective.series, operation.work
         group, key = series.group, series.key
         members = [group.members[rank] for rank in work.ranks]
         rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
@@ -316,7 +317,7 @@ class SlotTable:
             return
         for sender in senders:
             if sender is not None:
-                for header in definitions(sender.state, operation):
+                for header in definitions(sender.state, operation.collective):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
 

@@ -73,7 +73,7 @@ class WiredOperation(Operation):
         self._last = (lane, index, source, view)
         return view
 
-    def fold(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+    def fold_partial(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ what ``view`` holds."""
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
@@ -83,7 +83,7 @@ class WiredOperation(Operation):
     @override
     def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         # what is sent is converted, and never where the partial result is
-        self.fold(lane, index, view, first)
+        self.fold_partial(lane, index, view, first)
 
     def fold_last(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """Make the result: (input if first else partial) ∘ what ``view`` holds, finished, and rounded if it travels."""
@@ -99,14 +99,14 @@ class WiredOperation(Operation):
         own = self._part(lane, INPUT, start, stop)
         self._wire.finish(own, self.work.size, self._part(lane, RESULT, start, stop), sent)
 
-    def store(self, lane: Lane, index: int, view: memoryview) -> None:
+    def write(self, lane: Lane, index: int, view: memoryview) -> None:
         """Make the result of what ``view`` holds, and keep its bytes if they are to be passed on."""
         start, stop = self._bounds(lane, index)
         if lane.targets:
             self._place(lane, start, stop)[:] = self._arrived(view)
         self._wire.decode(self._arrived(view), self._part(lane, RESULT, start, stop))
 
-    def stored(self, lane: Lane, index: int, view: memoryview) -> None:
+    def written(self, lane: Lane, index: int, view: memoryview) -> None:
         """Make the result of what has arrived where converted bytes belong."""
         start, stop = self._bounds(lane, index)
         self._wire.decode(self._arrived(view), self._part(lane, RESULT, start, stop))

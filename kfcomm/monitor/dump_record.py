@@ -73,18 +73,19 @@ def _routes(session: Session) -> dict[str, str]:
 
 
 def _waiting(operation: Operation) -> dict[str, Any]:
-    members = operation.group.members
+    collective = operation.collective
+    members = collective.group.members
     return {
-        "group": operation.key.group_id.hex(),
+        "group": collective.key.group_id.hex(),
         "members": list(members),
-        "name": operation.name,
-        "seq": operation.seq,
-        "verb": operation.signature[0],
+        "name": collective.name,
+        "seq": collective.seq,
+        "verb": collective.signature[0],
         "waited_s": round(operation.waited_s(), 3),
-        "arrived": [members[rank] for rank in operation.arrived_ranks()],
-        "not_heard_from": [members[rank] for rank in operation.missing_ranks()],
-        "chunks_missing": operation.remaining,
-        "sends_pending": operation.sends,
+        "arrived": [members[rank] for rank in collective.arrived_ranks()],
+        "not_heard_from": [members[rank] for rank in collective.missing_ranks()],
+        "chunks_missing": collective.remaining,
+        "sends_pending": collective.sends,
     }
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
-from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, Effects, Machine
+from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, EffectRecorder, Machine
 from kfcomm.core.program import Lane, Program
 from kfcomm.errors import InternalError
 from kfcomm.simulate.agenda import Agenda
@@ -112,7 +112,7 @@ class Rank:
 
     __slots__ = (
         "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_rank",
-        "_work", "done_s", "nbytes_sent", "num_messages",
+        "_recorder", "_work", "done_s", "nbytes_sent", "num_messages",
     )  # fmt: skip
 
     def __init__(
@@ -128,7 +128,8 @@ class Rank:
         self._agenda = agenda
         self._rank = rank
         self._program = program
-        self._machine = Machine(program)
+        self._recorder = EffectRecorder([])
+        self._machine = Machine(program, self._recorder)
         self._flow_to = flow_to
         self._flows: dict[int, Flow] = {}
         self._work = work
@@ -158,10 +159,9 @@ class Rank:
 
     def was_read(self) -> None:
         """A chunk has left this rank's memory."""
-        effects: Effects = []
-        self._machine.was_read(effects)
-        if effects:
-            self._perform(effects)
+        self._machine.was_read()
+        if self._recorder.effects:
+            self._perform()
             self.done_s = self._agenda.now_s
 
     def work(self) -> None:
@@ -178,19 +178,18 @@ class Rank:
 
     def _do(self, chunk: Chunk | None) -> tuple[list[tuple[int, Chunk]], float]:
         """Take in a chunk, or begin without one; returns what to send then, and the seconds of work."""
-        effects: Effects = []
         busy_s = 0.0
         if chunk is None:
-            self._machine.start(effects)
+            self._recorder.begin(self._machine)
         else:
             route = self._program.routes.get((chunk.lane, chunk.phase, chunk.sender))
             if route is None or not self._machine.accepts(route, chunk.number):
                 raise InternalError(f"rank {self._rank} was sent a chunk that its machine does not take: {chunk}")
-            self._machine.arrived(route, chunk.number, chunk.payload, effects)
+            self._machine.arrived(route, chunk.number, chunk.payload)
             busy_s = self._work.message_s(self._rank, chunk.sender, chunk.nbytes)
-        sends, for_effects_s = self._perform(effects)
+        sends, for_effects_s = self._perform()
         busy_s += for_effects_s
-        if self._machine.finished and self.done_s is None:
+        if self.done_s is None and not (self._machine.remaining or self._machine.sends):
             self.done_s = self._agenda.now_s + busy_s
         return sends, busy_s
 
@@ -220,11 +219,12 @@ class Rank:
             self.nbytes_sent += chunk.nbytes
         self.num_messages += len(sends)
 
-    def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
-        """Carry out effects; returns what to send after them, and the seconds of work."""
+    def _perform(self) -> tuple[list[tuple[int, Chunk]], float]:
+        """Carry out what the machine has decided; returns what to send after them, and the seconds of work."""
         work, rank, carry, sizes = self._work, self._rank, self._carry, self._work.sizes
         sends: list[tuple[int, Chunk]] = []
         seconds = 0.0
+        effects, self._recorder.effects = self._recorder.effects, []
         for effect in effects:
             tag = effect[0]
             carried = None if carry is None else carry(rank, effect)

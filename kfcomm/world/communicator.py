@@ -386,7 +386,8 @@ class Communicator(Persistent):
         self._check_open()
         engine, group, name = self._session.engine, self._group.view.id, checked_name(name)
         cause = Cause(CauseKind.MISMATCH, self._session.rank, message)
-        for collective in engine.entered():
+        engine.enter_all()
+        for collective in engine.router.live:
             if (collective.group.id, collective.key.name, collective.seq) == (group, name, seq):
                 engine.abort(collective, cause)
                 return

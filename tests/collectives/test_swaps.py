@@ -385,7 +385,7 @@ async def test_withdrawn_chunks_return_their_credit(generation: int, charged: in
         state = engine.links.by_peer[1].state
         handle = comms[0].all_reduce(np.ones(2), "k")
         await turns()
-        (operation,) = engine.in_flight()
+        (operation,) = engine.router.live
         (lane,) = list(operation.program.lanes.values())[:1]
         queued = (0, operation.key.id, operation.seq, 0, lane.number, 0, 0, 2 * generation + charged)
         before = state.window.nbytes, state.window.headers

@@ -12,7 +12,7 @@ from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.links import Incoming, Outgoing
-from kfcomm.core.machine import UP
+from kfcomm.core.machine import UP, Do, EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.types import Verb
 from tests.core.specs import ITEM, Spec
@@ -46,12 +46,13 @@ class Desk:
     def view(self, spec=SUM):
         return GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
 
-    def post(self, spec=SUM, **options):
-        view = self.view(spec)
-        return self.router.post(
-            view, spec.name, spec.signature, spec.program(view.rank), spec.sizes, self.effects,
-            overlapping=spec.overlapping, generation=spec.generation, **options,
-        )  # fmt: skip
+    def post(self, spec=SUM, seq=None):
+        return self.router.post(spec.post(self.view(spec), seq), EffectRecorder(self.effects), self.effects)
+
+    def again(self, series, generation=0):
+        """The next use of a series, the short way: the collective, or None if it has to go the long way."""
+        driver = EffectRecorder(self.effects)
+        return driver.machine if self.router.post_again(series, generation << 1, driver, self.effects) else None
 
     def refuse(self, spec=SUM, **options):
         return self.router.refuse(self.view(spec), spec.name, "why", self.effects, **options)
@@ -94,6 +95,12 @@ class Desk:
     def told(self, seq=0, spec=SUM, cause=TIMEOUT):
         self.router.on_abort(spec.group_id, spec.name, seq, cause, self.effects)
 
+    def resume(self):
+        """The sends that were held back, as the engine resumes them."""
+        for _, collective, send in self.take(Tell.RESUME):
+            collective.resume(send)
+        return self.take(Do.SEND)
+
     def reasons(self):
         return [reason for _, _, reason in self.take(Tell.VIOLATION)]
 
@@ -108,10 +115,10 @@ def listed(value):
 
 
 def admit(desk, effect):
-    (to,) = effect[2]
+    _, collective, (to,), *chunk = effect
     outgoing = desk.outgoing[SUM.members[to]]
-    foretold = links.may_send(outgoing, effect[1], to, NBYTES)
-    before, header = links.admit(outgoing, effect, effect[1], to, NBYTES)
+    foretold = links.may_send(outgoing, collective, to, NBYTES)
+    before, header = links.admit(outgoing, collective, to, tuple(chunk), NBYTES)
     assert foretold == (header is not None)
     return before, header
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kfcomm.core import program as programs
 from kfcomm.core.chunk import num_chunks, share_out, split
-from kfcomm.core.collective import ItemSizes
+from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
@@ -110,6 +110,11 @@ class Spec:
                 return programs.send(rank, self.count, self.chunk)
             case _:
                 return programs.barrier(rank, self.pairs[0])
+
+    def post(self, group: GroupView, seq: int | None = None) -> Post:
+        """This collective as a member posts it."""
+        program = self.program(group.rank)
+        return Post(group, self.name, self.signature, program, self.sizes, self.generation, self.overlapping, seq)
 
     def source(self, rank: int) -> np.ndarray:
         """Contribution of a rank: numbers of very different sizes, so that the order of addition matters."""

@@ -10,9 +10,8 @@ from kfcomm.core import names
 from kfcomm.core.calls import Tell
 from kfcomm.core.collective import Collective
 from kfcomm.core.frame import Kind
-from kfcomm.core.machine import UP
+from kfcomm.core.machine import UP, EffectRecorder
 from tests.core.desk import NBYTES, SUM, TIMEOUT, Desk
-from tests.core.test_router import again
 
 
 class Begun:
@@ -20,9 +19,7 @@ class Begun:
 
     def __init__(self, desk, series):
         self.desk = desk
-        self.collective = Collective()
-        self.collective.begin(series, 0)
-        self.collective.seq = series.key.next_seq
+        self.collective = Collective(series, series.key.next_seq, 0, EffectRecorder(desk.effects))
         series.key.next_seq += 1
         series.key.begun = self
 
@@ -68,7 +65,7 @@ def test_an_abort_ends_it():
 @pytest.mark.parametrize("overlapping", [True, False])
 def test_another_use_is_a_second_one_in_flight(overlapping):
     desk, use = begun()
-    assert again(desk, desk.series()) is None
+    assert desk.again(desk.series()) is None
     assert not use.is_known
     second = desk.post(replace(SUM, overlapping=overlapping))
     assert use.is_known

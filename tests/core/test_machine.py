@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core import program as programs
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, UP, Do, Machine
+from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, UP, Do, EffectRecorder, Machine
 from tests.core import specs
 
 STAR = GraphPair.of(Graph.from_parents([0, 0, 0, 0]))
@@ -20,11 +20,12 @@ class Bench:
     """A machine, started; effects without the machine itself, and with lane numbers for lanes."""
 
     def __init__(self, program):
-        self.machine = Machine(program)
+        self.effects = []
+        driver = EffectRecorder(self.effects)
+        self.machine = Machine(program, driver)
         self.lanes = program.lanes
         self.routes = program.routes
-        self.effects = []
-        self.machine.start(self.effects)
+        driver.begin(self.machine)
 
     def accepts(self, phase, sender, lane=0, index=0):
         route = self.routes.get((lane, phase, sender))
@@ -35,12 +36,12 @@ class Bench:
         return self.arrive_unasked(payload, phase, sender, lane, index)
 
     def arrive_unasked(self, payload, phase=UP, sender=1, lane=0, index=0):
-        self.machine.arrived(self.routes[lane, phase, sender], index, payload, self.effects)
+        self.machine.arrived(self.routes[lane, phase, sender], index, payload)
         return self.take()
 
     def sent(self, times=1):
         for _ in range(times):
-            self.machine.was_read(self.effects)
+            self.machine.was_read()
         return self.take()
 
     def take(self):
@@ -94,7 +95,6 @@ def test_a_leaf_sends_its_input_and_stores_the_result():
     assert bench.arrive("r1", DOWN, 0, index=1) == [(Do.STORE, 0, 1, "r1")]
     assert bench.sent() == []
     assert bench.sent() == [(Do.DONE,)]
-    assert bench.machine.finished
 
 
 def test_it_is_not_done_before_its_sends_are_nor_before_its_chunks():
@@ -146,11 +146,12 @@ def test_alone_it_is_done_at_once(program, effects):
 
 
 def test_done_elsewhere_completes_program_without_lanes():
-    machine, effects = Machine(programs.elsewhere(0, 3)), []
-    machine.start(effects)
+    effects = []
+    machine = Machine(programs.elsewhere(0, 3), driver := EffectRecorder(effects))
+    driver.begin(machine)
     assert not machine.awaits(1)
     assert not effects
-    machine.done_elsewhere(effects)
+    machine.done_elsewhere()
     assert [effect[0] for effect in effects] == [Do.DONE]
 
 
@@ -252,19 +253,19 @@ class Twins:
 
     def __init__(self, program):
         self.program = program
-        self.short, self.long = Machine(program), Machine(program)
+        self.short, self.long = [Machine(program, EffectRecorder([])) for _ in range(2)]
         self.here = [set() for _ in range(program.num_slots)]
         self.said = []
-        self.both(lambda machine, effects: machine.start(effects))
+        self.both(lambda machine: machine.driver.begin(machine))
 
     def both(self, do):
         """One event for both."""
         said = []
         for machine in (self.short, self.long):
-            effects = []
-            do(machine, effects)
-            assert all(effect[1] is machine for effect in effects)
-            said.append([(effect[0], *effect[2:]) for effect in effects])
+            do(machine)
+            assert all(effect[1] is machine for effect in machine.driver.effects)
+            said.append([(effect[0], *effect[2:]) for effect in machine.driver.effects])
+            machine.driver.effects.clear()
         assert said[0] == said[1]
         self.said += said[0]
 
@@ -276,14 +277,14 @@ class Twins:
         for machine in (self.short, self.long):
             assert machine.accepts(route, index) == is_allowed
 
-        def come(machine, effects):
+        def come(machine):
             if machine is self.short:
                 before = self.state(machine)
-                assert machine.take(route, index, payload, effects) == is_allowed
+                assert machine.take(route, index, payload) == is_allowed
                 if not is_allowed:
-                    assert (effects, self.state(machine)) == ([], before)
+                    assert (machine.driver.effects, self.state(machine)) == ([], before)
             elif is_allowed:
-                machine.arrived(route, index, payload, effects)
+                machine.arrived(route, index, payload)
 
         self.both(come)
         if is_allowed:
@@ -298,7 +299,8 @@ class Twins:
 
     def was_read(self, times):
         """Payloads are no longer read."""
-        self.both(lambda machine, effects: machine.was_read(effects, times))
+        for _ in range(times):
+            self.both(Machine.was_read)
 
 
 @settings(max_examples=150)
@@ -317,7 +319,6 @@ def test_take_matches_arrived_and_refuses_repeats(size, seed):
             twins.was_read(rnd.randint(1, twins.short.sends))
     if twins.short.sends:
         twins.was_read(twins.short.sends)
-    assert twins.short.finished
     assert [effect[0] for effect in twins.said].count(Do.DONE) == 1
     assert twins.said[-1] == (Do.DONE,)
     ends = [effect for effect in twins.said if effect[0] in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST, Do.STORE, Do.RELEASE)]
@@ -327,11 +328,11 @@ def test_take_matches_arrived_and_refuses_repeats(size, seed):
 def test_while_a_chunk_is_held_others_are_taken():
     bench = root()  # of two chunks
     routes, machine = bench.routes, bench.machine
-    assert machine.take(routes[0, UP, 3], 0, "c", bench.effects)
-    assert machine.take(routes[0, UP, 1], 1, "a1", bench.effects)
-    assert not machine.take(routes[0, UP, 3], 0, "c again", bench.effects)
+    assert machine.take(routes[0, UP, 3], 0, "c")
+    assert machine.take(routes[0, UP, 1], 1, "a1")
+    assert not machine.take(routes[0, UP, 3], 0, "c again")
     assert bench.take() == [(Do.HOLD, "c"), (Do.FOLD, 0, 1, "a1", True)]
     bench.arrive("a", sender=1)
     bench.arrive("b", sender=2)
-    assert machine.take(routes[0, UP, 2], 1, "b1", bench.effects)
+    assert machine.take(routes[0, UP, 2], 1, "b1")
     assert bench.take() == [(Do.FOLD, 0, 1, "b1", False)]

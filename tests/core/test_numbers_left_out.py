@@ -5,9 +5,10 @@ from __future__ import annotations
 from kfcomm.core import program
 from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, ItemSizes
+from kfcomm.core.collective import Collective, GroupView, ItemSizes, Post
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import Incoming
+from kfcomm.core.machine import EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.core.signature import Signature
 
@@ -18,8 +19,8 @@ PAIR = GroupView(b"pair", (0, 1), 1)
 
 def posted(router, **options):
     effects = []
-    receive = program.send(1, 1, 1)
-    return router.post(PAIR, "x", SIGNATURE, receive, ItemSizes(1, 1), effects, **options), effects
+    post = Post(PAIR, "x", SIGNATURE, program.send(1, 1, 1), ItemSizes(1, 1), **options)
+    return router.post(post, EffectRecorder(effects), effects), effects
 
 
 def early_chunk(router, incoming, seq):

@@ -8,7 +8,7 @@ import pytest
 
 from kfcomm.core import names
 from kfcomm.core.calls import Tell
-from kfcomm.core.collective import Collective, shown
+from kfcomm.core.collective import shown
 from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import announce
@@ -26,11 +26,10 @@ def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_poste
     assert admit(desk, second) == ([(Kind.ASK, 0, 0, 0, 0)], None)
     assert admit(desk, second) == ([], None)  # asked once
     desk.router.on_posted(desk.outgoing[0], 0, 0, desk.effects)
-    assert desk.take() == [second, second]
+    assert desk.resume() == [second, second]
     assert admit(desk, second) == ([], (Kind.CHUNK, 0, 0, 0, 0, UP, 1, 0))
     assert collective.arrived_ranks() == (0, 1)
     assert collective.missing_ranks() == (2,)
-    assert collective.behind() == []  # nothing but chunks tells of others
     assert collective.unheard() == ()
 
 
@@ -67,7 +66,7 @@ def test_a_generation_defines_nothing_and_is_told_in_chunks_and_questions():
     assert admit(desk, effects[1]) == ([], (Kind.CHUNK, 0, 1, 0, 0, UP, 0, 2 * 3 + 1))
     assert admit(desk, effects[2]) == ([(Kind.ASK, 0, 2, 0, 3)], None)
     desk.router.on_posted(desk.outgoing[0], 0, 2, desk.effects)
-    assert admit(desk, *desk.take()) == ([], (Kind.CHUNK, 0, 2, 0, 0, UP, 0, 2 * 3))
+    assert admit(desk, *desk.resume()) == ([], (Kind.CHUNK, 0, 2, 0, 0, UP, 0, 2 * 3))
     assert announce(desk.outgoing[0], second) == [(Kind.ASK, 0, 1, 0, 3)]
 
 
@@ -184,24 +183,17 @@ def test_a_key_with_another_number_that_was_given_away_without_a_word_on_the_lin
 # ---------------------------------------------------------------- again
 
 
-def again(desk, series, generation=0):
-    """The next use of a series, the short way: the collective, or None if it has to go the long way."""
-    collective = Collective()
-    collective.begin(series, generation)
-    return collective if desk.router.post_again(series, collective, desk.effects) else None
-
-
 def test_the_short_way_of_a_name_does_what_the_long_one_does():
     desk = Desk(rank=1)
     long = desk.post()
     posted = desk.take(Do.SEND)
     series = desk.series()
     assert series is long.series
-    assert again(desk, series) is None  # still in flight
+    assert desk.again(series) is None  # still in flight
     assert desk.take() == []
     assert desk.router.num_uses(SUM.group_id, SUM.name) == 1
     desk.router.complete(long)
-    short = again(desk, series, generation=7)
+    short = desk.again(series, generation=7)
     assert (short.seq, short.series, short.generation, short.arrived_ranks()) == (1, series, 7, (1,))
     assert (short.key, short.group, short.signature) == (long.key, long.group, long.signature)
     assert [effect[2:] for effect in desk.take(Do.SEND)] == [effect[2:] for effect in posted]
@@ -211,7 +203,7 @@ def test_the_short_way_of_a_name_does_what_the_long_one_does():
 
 def test_the_short_way_is_there_before_the_first_use():
     desk = Desk(rank=1)
-    first = again(desk, desk.series())
+    first = desk.again(desk.series())
     assert first.seq == 0
     assert [effect[1] for effect in desk.take(Do.SEND)] == [first]
 
@@ -222,7 +214,7 @@ def test_post_again_replays_early_chunks():
     desk.define(1)
     desk.chunk(1, "early", seq=1, charged=1)
     desk.take()
-    assert again(desk, desk.series()) is not None
+    assert desk.again(desk.series()) is not None
     assert [effect[4] for effect in desk.take(Do.FOLD)] == ["early"]
 
 
@@ -235,7 +227,7 @@ def test_post_again_declines_after_abort_or_loss(what):
         desk.router.on_abort(SUM.group_id, SUM.name, 1, TIMEOUT, desk.effects)
     else:
         desk.router.on_peer_left(2, TIMEOUT)
-    assert again(desk, series) is None
+    assert desk.again(series) is None
 
 
 @pytest.mark.parametrize(("bound", "change"), [("MAX_ID", {"name": "other"}), ("MAX_SIGNATURES", {"chunk": 2})])
@@ -245,9 +237,9 @@ def test_a_name_whose_number_was_given_away_goes_the_long_way(monkeypatch, bound
     series = desk.series()
     desk.router.complete(desk.post())
     desk.router.complete(desk.post(replace(SUM, **change)))
-    assert again(desk, series) is None
+    assert desk.again(series) is None
     renewed = desk.series()
     assert (renewed is series) == (bound == "MAX_ID")  # its number came back to the key
     if renewed is not series:
-        assert again(desk, series) is None
-    assert again(desk, renewed) is not None
+        assert desk.again(series) is None
+    assert desk.again(renewed) is not None

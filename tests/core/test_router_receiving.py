@@ -129,17 +129,6 @@ def test_aborted_collective_does_not_affect_others():
     assert desk.post() == TIMEOUT
 
 
-def test_post_accepts_own_collective_instance():
-    class Own(Collective):
-        pass
-
-    desk = Desk(1)
-    own = Own()
-    assert desk.post(collective=own) is own
-    assert [effect[1] for effect in desk.take(Do.SEND)] == [own]
-    assert list(desk.router.live) == [own]
-
-
 @pytest.mark.parametrize("theirs", [replace(SUM, pairs=UNLIKE), replace(SUM, generation=9)])
 def test_after_a_mismatch_nobody_is_answered(theirs):
     desk = Desk()
@@ -280,9 +269,47 @@ def test_chunk_from_receiver_releases_deferred_sends():
     assert admit(desk, up)[1] is None
     assert desk.receive(0, "r", seq=1, phase=DOWN) is None  # it has to go the long way
     desk.chunk(0, "r", seq=1, phase=DOWN)
-    again, stored, down = desk.take(Do.SEND, Do.STORE)
-    assert (again, stored[:2], down[:2]) == (up, (Do.STORE, second), (Do.SEND, second))
+    resumed, stored, down = desk.take(Tell.RESUME, Do.SEND, Do.STORE)
+    assert (stored[:2], down[:2]) == ((Do.STORE, second), (Do.SEND, second))
+    desk.effects.append(resumed)
+    assert desk.resume() == [up]
     assert first.missing_ranks() == second.missing_ranks() == ()
+
+
+class Beside:
+    """A shortcut to rank 1, in use by a collective."""
+
+    def __init__(self, collective):
+        self.collective = collective
+        self.has_left = False
+        collective.shortcut = self
+
+    def covers(self, rank):
+        return rank == 1
+
+    def heard(self):
+        return 0b10
+
+    def leave(self):
+        self.has_left = True
+        self.collective.shortcut = None
+
+
+def test_chunk_of_a_peer_that_a_shortcut_covers_ends_the_shortcut():
+    desk = primed_desk()
+    collective = list(desk.router.live)[1]
+    beside = Beside(collective)
+    assert not collective.awaits(1)  # what it gives comes otherwise
+    assert collective.awaits(2)
+    assert collective.missing_ranks() == (2,)  # the shortcut has heard of rank 1
+    assert desk.receive(1, seq=1) is None
+    assert not beside.has_left
+    desk.define(2, TWICE)
+    assert desk.whole(2, seq=1) is collective
+    assert not beside.has_left  # that is none of its peers
+    assert desk.whole(1, seq=1) is collective
+    assert beside.has_left
+    assert not collective.awaits(1)  # it has come
 
 
 def test_forwarded_chunks_skip_fast_path():

@@ -22,7 +22,7 @@ from kfcomm.core.collective import Collective, GroupView
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
 from kfcomm.core.links import LINKS, Early, Incoming, Outgoing, admit, announce
-from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
+from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect, EffectRecorder
 from kfcomm.core.program import Lane
 from kfcomm.core.router import Router
 from tests.core.specs import ITEM, Spec
@@ -177,6 +177,7 @@ class Node:
         self.free_blocks = list(range(num_blocks))
         self.payloads: set[Payload] = set()
         self.wires: dict[int, Wire] = {}
+        self.effects: list[Effect] = []
         self.dead = False
 
     def block(self) -> int:
@@ -256,12 +257,8 @@ class World:
         node = self.nodes[rank]
         group = self.view(spec.members, rank)
         memory = Memory(spec, group.rank)
-        effects: list[Effect] = []
         seq = self.seq(rank, spec)
-        outcome = node.router.post(
-            group, spec.name, spec.signature, spec.program(group.rank), spec.sizes, effects,
-            overlapping=spec.overlapping, generation=spec.generation,
-        )  # fmt: skip
+        outcome = node.router.post(spec.post(group), EffectRecorder(node.effects), node.effects)
         assert node.router.is_posted(spec.group_id, spec.name, seq)
         posted: Memory | Cause = outcome if isinstance(outcome, Cause) else memory
         if isinstance(outcome, Collective):
@@ -269,16 +266,16 @@ class World:
             memory.collective = outcome
             self.memory_of[outcome] = memory
         self.memories[spec, seq, rank] = posted
-        self.perform(node, effects)
+        self.perform(node)
         return posted
 
     def abort(self, rank: int, spec: Spec, seq: int, kind: CauseKind = CauseKind.TIMEOUT) -> None:
         """Cancel the call at ``rank``, if it waits."""
         memory = self.memories.get((spec, seq, rank))
         if isinstance(memory, Memory):
-            effects: list[Effect] = []
-            self.nodes[rank].router.abort(memory.collective, Cause(kind, rank, f"{kind} on {rank}"), effects)
-            self.perform(self.nodes[rank], effects)
+            node = self.nodes[rank]
+            node.router.abort(memory.collective, Cause(kind, rank, f"{kind} on {rank}"), node.effects)
+            self.perform(node)
 
     def send(self, wire: Wire, header: Header, data: np.ndarray | None = None) -> None:
         """Send a frame that no router made."""
@@ -286,11 +283,10 @@ class World:
 
     def refuse(self, rank: int, spec: Spec) -> None:
         """A call of ``rank`` fails its local checks."""
-        effects: list[Effect] = []
-        seq = self.seq(rank, spec)
-        cause = self.nodes[rank].router.refuse(self.view(spec.members, rank), spec.name, "bad argument", effects)
+        node, seq = self.nodes[rank], self.seq(rank, spec)
+        cause = node.router.refuse(self.view(spec.members, rank), spec.name, "bad argument", node.effects)
         self.memories[spec, seq, rank] = cause
-        self.perform(self.nodes[rank], effects)
+        self.perform(node)
 
     def crash(self, rank: int) -> None:
         """A rank is gone: its links break, the others hear of it some time later."""
@@ -435,20 +431,19 @@ class World:
         if wire.deaf or node.dead or (wire.broken and not wire.still):
             return
         wire.still -= wire.broken
-        effects: list[Effect] = []
         if wire.streaming is not None:
             ticket, payload = wire.streaming
             wire.streaming = None
-            node.router.arrived(ticket, payload, effects)
+            node.router.arrived(ticket, payload, node.effects)
         elif wire.queue:
-            self._receive(wire, node, wire.queue.popleft(), effects)
-        self.perform(node, effects)
+            self._receive(wire, node, wire.queue.popleft())
+        self.perform(node)
         if self.random.random() < self.weather.settled:
             owed = wire.incoming.window.settle()
             if owed is not None:
                 self.answer(wire, (Kind.CREDIT, owed.nbytes, owed.headers))
 
-    def _receive(self, wire: Wire, node: Node, frame: Frame, effects: list[Effect]) -> None:
+    def _receive(self, wire: Wire, node: Node, frame: Frame) -> None:
         if frame.is_view:
             self._take(wire, frame)
         header = decode_header(frame.header)
@@ -460,24 +455,21 @@ class World:
                     if other.outgoing.number < wire.outgoing.number:
                         self._deafen(other)
             case Kind.KEY:
-                router.define_key(wire.incoming, *header[1:], effects)
+                router.define_key(wire.incoming, *header[1:], node.effects)
             case Kind.SIGNATURE:
-                router.define_signature(wire.incoming, *header[1:], effects)
+                router.define_signature(wire.incoming, *header[1:], node.effects)
             case Kind.ASK:
-                router.on_ask(wire.incoming, header, effects)
+                router.on_ask(wire.incoming, header, node.effects)
             case _:
-                self._chunk(wire, node, header, frame.data, effects)
+                self._chunk(wire, node, header, frame.data)
 
-    def _chunk(self, wire: Wire, node: Node, header: Header, data: np.ndarray | None, effects: list[Effect]) -> None:
+    def _chunk(self, wire: Wire, node: Node, header: Header, data: np.ndarray | None) -> None:
         nbytes = 0 if data is None else data.nbytes
         if self.random.random() >= self.weather.streamed:
-            self._whole(
-                wire, node, header, Payload(node, np.empty(0, ITEM) if data is None else data, -1, None), effects
-            )
+            self._whole(wire, node, header, Payload(node, np.empty(0, ITEM) if data is None else data, -1, None))
             return
-        ticket = node.router.match(wire.incoming, header, nbytes, effects)
-        self.perform(node, effects)
-        effects.clear()
+        ticket = node.router.match(wire.incoming, header, nbytes, node.effects)
+        self.perform(node)
         if ticket is None:
             return
         payload = self._room(node, ticket, np.empty(0, ITEM) if data is None else data)
@@ -485,25 +477,24 @@ class World:
             wire.streaming = (ticket, payload)
             self.tokens.append((self._deliver, wire))
         else:
-            node.router.arrived(ticket, payload, effects)
+            node.router.arrived(ticket, payload, node.effects)
 
-    def _whole(self, wire: Wire, node: Node, header: Header, shown: Payload, effects: list[Effect]) -> None:
+    def _whole(self, wire: Wire, node: Node, header: Header, shown: Payload) -> None:
         """A chunk that came as a whole: the short way if that takes it, else the long one, as in the engine."""
         nbytes = shown.data.nbytes
-        whose = node.router.receive(wire.incoming, header, nbytes, shown, effects)
+        whose = node.router.receive(wire.incoming, header, nbytes, shown, node.effects)
         if whose is not None:
             self.short += 1
-            self.perform(node, effects)
-            effects.clear()
+            self.perform(node)
             assert shown.held or shown not in node.payloads, "it may be read during the call only, unless it is held"
             return
-        assert not any(shown in effect for effect in effects)
-        ticket = node.router.match(wire.incoming, header, nbytes, effects)
+        assert not any(shown in effect for effect in node.effects)
+        ticket = node.router.match(wire.incoming, header, nbytes, node.effects)
         if ticket is None:
             shown.release()  # nobody's
         else:
             self.long += 1
-            node.router.arrived(ticket, shown, effects)
+            node.router.arrived(ticket, shown, node.effects)
 
     def _room(self, node: Node, ticket: tuple, data: np.ndarray) -> Payload:
         """DESIGN: a posted collective can always absorb its chunks; an early one has its peer's credit."""
@@ -525,12 +516,11 @@ class World:
         if wire.broken or node.dead or not wire.answers:
             return
         header = decode_header(wire.answers.popleft())
-        effects: list[Effect] = []
         if header[0] == Kind.CREDIT:
             wire.outgoing.window.give(header[1], header[2])
         else:
-            node.router.on_posted(wire.outgoing, header[1], header[2], effects)
-        self.perform(node, effects)
+            node.router.on_posted(wire.outgoing, header[1], header[2], node.effects)
+        self.perform(node)
 
     def _taken(self, wire: Wire) -> None:
         frame = next((frame for frame in wire.queue if frame.is_view), None)
@@ -551,23 +541,20 @@ class World:
             return
         memory, effect = wire.unsent.pop(self.random.randrange(len(wire.unsent)))
         self._read_no_more(memory, effect)
-        effects: list[Effect] = []
-        memory.collective.was_read(effects)
-        self.perform(self.nodes[wire.incoming.peer], effects)
+        memory.collective.was_read()
+        self.perform(self.nodes[wire.incoming.peer])
 
     def _heard(self, rank: int, group_id: bytes, name: str, seq: int, cause: list) -> None:
         node = self.nodes[rank]
         if not node.dead:
-            effects: list[Effect] = []
-            node.router.on_abort(group_id, name, seq, Cause.from_wire(cause), effects)
-            self.perform(node, effects)
+            node.router.on_abort(group_id, name, seq, Cause.from_wire(cause), node.effects)
+            self.perform(node)
 
     def _lost(self, node: Node, peer: int) -> None:
         if node.dead:
             return
-        effects: list[Effect] = []
-        node.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost"), effects)
-        self.perform(node, effects)
+        node.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost"), node.effects)
+        self.perform(node)
 
     def _broken_for_sender(self, wire: Wire) -> None:
         node, peer = self.nodes[wire.incoming.peer], wire.outgoing.peer
@@ -616,16 +603,18 @@ class World:
 
     def _verdict(self, node: Node, carried: list[Collective], cause: Cause) -> None:
         """Time has shown that the peer lives (else they have failed by its loss): what the link carried fails."""
-        effects: list[Effect] = []
         for collective in carried:
-            node.router.abort(collective, cause, effects)
-        self.perform(node, effects)
+            node.router.abort(collective, cause, node.effects)
+        self.perform(node)
 
     # ---------------------------------------------------------------- effects
 
-    def perform(self, node: Node, effects: list[Effect]) -> None:
+    def perform(self, node: Node) -> None:
         """Carry out effects in order, as the engine does; the list may grow meanwhile."""
-        for effect in effects:
+        while node.effects:
+            effect = node.effects.pop(0)
+            if effect[0] == Tell.RESUME and effect[1] in node.router.live:
+                effect[1].resume(effect[2])
             if effect[0] >= Tell.ANSWER:
                 self._tell(node, effect)
                 continue
@@ -702,7 +691,7 @@ class World:
             data = memory.part(lane, index, source)
         assert data.nbytes == collective.nbytes_sent(lane.number, index, phase)
         wire = self.wire(node.rank, collective.group.members[to])
-        before, header = admit(wire.outgoing, effect, collective, to, data.nbytes)
+        before, header = admit(wire.outgoing, collective, to, (lane, index, phase, source, payload), data.nbytes)
         for definition in before:
             self._send(wire, Frame(msgpack.packb(definition)))
         if header is None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives.handle import Handle
+from kfcomm.core.collective import Post
 from kfcomm.errors import CollectiveMismatch
 from kfcomm.types import Op
 from tests.conformance.worlds import ends, until, works, world
@@ -20,7 +21,7 @@ def part(comm, root):
     plan = group.plans.plan(type(group.plans.planner).reduce, x.dtype, x.shape, Op.SUM, root)
     handle = Handle(loop=group.engine.loop)
     operation = plan.operation(handle, x, x, plan.work)
-    group.engine.post(group.view, "part", plan.signature, plan.program, plan.sizes, operation, timeout_s=None)
+    group.engine.post(Post(group.view, "part", plan.signature, plan.program, plan.sizes), operation, None)
     handle.operation = operation
     return handle
 

@@ -27,7 +27,8 @@ class Posted:
     """Operation, as the recorder reads it."""
 
     def __init__(self, name: str, seq: int, posted_s: float) -> None:
-        self.series, self.name, self.seq, self.posted_s = series(name), name, seq, posted_s
+        self.collective = SimpleNamespace(series=series(name), name=name)
+        self.seq, self.posted_s = seq, posted_s
 
 
 def operation(name: str, seq: int = 0, posted_s: float = 100.0) -> Any:

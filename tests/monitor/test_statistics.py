@@ -232,7 +232,7 @@ async def test_a_rank_that_posts_late_is_the_one_that_was_waited_for(links: str,
         begin_s = time.monotonic()
         before = [comm.statistics() for comm in comms]
         handles = {rank: comms[rank].all_reduce(LARGE, "x") for rank in range(4) if rank != late}
-        operations = [handle.operation for handle in handles.values()]
+        operations = [handle.operation.collective for handle in handles.values()]
         await until(lambda: all(len(one.arrived_ranks()) == 3 for one in operations))
         here_s = time.monotonic()
         # for as long as all that came before it, and more: then it stands out

@@ -36,7 +36,7 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, ItemSizes, shown
+from kfcomm.core.collective import GroupView, ItemSizes, Post, shown
 from kfcomm.core.signature import Signature
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
@@ -178,11 +178,10 @@ class Call:
         ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
         """
         group, head = self.group, self.head
-        group.engine.post(
-            group.view, self.key, self.signature, programs.elsewhere(group.view.rank, group.view.size), _SIZES,
-            head, timeout_s=group.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping,
-            seq=seq, generation=self.plans.generation,
-        )  # fmt: skip
+        program = programs.elsewhere(group.view.rank, group.view.size)
+        generation = self.plans.generation
+        post = Post(group.view, self.key, self.signature, program, _SIZES, generation, overlapping, seq)
+        group.engine.post(post, head, group.timeout_s if timeout_s is None else timeout_s)
         self.handle.seq = group.last_seq(self.key)
         if self.is_over:
             self._path.never_began(self.key, self.handle.seq)
@@ -209,12 +208,12 @@ class Call:
     def done(self) -> None:
         """Nothing on any stream touches its memory any more."""
         if not self.is_over:
-            self.group.engine.finish(self.head)
+            self.head.collective.done_elsewhere()
 
     def failed(self, error: BaseException) -> None:
         """It cannot be carried out on this rank: it fails on all."""
         if not self.is_over:
-            self.group.engine.abort(self.head, cause_of(error, self))
+            self.group.engine.abort(self.head.collective, cause_of(error, self))
 
     def over(self, error: BaseException | None) -> None:
         """The runtime has ended it."""

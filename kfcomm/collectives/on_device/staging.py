@@ -36,7 +36,7 @@ from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Se
 from kfcomm.collectives.plans import Plan, PlanKey
 from kfcomm.collectives.specs import SPECS
 from kfcomm.common.callbacks import do_nothing
-from kfcomm.core.collective import shown
+from kfcomm.core.collective import Post, shown
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
@@ -220,10 +220,9 @@ class Staging:
                 None if segment.result is None else staged.memory[segment.result],
                 plan.work, priority=call.priority,
             )  # fmt: skip
-            path.engine.post(
-                path.view, call.key, plan.signature, plan.program, plan.sizes, operation,
-                timeout_s=None, overlapping=True, seq=seq, generation=call.plans.generation,
-            )  # fmt: skip
+            generation = call.plans.generation
+            post = Post(path.view, call.key, plan.signature, plan.program, plan.sizes, generation, True, seq)
+            path.engine.post(post, operation, None)
             if not operation.is_over:
                 handle.operation = operation
         except Exception as error:  # noqa: BLE001  more names in flight than there can be, perhaps

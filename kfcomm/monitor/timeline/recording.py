@@ -127,7 +127,7 @@ class Timeline(Observer):
             made = cls(Path(folder), about, session.groups.known, session.engine.control, clock)
         except OSError as error:
             raise _refusal(folder, error) from error
-        session.engine.observers = (*(session.engine.observers or ()), made)
+        session.engine.observe((*(session.engine.observers or ()), made))
         return made
 
     # ---------------------------------------------------------------- events of the engine
@@ -135,10 +135,10 @@ class Timeline(Observer):
     @override
     def posted(self, operation: Operation) -> None:
         if len(self._notes) < self._room:
-            one = operation
+            one = operation.collective
             self._notes.append(
-                (POSTED, self._clock(), one.key, one.seq, one.group, one.signature, one.program, one.nbytes,
-                 one.priority)
+                (POSTED, self._clock(), one.key, one.seq, one.group, one.signature, one.program, operation.nbytes,
+                 operation.priority)
             )  # fmt: skip
         else:
             self._num_left_out += 1
@@ -153,7 +153,7 @@ class Timeline(Observer):
 
     def _ended(self, operation: Operation, reason: str) -> None:
         if len(self._notes) < self._room:
-            self._notes.append((ENDED, self._clock(), operation.key, operation.seq, reason))
+            self._notes.append((ENDED, self._clock(), operation.collective.key, operation.seq, reason))
             if reason:
                 self._wake.set()  # the process may not live for long
         else:
@@ -162,7 +162,7 @@ class Timeline(Observer):
     @override
     def sent(self, peer: int, operation: Operation, nbytes: int) -> None:
         if len(self._notes) < self._chunk_room:
-            self._notes.append((SENT, self._clock(), peer, operation.key, operation.seq, nbytes))
+            self._notes.append((SENT, self._clock(), peer, operation.collective.key, operation.seq, nbytes))
         else:
             self._num_left_out += 1
 

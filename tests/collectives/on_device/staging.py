@@ -14,7 +14,7 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.staged import StagedPath
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import ItemSizes
+from kfcomm.core.collective import ItemSizes, Post
 from kfcomm.core.signature import Signature
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveMismatch, PeerLost
@@ -87,10 +87,8 @@ class Call:
     def post(self, timeout_s: float | None = None) -> Call:
         view = self.group.view
         program = programs.elsewhere(view.rank, view.size)
-        self.group.engine.post(
-            view, self.key, self.signature, program, ItemSizes(1, 1), self.head,
-            timeout_s=self.group.timeout_s if timeout_s is None else timeout_s, overlapping=True,
-        )  # fmt: skip
+        post = Post(view, self.key, self.signature, program, ItemSizes(1, 1), overlapping=True)
+        self.group.engine.post(post, self.head, self.group.timeout_s if timeout_s is None else timeout_s)
         if not self.is_over:
             self._path.begin(self)
         return self
