@@ -24,8 +24,8 @@ from kfcomm.bench.watch import Watch
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
 from kfcomm.launch.job import RunOptions
+from kfcomm.launch.output import Look, Screen, Stream
 from kfcomm.launch.run import run
-from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.streams import Display
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.types import override

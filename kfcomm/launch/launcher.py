@@ -38,9 +38,8 @@ from typing import Any, Protocol
 
 from kfcomm.errors import KfcommError
 from kfcomm.launch.exit_reports import Blame, Failure
-from kfcomm.launch.local_ranks import LocalRanks
+from kfcomm.launch.local_ranks import LocalRanks, Passing
 from kfcomm.launch.process import Child, CommandError, shell_code
-from kfcomm.launch.signals import Passing
 from kfcomm.rendezvous.keyvalue import Exit, KeyValue, Why
 
 _REPORT_WITHIN_S = 5.0

@@ -26,9 +26,10 @@ from pathlib import Path
 
 from kfcomm.common.sockets import RESERVE, raise_limit_by, readable
 from kfcomm.errors import KfcommError
-from kfcomm.launch import guardian, signals
+from kfcomm.launch import guardian
 
 _PR_SET_PDEATHSIG = 1
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -170,7 +171,7 @@ def _lives_through(pid: int, number: int) -> bool:
 
 
 def _bound_to_this() -> Callable[[], None] | None:
-    """Return a hook for a new process that has the kernel kill it when this one dies; see `signals`.
+    """Return a hook for a new process that has the kernel kill it when this one dies; see `local_ranks`.
 
     It is for the case that the guardian is killed as well. Only the process itself is killed, not its children, and a
     program that changes its user loses it (prctl(2)). The kernel watches the thread that forks: only the main thread
@@ -182,13 +183,19 @@ def _bound_to_this() -> Callable[[], None] | None:
     this = os.getpid()
 
     def bind() -> None:
-        signals.ignore()
+        ignore()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != this:
             # the launcher died in between
             os.kill(os.getpid(), signal.SIGKILL)
 
     return bind
+
+
+def ignore() -> None:
+    """Make a new process survive forwarded signals until its program sets a handler."""
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Guardian:

@@ -21,19 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch import signals, torch_environ
 from kfcomm.launch.exit_reports import Blame, ExitReports
-from kfcomm.launch.job import Job, RunOptions
+from kfcomm.launch.job import Job, RunOptions, contradictions
 from kfcomm.launch.launcher import FixedRole, Launcher, Phase, Verdict
-from kfcomm.launch.local_ranks import LocalRanks
+from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
 from kfcomm.launch.other_hosts import HostRole, NotNeeded
+from kfcomm.launch.output import Log, Look, Output, Screen, Stream
 from kfcomm.launch.primary import PrimaryRole
 from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.requests import Requests
-from kfcomm.launch.screen import Look, Screen, Stream
-from kfcomm.launch.stdio import Feed, Log, Output, Pump
 from kfcomm.launch.stores import Store, joined, kept_store, served
-from kfcomm.launch.streams import Display, Streams
+from kfcomm.launch.streams import Display, Feed, Pump, Streams
 from kfcomm.rendezvous.host import listen, url_of
 from kfcomm.rendezvous.keyvalue import Why, describe_exit
 from kfcomm.rendezvous.settings import Settings
@@ -54,7 +52,7 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         CommandError: the command cannot be run.
         RendezvousError: the store cannot listen, or that of the first host cannot be reached.
     """
-    with signals.ignored():
+    with ignored():
         return await _run(options, environ, display)
 
 
@@ -77,7 +75,7 @@ async def _run(options: RunOptions, environ: Mapping[str, str], display: Display
         except NotNeeded as over:
             logger.warning("%s", over)
             return 0
-    for line in torch_environ.contradictions(environ, plan) if job.elastic is None else ():
+    for line in contradictions(environ, plan) if job.elastic is None else ():
         logger.warning("%s", line)
     job = (await job.discovered()).with_torch_port(settings)
     with listen(job.plan.address, options.store_port()) as listener:
@@ -236,7 +234,7 @@ def _log(folder: Path, rank: int) -> Log:
 
 @contextlib.contextmanager
 def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Have signals end the ranks, or reach them (see `signals`). Yields an event, set by the first one that ends them.
+    """Have signals end the ranks, or reach them (see `local_ranks`). Yields an event, set by the first that ends them.
 
     The launcher waits for unread output as long as for the ranks.
     """
@@ -248,7 +246,7 @@ def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asynci
         interrupted.set()
         launcher.interrupt(number)
 
-    with signals.heard(end, launcher.passing.hear):
+    with heard(end, launcher.passing.hear):
         yield interrupted
 
 

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgpack
 
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.launch import torch_environ
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
-from kfcomm.launch.job import Job, tls_of
+from kfcomm.launch.job import TORCH_KEY, Job, tls_of
 from kfcomm.launch.other_hosts import admit, all_know, arrive, expect_those_admitted, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
 from kfcomm.rendezvous.client import StoreClient
@@ -91,7 +90,7 @@ async def served(job: Job, listener: socket, settings: Settings, interrupted: as
     if job.elastic is not None:
         await _set_bounds(server.store, job.elastic)
     if job.torch_port is not None:
-        await server.store.set(torch_environ.KEY, b"%d" % job.torch_port)
+        await server.store.set(TORCH_KEY, b"%d" % job.torch_port)
     async with _watched(job, server, settings, interrupted):
         yield server.store
 
@@ -194,7 +193,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
             position = await _arrive(job, client, client, within_s)
             store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
             if job.elastic is None:
-                job = replace(job, torch_port=int(await client.get(torch_environ.KEY, settings.timeout_s)))
+                job = replace(job, torch_port=int(await client.get(TORCH_KEY, settings.timeout_s)))
             yield job.at(position), store
             await _say_farewell(position, client)
         else:

@@ -1,25 +1,36 @@
-"""Output of the ranks of this host: all of it to the logs, without repetitions to the display.
+"""Standard streams of the ranks of this host: output to the logs, and without repetitions to the display; input.
+
+If the output of a rank cannot be written yet, its pipe is not read any further: it fills and the rank waits, so that
+memory stays bounded.
 
 The traceback of a rank that fails because of another is held back until the first failure is known, and then
 shortened to a line; after a bounded time it is shown whole. Of equal tracebacks of several ranks one is shown (see
 `tracebacks`).
+
+If one rank alone gets the standard input, it inherits the very file or pipe of the launcher. A terminal cannot be
+inherited, since ranks are in its background, nor can input that several ranks get: then the launcher reads and copies
+it, no further than the slowest of these ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kfcomm.common.sizes import ranges
+from kfcomm.common.sockets import readable, writable
 from kfcomm.launch.exit_reports import LEAVING_WITHIN_S
 from kfcomm.launch.launcher import Launcher, Verdict
-from kfcomm.launch.screen import Stream
-from kfcomm.launch.stdio import Log
+from kfcomm.launch.output import Log, Stream
 from kfcomm.launch.tracebacks import HELD_FOR_S, Error, Repeats, Victims
 from kfcomm.rendezvous.exit_report import ExitReport
 
+_READ_NBYTES = 1 << 16
 _TRACEBACK = b"Traceback"
 _HELD_FOR_S = LEAVING_WITHIN_S + 2.0
 
@@ -176,3 +187,142 @@ class Streams:
             self._settling = None
         while self._timers:
             self._timers.pop().cancel()
+
+
+class Pump:
+    """Reads one pipe of a rank until it ends, or until `finish` and nothing more is in it."""
+
+    def __init__(self, descriptor: int, sink: Callable[[bytes], Awaitable[None]]) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+        self._sink = sink
+        self._finishing = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Forward all output, then ``b""``."""
+        while data := await self._read():
+            await self._sink(data)
+        await self._sink(b"")
+
+    def finish(self) -> None:
+        """Stop waiting: an escaped process may keep the pipe open for ever."""
+        self._finishing = True
+        self._wake()
+
+    async def _read(self) -> bytes:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return os.read(self._descriptor, _READ_NBYTES)
+            if self._finishing:
+                return b""
+            await self._readable()
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        loop.add_reader(self._descriptor, self._wake)
+        try:
+            await self._waiter
+        finally:
+            loop.remove_reader(self._descriptor)
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+_STANDARD_INPUT = 0
+_FEED_NBYTES = 1 << 12
+_FOREGROUND_EVERY_S = 0.5
+
+
+class Feed:
+    """The standard input of the ranks.
+
+    Args:
+        ranks: those of this host that get the input.
+        answered: called when a line was typed at the terminal.
+    """
+
+    def __init__(self, ranks: Sequence[int], answered: Callable[[], None]) -> None:
+        self._ranks = frozenset(ranks)
+        self._answered = answered
+        self._is_terminal = os.isatty(_STANDARD_INPUT)
+        self._is_direct = len(self._ranks) == 1 and not self._is_terminal
+        self._ends: set[int] = set()
+
+    @contextlib.contextmanager
+    def open_for(self, rank: int) -> Iterator[int]:
+        """Standard input of one rank, while it is started."""
+        if rank not in self._ranks:
+            yield subprocess.DEVNULL
+        elif self._is_direct:
+            yield _STANDARD_INPUT
+        else:
+            source, end = os.pipe()
+            os.set_blocking(end, False)
+            self._ends.add(end)
+            try:
+                yield source
+            finally:
+                os.close(source)
+
+    async def run(self) -> None:
+        """Copy the input to the ranks, until it ends or all of them have closed it."""
+        if not self._ends:
+            return
+        before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # it would stop a background reader
+        try:
+            while self._ends and (data := await self._read()):
+                if self._is_terminal and b"\n" in data:
+                    self._answered()
+                for end in list(self._ends):
+                    await self._write(end, data)
+        finally:
+            signal.signal(signal.SIGTTIN, before)
+            self.close()
+
+    def close(self) -> None:
+        """Close the pipes; ranks can still read their contents. May be called twice."""
+        while self._ends:
+            os.close(self._ends.pop())
+
+    async def _read(self) -> bytes:
+        """Read input; empty at the end."""
+        while True:
+            if self._is_terminal and not _is_ours():
+                # in the background: the shell reads what is typed now
+                await asyncio.sleep(_FOREGROUND_EVERY_S)
+                continue
+            with contextlib.suppress(PermissionError):  # files are always readable, and epoll refuses them
+                await readable(_STANDARD_INPUT)
+            try:
+                return os.read(_STANDARD_INPUT, _FEED_NBYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                if not self._is_terminal:
+                    return b""
+                await asyncio.sleep(_FOREGROUND_EVERY_S)
+
+    async def _write(self, end: int, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(end, view) :]
+                    continue
+                await writable(end)
+        except BrokenPipeError:
+            self._ends.discard(end)
+            os.close(end)
+
+
+def _is_ours() -> bool:
+    """Whether this process is in the foreground of its terminal."""
+    try:
+        return os.tcgetpgrp(_STANDARD_INPUT) == os.getpgrp()
+    except OSError:
+        return False

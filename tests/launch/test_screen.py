@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.launch.screen import MAX_LINE_NBYTES, Look, Screen, Stream, Writes
+from kfcomm.launch.output import MAX_LINE_NBYTES, Look, Screen, Stream, Writes
 
 OUT, ERR = Stream.OUT, Stream.ERR
 BOTH = frozenset((OUT, ERR))

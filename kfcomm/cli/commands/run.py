@@ -15,8 +15,8 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import device
 from kfcomm.cli.spelling import Choice
 from kfcomm.launch.job import RunOptions
+from kfcomm.launch.output import open_standard_descriptors
 from kfcomm.launch.run import run as run_job
-from kfcomm.launch.stdio import open_standard_descriptors
 from kfcomm.rendezvous.settings import misspelt
 from kfcomm.transports.registry import TRANSPORT_NAMES
 

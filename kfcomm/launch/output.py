@@ -1,19 +1,28 @@
-"""Output of many ranks on one terminal: complete lines, each after its rank.
+"""Output of many ranks: on one terminal, complete lines, each after its rank; and in log files.
 
 Output is split into lines; a line is written when it is complete, so that lines of different ranks never mix. A
 carriage return restarts a line, as on a terminal: of a progress bar, the last state before the newline is written, and
 of a slow one a state every `BAR_EVERY_S`, as a line. On a terminal an incomplete line is shown instead, at the bottom,
 cut to one row and overwritten by the next output, so that a progress bar moves there.
 
-Sans-IO: bytes and times in, bytes to write out.
+`Screen` is sans-IO: bytes and times in, bytes to write out. `Output` writes them in a thread, so that a blocked
+terminal or pager does not keep the launcher from handling signals.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
+import os
 import re
-from collections.abc import Iterator
+import select
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from io import FileIO
+from pathlib import Path
 
 MAX_LINE_NBYTES = 1 << 24
 """Longer lines are cut."""
@@ -175,3 +184,156 @@ def _visible(line: bytes) -> bytes:
 def _closed(line: bytes) -> bytes:
     """Line with its colours reset, so that they do not affect the next rank's line."""
     return line + _RESET if b"\x1b[" in line else line
+
+
+_AT_ONCE_NBYTES = 4096
+"""A writable pipe takes this much without blocking (PIPE_BUF)."""
+_LOOK_EVERY_MS = 100
+
+_NAMES = {Stream.OUT: "standard output", Stream.ERR: "standard error"}
+_OTHER = {Stream.OUT: Stream.ERR, Stream.ERR: Stream.OUT}
+
+
+class Output:
+    """Writes all output. ``on_broken`` is called once, when its reader is gone (``| head``).
+
+    Other errors of writing (a full disk, a closed descriptor) do not affect the job: the output is dropped and counted,
+    with a message on the other stream, at the first error and at the end.
+    """
+
+    def __init__(self, screen: Screen, on_broken: Callable[[], None], descriptors: Mapping[Stream, int]) -> None:
+        self._screen = screen
+        self._descriptors = descriptors
+        self._on_broken = on_broken
+        self._broken = False
+        self._abandoned = False
+        self._dropped = {stream: Dropped(_NAMES[stream]) for stream in Stream}
+        self._lock = asyncio.Lock()
+
+    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Write output of a rank; empty data at its end."""
+        async with self._lock:
+            now_s = time.monotonic()
+            await self._write(self._screen.feed(rank, stream, data, now_s) if data else self._screen.end(rank, stream))
+
+    async def say(self, text: str) -> None:
+        """Write a line of the launcher."""
+        async with self._lock:
+            await self._write(self._screen.say(text))
+
+    async def finish(self) -> None:
+        """Write how much was dropped."""
+        for stream, dropped in self._dropped.items():
+            if dropped.nbytes:
+                async with self._lock:
+                    await self._write([(_OTHER[stream], f"kfcomm: {dropped.total()}\n".encode())])
+
+    def answered(self) -> None:
+        """Note that a line was typed at the terminal, after the incomplete one."""
+        self._screen.answered()
+
+    def abandon(self) -> None:
+        """Stop waiting for a blocked terminal or pager."""
+        self._abandoned = True
+
+    async def _write(self, writes: Writes) -> None:
+        if not writes or self._broken:
+            return
+        try:
+            await asyncio.to_thread(self._write_now, writes)
+        except BrokenPipeError:
+            self._broken = True
+            self._on_broken()
+
+    def _write_now(self, writes: Writes) -> None:
+        for stream, data in writes:
+            try:
+                self._write_all(self._descriptors[stream], data)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                first = self._dropped[stream].add(len(data), error)
+                if first is not None:
+                    with contextlib.suppress(OSError):
+                        self._write_all(self._descriptors[_OTHER[stream]], f"kfcomm: {first}\n".encode())
+
+    def _write_all(self, descriptor: int, data: bytes) -> None:
+        """Write to a descriptor; its blocking mode is left alone, since other processes may share it."""
+        view = memoryview(data)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        while view:
+            # Polling in steps, so that an abandoned write returns soon.
+            if poll.poll(0 if self._abandoned else _LOOK_EVERY_MS):
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(descriptor, view[:_AT_ONCE_NBYTES]) :]
+            elif self._abandoned:
+                raise TimeoutError(errno.ETIMEDOUT, "nobody takes it")
+
+
+class Dropped:
+    """Counts bytes that could not be written to one place."""
+
+    def __init__(self, name: str) -> None:
+        self.nbytes = 0
+        self._name = name
+        self._reason = ""
+
+    def add(self, nbytes: int, error: OSError) -> str | None:
+        """Count; return a message the first time."""
+        is_first = self.nbytes == 0
+        self.nbytes += nbytes
+        self._reason = error.strerror or str(error)
+        return f"{self._name} cannot be written ({self._reason}): it is dropped, the job goes on" if is_first else None
+
+    def total(self) -> str:
+        """Message at the end."""
+        return f"{self.nbytes} bytes of {self._name} could not be written ({self._reason})"
+
+
+class Log:
+    """Log file of one rank; truncated when it is opened, at the first write at the latest."""
+
+    def __init__(self, path: Path) -> None:
+        self.dropped = Dropped(str(path))
+        self._path = path
+        self._file: FileIO | None = None
+
+    def open(self) -> FileIO:
+        """Open the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._file is None:
+            self._file = self._path.open("wb", buffering=0)
+        return self._file
+
+    def write(self, data: bytes) -> str | None:
+        """Write or drop data; return a message the first time it is dropped."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self.open().write(view) :]
+        except OSError as error:
+            return self.dropped.add(len(view), error)
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+def open_standard_descriptors() -> None:
+    """Open descriptors 0, 1 and 2 if they are closed, so that no socket or file gets their numbers.
+
+    Reading them gives nothing, and writing fails, as before.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            # the lowest number that is free is this one
+            os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.launch.screen import Look, Screen, Stream
-from kfcomm.launch.stdio import Dropped, Log, Output
+from kfcomm.launch.output import Dropped, Log, Look, Output, Screen, Stream
 
 
 @pytest.fixture
