@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kfcomm.testing.directed import AwaitedProcesses, BlockingProcesses, TaskWorld, ThreadWorld
     from kfcomm.testing.faults import Fault, FaultPlan, Killed
     from kfcomm.testing.streams import FakeMark, FakeStream
-    from kfcomm.testing.sync_worlds import SyncWorld, run_threads, sync_world
     from kfcomm.testing.virtual.events import (
         Delay,
         Join,
@@ -38,10 +37,9 @@ if TYPE_CHECKING:
         Stop,
         random_events,
     )
-    from kfcomm.testing.virtual.loop import Stuck
-    from kfcomm.testing.virtual.run import VirtualRun, run_in_virtual_time
-    from kfcomm.testing.virtual.search import search_in_virtual_time
-    from kfcomm.testing.worlds import MemoryWorld, run_ranks, world
+    from kfcomm.testing.virtual.network import Stuck
+    from kfcomm.testing.virtual.run import VirtualRun, run_in_virtual_time, search_in_virtual_time
+    from kfcomm.testing.worlds import MemoryWorld, SyncWorld, run_ranks, run_threads, sync_world, world
 else:  # the pytest plugin is imported by every run of pytest
     _HOMES = {
         "backends": ("FakeBackend", "FakeFabric"),
@@ -50,7 +48,6 @@ else:  # the pytest plugin is imported by every run of pytest
         "directed": ("AwaitedProcesses", "BlockingProcesses", "TaskWorld", "ThreadWorld"),
         "faults": ("Fault", "FaultPlan", "Killed"),
         "streams": ("FakeMark", "FakeStream"),
-        "sync_worlds": ("SyncWorld", "run_threads", "sync_world"),
         "virtual.events": (
             "Delay",
             "Join",
@@ -63,10 +60,9 @@ else:  # the pytest plugin is imported by every run of pytest
             "Stop",
             "random_events",
         ),
-        "virtual.loop": ("Stuck",),
-        "virtual.run": ("VirtualRun", "run_in_virtual_time"),
-        "virtual.search": ("search_in_virtual_time",),
-        "worlds": ("MemoryWorld", "run_ranks", "world"),
+        "virtual.network": ("Stuck",),
+        "virtual.run": ("VirtualRun", "run_in_virtual_time", "search_in_virtual_time"),
+        "worlds": ("MemoryWorld", "SyncWorld", "run_ranks", "run_threads", "sync_world", "world"),
     }
     __getattr__ = imported_when_used(
         __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

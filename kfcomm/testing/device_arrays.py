@@ -17,8 +17,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from kfcomm.arrays.devices import Array, Device
 from kfcomm.errors import ConfigError
-from kfcomm.testing.memory import Allocation
-from kfcomm.testing.streams import SCHEDULER, FakeStream
+from kfcomm.testing.streams import SCHEDULER, Allocation, FakeStream
 
 if TYPE_CHECKING:
     from kfcomm.testing.devices import FakeDevice

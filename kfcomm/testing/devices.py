@@ -20,27 +20,34 @@ import numpy as np
 
 from kfcomm.arrays.devices import Array, DeviceReport
 from kfcomm.testing.device_arrays import FakeArray, Uses
-from kfcomm.testing.memory import Alive, Allocation, poison
-from kfcomm.testing.streams import SCHEDULER, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work
+from kfcomm.testing.streams import (
+    SCHEDULER,
+    Alive,
+    Allocation,
+    FakeMark,
+    FakeStream,
+    Item,
+    Promise,
+    Promises,
+    notify,
+    poison,
+    work,
+)
 
 
-class _Copy:
+def _copy(source: Array, target: Array, uses: Uses, *, crosses: bool) -> Item:
     """Bytes that go from one place to another; those that cross to or from the host wait while copies are held."""
+    given, wanted = source.view(np.uint8), target.view(np.uint8)
 
-    def __init__(self, source: Array, target: Array, uses: Uses, *, crosses: bool) -> None:
-        self._source = source.view(np.uint8)
-        self._target = target.view(np.uint8)
-        self._uses = uses
-        self._crosses = crosses
-
-    def attempt(self, stream: FakeStream) -> bool:
-        """Copy, unless copies are held back."""
-        if self._crosses and stream.device.copies_are_held:
+    def attempt(stream: FakeStream) -> bool:
+        if crosses and stream.device.copies_are_held:
             return False
         if stream.error is None:
-            self._uses.happen(stream)
-            self._target[:] = self._source
+            uses.happen(stream)
+            wanted[:] = given
         return True
+
+    return attempt
 
 
 class FakeDevice:
@@ -110,20 +117,20 @@ class FakeDevice:
         """Mark the present end of a stream."""
         self.check_stream(stream)
         mark = FakeMark(stream)
-        stream.add(mark)
+        stream.add(mark.attempt)
         return mark
 
     def wait(self, stream: FakeStream, mark: FakeMark) -> None:
         """Let a stream wait for a mark."""
         self.check_stream(stream)
-        stream.add(Wait(mark))
+        stream.add(mark.passed)
 
     def notify(self, stream: FakeStream, done: Promise) -> None:
         """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once."""
         self.check_stream(stream)
         with SCHEDULER.entered():
             self._promises.num_open += 1
-            stream.add(Notify(done))
+            stream.add(notify(done))
 
     def empty(self, count: int, dtype: np.dtype[Any], stream: FakeStream) -> FakeArray:
         """Allocate flat memory for ``count`` elements; poisoned."""
@@ -131,7 +138,7 @@ class FakeDevice:
         self._take("device memory", count * np.dtype(dtype).itemsize)
         made = self._made(np.empty(count, dtype), stream)
         poison(made.memory)
-        stream.add(Work(partial(Uses((), (made,)).happen, stream)))
+        stream.add(work(partial(Uses((), (made,)).happen, stream)))
         return made
 
     def pinned(self, nbytes: int) -> Array:
@@ -146,19 +153,19 @@ class FakeDevice:
         """Copy from the device to the host, on a stream."""
         self._check(source, self._on_host(target), stream)
         uses = Uses((source,), ())
-        stream.add(_Copy(source.memory, target, uses, crosses=True))
+        stream.add(_copy(source.memory, target, uses, crosses=True))
 
     def put(self, source: Array, target: FakeArray, stream: FakeStream) -> None:
         """Copy from the host to the device, on a stream."""
         self._check(target, self._on_host(source), stream)
         uses = Uses((), (target,))
-        stream.add(_Copy(source, target.memory, uses, crosses=True))
+        stream.add(_copy(source, target.memory, uses, crosses=True))
 
     def copy(self, source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
         """Copy within the device, on a stream."""
         self._check(target, self._check(source, target.memory, stream), stream)
         uses = Uses((source,), (target,))
-        stream.add(_Copy(source.memory, target.memory, uses, crosses=False))
+        stream.add(_copy(source.memory, target.memory, uses, crosses=False))
 
     def close(self) -> None:
         """Implement `Device.close`. It blocks while a stream is held back on which something was promised."""
@@ -204,7 +211,7 @@ class FakeDevice:
             uses.happen(stream)
             function()
 
-        stream.add(Work(both))
+        stream.add(work(both))
 
     @property
     def streams(self) -> tuple[FakeStream, ...]:

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from kfcomm.testing.faults import FaultKind, FaultPlan, Killed, watched
-from kfcomm.testing.process_world import ProcessWorld, process_world
-from kfcomm.testing.sync_worlds import SyncWorld, run_threads, sync_world
-from kfcomm.testing.worlds import MemoryWorld, run_ranks, world
+from kfcomm.testing.processes import ProcessWorld, process_world
+from kfcomm.testing.worlds import MemoryWorld, SyncWorld, run_ranks, run_threads, sync_world, world
 
 
 class _InOneProcess(Sequence[Any]):

@@ -11,7 +11,7 @@ without being done, and whoever waits for a mark behind it fails with it, as a d
 
 Beside that every stream *knows* how far the others have come, from the marks that it has waited for and from what the
 program had been told by ``notify`` when it put an item there: more may be done, but nothing promises it. That is how
-`kfcomm.testing.memory` finds what is in order by luck alone.
+`kfcomm.testing.streams` finds what is in order by luck alone.
 
 This module must not know memory, nor what the items are.
 """
@@ -19,10 +19,17 @@ This module must not know memory, nor what the items are.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from kfcomm.arrays.devices import Array
 
 Promise = Callable[[BaseException | None], None]
 Known: TypeAlias = "dict[FakeStream, int]"
@@ -36,16 +43,11 @@ def learn(known: Known, more: Known) -> None:
             known[stream] = tick
 
 
-class Item(Protocol):
-    """Something on a stream."""
+Item: TypeAlias = "Callable[[FakeStream], bool]"
+"""Something on a stream: does it, now that it is first there, and returns whether it is done; under the lock.
 
-    def attempt(self, stream: FakeStream) -> bool:
-        """Do it, now that it is first on its stream; under the lock of the scheduler, may be called again.
-
-        Returns:
-            Whether it is done. If not, somebody will ``wake`` the stream when it may be.
-        """
-        ...
+If it is not, somebody will ``wake`` the stream when it may be, and it is called again.
+"""
 
 
 class Promises:
@@ -214,7 +216,7 @@ class FakeStream:
             while self._items and not self.is_held:
                 item, told = self._items[0]
                 learn(self.known, told)
-                if not item.attempt(self):
+                if not item(self):
                     break
                 self._items.popleft()
         finally:
@@ -230,40 +232,114 @@ class FakeStream:
         return f"<FakeStream {self.name}>"
 
 
-class Work:
+def work(function: Callable[[], object]) -> Item:
     """A function to be called; skipped where the stream has failed."""
 
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def attempt(self, stream: FakeStream) -> bool:
-        """Run the function, unless the stream has failed."""
+    def attempt(stream: FakeStream) -> bool:
         if stream.error is None:
             try:
-                self._function()
+                function()
             except Exception as error:  # noqa: BLE001  as a kernel's error: it is seen by whoever waits for the stream
                 stream.error = error
         return True
 
-
-class Wait:
-    """A mark that the stream has to wait for."""
-
-    def __init__(self, mark: FakeMark) -> None:
-        self._mark = mark
-
-    def attempt(self, stream: FakeStream) -> bool:
-        """Succeed once the mark is passed."""
-        return self._mark.passed(stream)
+    return attempt
 
 
-class Notify:
-    """Somebody who is to be told, by the device of the stream."""
+def notify(done: Promise) -> Item:
+    """A call that is promised, by the device of the stream."""
 
-    def __init__(self, done: Promise) -> None:
-        self._done = done
-
-    def attempt(self, stream: FakeStream) -> bool:
-        """Fulfil the promise."""
-        stream.promises.put(self._done, stream.error, dict(stream.known))
+    def attempt(stream: FakeStream) -> bool:
+        stream.promises.put(done, stream.error, dict(stream.known))
         return True
+
+    return attempt
+
+
+POISON = 0x5A
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Access of a stream to some bytes of an allocation, at one of its ticks."""
+
+    stream: FakeStream
+    tick: int
+    start: int
+    stop: int
+    writes: bool
+
+
+class Allocation:
+    """Some memory of a device, which is free again when the last array in it is gone.
+
+    Attributes:
+        nbytes: of all of it.
+        home: the stream for which it was made.
+    """
+
+    def __init__(self, base: Array, home: FakeStream) -> None:
+        self.nbytes = base.nbytes
+        self.home = home
+        self._at = byte_bounds(base)[0]
+        self._uses: list[Use] = []
+
+    def touch(self, memory: Array, stream: FakeStream, *, writes: bool) -> str | None:
+        """``stream`` reads or writes ``memory``, which lies in this allocation; under the lock of the scheduler.
+
+        What is not contiguous is taken to reach from its first byte to its last.
+
+        Returns:
+            With whom it is not in order, in words, if there is one.
+        """
+        if not memory.size:
+            return None
+        low, high = byte_bounds(memory)
+        use = Use(stream, stream.tick(), low - self._at, high - self._at, writes)
+        others = [one for one in self._uses if one.start < use.stop and use.start < one.stop]
+        wrong = next((one for one in others if _is_race(one, use)), None)
+        # Whoever comes after a write, in order, comes after all that the write came after.
+        self._uses = [one for one in self._uses if not _is_covered(one, use)] + [use]
+        if wrong is None:
+            return None
+        did, does = ("wrote" if wrong.writes else "read"), ("writes" if writes else "reads")
+        return f"{stream} {does} memory that {wrong.stream} {did}, and has not waited for it"
+
+
+def _is_race(before: Use, now: Use) -> bool:
+    if before.stream is now.stream or not (before.writes or now.writes):
+        return False
+    return now.stream.known.get(before.stream, 0) < before.tick
+
+
+def _is_covered(before: Use, now: Use) -> bool:
+    inside = now.start <= before.start and before.stop <= now.stop
+    return inside and (now.writes or (before.stream is now.stream and not before.writes))
+
+
+def poison(memory: Array) -> None:
+    """Make it plain that nothing has been written here."""
+    if memory.dtype.kind == "b":
+        memory[...] = True
+    else:
+        is_float = memory.dtype.kind in "fc" or memory.dtype.name == "bfloat16"
+        raw = memory.view(np.uint8)
+        raw[...] = 0xFF if is_float else POISON  # all bits set are a NaN in every format of numbers with a point
+
+
+class Alive:
+    """Bytes allocated and still in use."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._count = 0
+
+    def add(self, thing: Any) -> None:
+        """Something with ``nbytes``."""
+        self._count += 1
+        self._all[self._count] = thing
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return sum(thing.nbytes for thing in list(self._all.values()))

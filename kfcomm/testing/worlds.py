@@ -1,217 +1,36 @@
-"""A world in memory: all ranks on one event loop, no sockets, no processes, and faults on request."""
+"""Worlds in one process: all ranks on one event loop, or on threads that share one engine; faults on request."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal, TypeVar, cast
 
-from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.routes import choose
 from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.control.memory import MemoryHub
-from kfcomm.engine.interfaces import Door, Membership
+from kfcomm.engine.interfaces import Network
 from kfcomm.engine.session import Session
-from kfcomm.errors import TransportError
-from kfcomm.testing.links import InMemory, InSharedMemory, Links
-from kfcomm.testing.store import MemoryStore, Welcome
-from kfcomm.transports.base import BackendMaker, DeviceSetup, Link, Waiter
+from kfcomm.sync.communicator import Communicator as SyncCommunicator
+from kfcomm.sync.driver import Driver
+from kfcomm.sync.elastic import ElasticCommunicator as SyncElastic
+from kfcomm.sync.thread import IoThread
+from kfcomm.testing.network import NO_DEVICE, Epoch, InMemory, InSharedMemory, Links, MemoryStore
+from kfcomm.transports.base import BackendMaker, DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
-from kfcomm.transports.shm.heap import Array
-from kfcomm.transports.sockets import Connection
-from kfcomm.types import Candidate, Layout, Seconds, Wanted, override
+from kfcomm.types import Layout, Seconds
 from kfcomm.world.communicator import ARRIVED, Communicator
 from kfcomm.world.epochs import settle
 
 T = TypeVar("T")
-
-
-_NO_DEVICE = DeviceReport(lack="the test gave it no device")
-
-
-class Epoch:
-    """Links and control planes of the ranks of one epoch.
-
-    Attributes:
-        births: the ranks that they had in the first one.
-    """
-
-    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
-        self.world = world
-        self.births = births
-        self.layout = layout
-        self.job = job
-        self.number = number
-        self.links = world.new_links(births)
-        self.hub = world.new_hub(births)
-        self.joined: set[int] = set()
-        self._arrival = asyncio.Event()
-        self._next: dict[tuple[int, ...], Epoch] = {}
-
-    async def is_there(self, rank: int) -> None:
-        """Wait until a rank has joined, or is dead: a process listens before the others know of it."""
-        while rank not in self.joined and self.births[rank] not in self.world.dead:
-            await self._arrival.wait()
-
-    def arrived(self) -> None:
-        """A rank has joined, or died."""
-        self._arrival.set()
-        self._arrival = asyncio.Event()
-
-    def kill(self, birth: int) -> None:
-        """The process that was this rank in the first epoch dies."""
-        self.arrived()
-        if birth in self.births:
-            rank = self.births.index(birth)
-            if rank in self.joined:
-                self.links.cut(rank, reason=f"rank {rank} was killed")
-            self.hub.kill(rank)
-        for one in self._next.values():
-            one.kill(birth)
-
-    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
-        """The epoch of those that go on, and of new ones; the same one for all of them."""
-        births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
-        if births not in self._next:
-            hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
-            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
-            self._next[births] = made = Epoch(self.world, births, layout, self.job, self.number + 1)
-            for birth in self.world.dead:
-                made.kill(birth)
-        return self._next[births]
-
-
-class _Door(Door):
-    """Entry of one rank to the next epoch."""
-
-    part = b""
-
-    def __init__(self, rank: int, epoch: Epoch) -> None:
-        self._rank = rank
-        self._epoch = epoch
-
-    @override
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> _Way:
-        members = tuple(doors)
-        return _Way(members.index(self._rank), self._epoch.next(members, joiners))
-
-    async def close(self) -> None:
-        """Nothing was opened."""
-
-
-class _Members(Membership):
-    """The membership of one rank's network."""
-
-    def __init__(self, rank: int, epoch: Epoch) -> None:
-        self._rank = rank
-        self._epoch = epoch
-        self._store = epoch.world.store
-
-    def may_live(self, peer: int) -> bool:
-        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
-        return False
-
-    async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        return await self._store.candidates({*known, *self._epoch.births})
-
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
-
-    async def give_up(self, births: Collection[int]) -> None:
-        """Do nothing: this world has no launcher."""
-
-    async def let_go(self, births: Collection[int]) -> None:
-        """Do nothing: this world has no launcher."""
-
-    async def wanted(self, known: Wanted) -> Wanted:
-        return await self._store.wanted(known)
-
-    async def want_size(self, size: int) -> None:
-        await self._store.want_size(size)
-
-    async def want_replaced(self, birth: int) -> None:
-        await self._store.want_replaced(birth)
-
-    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        # there is no launcher, which could end rivals
-        if rivals:
-            return False
-        births = [self._epoch.births[rank] for rank in living]
-        return await self._store.has_word(self._epoch.births[self._rank], births, self._epoch.number + 1)
-
-
-class _Way:
-    """Network of one rank; implements ``interfaces.Network``."""
-
-    def __init__(self, rank: int, epoch: Epoch) -> None:
-        self.layout = epoch.layout
-        self.births = epoch.births
-        self.epoch = epoch.number
-        self.num_old = 0
-        self.reports = tuple(epoch.world.reports.get(birth, _NO_DEVICE) for birth in epoch.births)
-        self.job = epoch.job
-        self._epoch = epoch
-        self._rank = rank
-        self._links = epoch.links
-        self._hub = epoch.hub
-        self.membership: Membership = _Members(rank, epoch)
-
-    def start(
-        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
-    ) -> ControlPlane | None:
-        self._links.add(self._rank, inbound)
-        self._epoch.joined.add(self._rank)
-        self._epoch.arrived()
-        plane = self._hub.join(self._rank, reactor, events, status)
-        birth = self.births[self._rank]
-        if birth in self._epoch.world.dead:
-            self._epoch.kill(birth)
-        return plane
-
-    async def open_door(self, epoch: int) -> _Door:
-        return _Door(self._rank, self._epoch)
-
-    async def connect(self, peer: int) -> Link:
-        await self._epoch.is_there(peer)
-        if peer not in self._epoch.joined:
-            raise TransportError(f"rank {peer} is not in this world")
-        return await self._links.connect(self._rank, peer)
-
-    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
-        """Never called: there are no sockets."""
-        raise TransportError("a world in memory has no sockets")
-
-    def forget(self, peer: int) -> None:
-        self._links.forget(self._rank, peer)
-
-    def sever(self) -> None:
-        self._links.sever(self._rank)
-
-    def room(self, nbytes: int) -> Array | None:
-        return self._links.room(self._rank, nbytes)
-
-    def room_nbytes(self) -> int:
-        return self._links.room_nbytes(self._rank)
-
-    def describe(self, peer: int) -> str:
-        return "memory"
-
-    def descriptors(self) -> list[int]:
-        """None."""
-        return []
-
-    async def leave(self) -> None:
-        """Do nothing: no other process keeps a record of this one."""
-
-    async def close(self) -> None:
-        await self._links.close(self._rank)
 
 
 class MemoryWorld(Sequence[Communicator]):
@@ -271,23 +90,9 @@ class MemoryWorld(Sequence[Communicator]):
         self._settings = (limit_s, stall_s, monitor)
         self._reactor, self._loop, self._transport = reactor, loop, transport
         self._first = Epoch(self, tuple(range(size)), layout, secrets.token_hex(8))
+        self._is_elastic = elastic
         try:
-            sessions = [
-                Session(
-                    rank,
-                    layout,
-                    _Way(rank, self._first),
-                    loop,
-                    reactor,
-                    timeout_s=limit_s,
-                    stall_after_s=stall_s,
-                    monitor=monitor,
-                    devices=setups[rank],
-                )
-                for rank in range(size)
-            ]
-            self._is_elastic = elastic
-            self._all = [Communicator(session, session.world, strategy) for session in sessions]
+            self._all = [self._made(self._first.network_of(r), r, setups[r], strategy) for r in range(size)]
             self._comms = [self._shown(comm) for comm in self._all]
         except BaseException:
             if self._driver is not None:
@@ -315,17 +120,20 @@ class MemoryWorld(Sequence[Communicator]):
             birth: its uid, which no other process of this world has or had.
         """
         epoch, num_old, strategy = await self.store.ask_in(birth)
-        way = _Way(epoch.births.index(birth), epoch)
-        way.num_old = num_old
-        limit_s, stall_s, monitor = self._settings
-        session = Session(
-            epoch.births.index(birth), epoch.layout, way, self._loop, self._reactor, timeout_s=limit_s,
-            stall_after_s=stall_s, monitor=monitor, devices=DeviceSetup.none(epoch.layout.size), epoch=epoch.number,
-        )  # fmt: skip
-        comm = Communicator(session, session.world, strategy)
-        settle(session, comm.barrier(ARRIVED))
+        rank = epoch.births.index(birth)
+        none = DeviceSetup.none(epoch.layout.size)
+        comm = self._made(epoch.network_of(rank, num_old), rank, none, strategy, epoch.number)
+        settle(comm._session, comm.barrier(ARRIVED))
         self._all.append(comm)
         return self._shown(comm)
+
+    def _made(self, network: Network, rank: int, devices: DeviceSetup, strategy: Any, number: int = 0) -> Communicator:
+        limit_s, stall_s, monitor = self._settings
+        session = Session(
+            rank, network.layout, network, self._loop, self._reactor, timeout_s=limit_s, stall_after_s=stall_s,
+            monitor=monitor, devices=devices, epoch=number,
+        )  # fmt: skip
+        return Communicator(session, session.world, strategy)
 
     def _shown(self, comm: Communicator) -> Communicator:
         """As the program has it."""
@@ -366,7 +174,7 @@ def _set_up(
     given = [None] * layout.size if devices is None else devices
     if len(given) != layout.size:
         raise ValueError(f"{layout.size} ranks need as many devices, or None, not {len(given)}")
-    reports = tuple(_NO_DEVICE if device is None else device.report for device in given)
+    reports = tuple(NO_DEVICE if device is None else device.report for device in given)
     choose(reports, layout, transport)
     return [DeviceSetup(device, reports, None if device is None else maker, transport) for device in given]
 
@@ -402,3 +210,91 @@ async def run_ranks(comms: Sequence[Communicator], main: Callable[[Communicator]
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
+
+
+class SyncWorld(Sequence[SyncCommunicator]):
+    """The blocking communicators of all ranks, by rank, and the faults of ``MemoryWorld``."""
+
+    def __init__(self, driver: Driver, world: MemoryWorld) -> None:
+        self._io = driver.io
+        self._world = world
+        self._driver = driver
+        self._comms = [self._shown(comm) for comm in world]
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._comms[rank]
+
+    def __len__(self) -> int:
+        return len(self._comms)
+
+    def __iter__(self) -> Iterator[SyncCommunicator]:
+        return iter(self._comms)
+
+    def _shown(self, comm: Any) -> SyncCommunicator:
+        if isinstance(comm, ElasticCommunicator):
+            elastic: Any = SyncElastic(self._driver, comm)
+            return cast("SyncCommunicator", elastic)
+        return SyncCommunicator(self._driver, comm)
+
+    def join(self, birth: int) -> SyncCommunicator:
+        """Add a process, and wait until the ranks admit it; see ``MemoryWorld.join``."""
+        return self._shown(self._io.wait_for(lambda: self._world.join(birth)))
+
+    def kill(self, rank: int) -> None:
+        """End the process of ``rank``, as ``MemoryWorld.kill``."""
+        self._io.run(self._world.kill, rank)
+
+    def unplug(self, rank: int) -> None:
+        """Break every open link of ``rank``, as ``MemoryWorld.unplug``."""
+        self._io.run(self._world.unplug, rank)
+
+
+@contextmanager
+def sync_world(
+    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout: Seconds = 300.0, stall_after: Seconds = 10.0,
+    devices: Sequence[Device | None] | None = None, maker: BackendMaker | None = None, device_transport: str = "auto",
+    elastic: bool = False,
+) -> Iterator[SyncWorld]:  # fmt: skip
+    """A world of ``size`` ranks in this process, on an I/O thread of its own; closed at the end. See ``MemoryWorld``.
+
+    Each rank belongs on a thread: a blocking call waits for those of the other ranks. See ``run_threads``.
+    """
+
+    async def make() -> MemoryWorld:
+        return MemoryWorld(
+            size, hosts=hosts, strategy=strategy, timeout=timeout, stall_after=stall_after, devices=devices,
+            maker=maker, device_transport=device_transport, reactor=driver.reactor, elastic=elastic,
+        )  # fmt: skip
+
+    driver = Driver(IoThread())
+    try:
+        world = driver.io.wait_for(make)
+        try:
+            yield SyncWorld(driver, world)
+        finally:
+            driver.io.wait_for(world.close)
+    finally:
+        driver.stop()
+
+
+def run_threads(comms: Sequence[SyncCommunicator], main: Callable[[SyncCommunicator], T]) -> list[T]:
+    """Run ``main(comm)`` for every rank at the same time, each on a thread of its own; the results by rank.
+
+    When a rank fails, its communicator is closed, which ends what the others wait for with it; the first error
+    is raised when all threads have ended.
+    """
+    failures: list[BaseException] = []
+
+    def one(comm: SyncCommunicator) -> T:
+        try:
+            return main(comm)
+        except BaseException as error:
+            failures.append(error)
+            comm.close()
+            raise
+
+    with ThreadPoolExecutor(len(comms), thread_name_prefix="kfcomm-rank") as pool:
+        ranks = [pool.submit(one, comm) for comm in comms]
+    if failures:
+        raise failures[0]
+    return [rank.result() for rank in ranks]

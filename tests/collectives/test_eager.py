@@ -10,7 +10,7 @@ import pytest
 
 from kfcomm.collectives.mailbox import EAGER_NBYTES, ROOM_MESSAGES, ROOM_NBYTES
 from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from kfcomm.testing.sync_worlds import run_threads, sync_world
+from kfcomm.testing.worlds import run_threads, sync_world
 from tests.conformance.worlds import same_bits, turns, until, world
 
 X = np.arange(5)

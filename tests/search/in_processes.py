@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kfcomm.testing.faults import FaultPlan
-from kfcomm.testing.process_world import process_world
+from kfcomm.testing.processes import process_world
 
 RANKS = 3
 

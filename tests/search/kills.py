@@ -16,7 +16,7 @@ import numpy as np
 
 from kfcomm.errors import PeerLost
 from kfcomm.testing.faults import FaultPlan
-from kfcomm.testing.process_world import process_world
+from kfcomm.testing.processes import process_world
 
 LOST_AFTER_S = 2.0
 BOUNDS_S = {"kill": 10.0, "stop": LOST_AFTER_S + 10.0}

@@ -31,7 +31,7 @@ from kfcomm.testing import (
     run_in_virtual_time,
     search_in_virtual_time,
 )  # fmt: skip
-from kfcomm.testing.virtual.loop import VirtualLoop
+from kfcomm.testing.virtual.network import VirtualLoop
 from tests.search import virtual
 
 LENGTH = 240

@@ -1,15 +1,200 @@
-"""The communicators of ranks that live in virtual time."""
+"""World in virtual time: control planes and a store that can be lost, over the network of `network`."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from kfcomm.testing.virtual.hub import VirtualHub
+from kfcomm.core.heartbeat import BEATS
+from kfcomm.engine.control.base import ControlEvents
+from kfcomm.engine.control.memory import MemoryHub, News
+from kfcomm.errors import RendezvousError
+from kfcomm.testing.network import MemoryStore, Welcome
 from kfcomm.testing.virtual.network import NetworkModel, VirtualLinks
-from kfcomm.testing.virtual.store import VirtualStore
 from kfcomm.testing.worlds import MemoryWorld
-from kfcomm.transports.reactor import Reactor
-from kfcomm.types import override
+from kfcomm.transports.reactor import Callback, Reactor
+from kfcomm.types import Candidate, Wanted, override
+
+LAST_WORDS_LOST = 0.5
+"""So often what a rank that dies has said, and nobody has heard yet, is not heard any more."""
+
+
+class _Said:
+    """News for all others."""
+
+    __slots__ = ("is_heard", "news")
+
+    def __init__(self, news: News, *, is_heard: bool) -> None:
+        self.news = news
+        self.is_heard = is_heard
+
+    def __call__(self, events: ControlEvents) -> None:
+        self.news(events)
+
+
+class VirtualHub(MemoryHub):
+    """Control planes of one epoch, with latencies and lost messages."""
+
+    def __init__(self, model: NetworkModel, births: Sequence[int]) -> None:
+        super().__init__(len(births))
+        self._model = model
+        self._births = births
+        self._silenced: set[int] = set()
+        self._knows: set[int] = set()
+        self._goodbyes: dict[int, _Said] = {}
+        for one, other in sorted(model.lost):
+            if one < other:
+                self.lose(one, other)
+
+    @override
+    def kill(self, rank: int) -> None:
+        if self._model.random.random() < LAST_WORDS_LOST:
+            self._silenced.add(rank)
+            if rank in self._goodbyes and not self._goodbyes[rank].is_heard:
+                self.left.discard(rank)  # so it is lost
+        super().kill(rank)
+
+    @override
+    def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
+        source = rank if about is None else about
+        is_heard = source in self._silenced or bool(self._early.keys() - {rank})
+        said = _Said(news, is_heard=is_heard)
+        if rank in self.left:
+            self._goodbyes.setdefault(rank, said)
+        super().tell_others(rank, said, about)
+
+    @override
+    def carry(self, source: int, target: int, deliver: Callback, *arguments: object) -> None:
+        road = self._births[source], self._births[target]
+        self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
+
+    def ended(self, birth: int) -> None:
+        """An initial rank that has not entered this epoch by now never will: its port refuses connections."""
+        if birth in self._births and self._births.index(birth) in self._early:
+            self.declare_lost(self._births.index(birth), "its process has ended", has_ended=True)
+
+    def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
+        """Each of two ranks of the beginning finds out that it has lost the other; one that was stopped, of itself."""
+        if one in self._births and other in self._births:
+            for birth, peer in ((one, other), (other, one)):
+                self._find_out(self._births.index(birth), self._births.index(peer), was_stopped=birth == stopped)
+
+    def _find_out(self, rank: int, peer: int, *, was_stopped: bool) -> None:
+        lost_after_s = self._model.timing.lost_after_s
+
+        def news(events: ControlEvents) -> None:
+            if was_stopped and rank not in self._knows:
+                self._knows.add(rank)
+                events.on_peer_lost(rank, "it was stopped")
+            events.on_peer_lost(peer, f"nothing was heard of it for {lost_after_s:g} s")
+            self.planes[rank].let_go(peer)
+
+        if not self.tell_early(rank, news):
+            self._model.tell(self._births[rank], lost_after_s / BEATS, self.planes[rank].hear, news)
+
+    def _arrived(self, source: int, deliver: Callback, arguments: tuple[object, ...]) -> None:
+        for one in arguments:
+            if isinstance(one, _Said):
+                if source in self._silenced and not one.is_heard:
+                    return
+                one.is_heard = True
+        deliver(*arguments)
+
+
+WORD_WITHIN_S = 2.0
+"""So long whoever asks for the store's word waits for it."""
+
+
+class VirtualStore(MemoryStore):
+    """Store of a world in virtual time, which can be lost for a while."""
+
+    def __init__(self, model: NetworkModel) -> None:
+        super().__init__()
+        self._model = model
+        self._words: dict[int, tuple[int, ...]] = {}
+        self._num_losses = 0
+        self._lost_by = 0
+        self._back = asyncio.Event()
+        self._back.set()
+
+    async def lose(self, for_s: float) -> None:
+        """Be lost for so long."""
+        self._lost_by += 1
+        self._num_losses += 1
+        self._back.clear()
+        self._tell()
+        await asyncio.sleep(for_s)
+        self._lost_by -= 1
+        if not self._lost_by:
+            self._back.set()
+
+    @override
+    async def ask_in(self, birth: int) -> Welcome:
+        await self._reached()
+        return await super().ask_in(birth)
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Answer after a latency.
+
+        Raises:
+            RendezvousError: the store is lost.
+        """
+        await self._latency()
+        return await super().candidates(known)
+
+    @override
+    async def welcome(self, births: Collection[int], said: Welcome) -> None:
+        await self._reached()
+        await super().welcome(births, said)
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Answer after a latency.
+
+        Raises:
+            RendezvousError: the store is lost.
+        """
+        await self._latency()
+        return await super().wanted(known)
+
+    @override
+    async def want_size(self, size: int) -> None:
+        await self._reached()
+        await super().want_size(size)
+
+    @override
+    async def want_replaced(self, birth: int) -> None:
+        await self._reached()
+        await super().want_replaced(birth)
+
+    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
+        """Whether these were the first to ask for this epoch."""
+        try:
+            async with asyncio.timeout(WORD_WITHIN_S):
+                await self._reached()
+        except TimeoutError:
+            return False
+        return birth in self._words.setdefault(epoch, tuple(living))
+
+    async def changed(self) -> None:
+        """Wait for a change.
+
+        Raises:
+            RendezvousError: the store is lost.
+        """
+        num_losses = self._num_losses
+        if self._back.is_set():
+            await super().changed()
+        if not self._back.is_set() or num_losses != self._num_losses:
+            raise RendezvousError("the store is gone")
+
+    async def _reached(self) -> None:
+        await self._latency()
+        await self._back.wait()
+
+    async def _latency(self) -> None:
+        await asyncio.sleep(self._model.random.uniform(*self._model.timing.latency_s))
+
 
 NUM_CPUS = 8
 """Of each host, on whatever machine this runs: strategies depend on it."""

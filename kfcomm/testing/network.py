@@ -1,0 +1,373 @@
+"""What joins the ranks of a world in one process: links, the store of the membership, and the network of each epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from kfcomm.arrays.devices import DeviceReport
+from kfcomm.core.handshake import Keys
+from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.engine.interfaces import Door, Membership, Network
+from kfcomm.errors import TransportError
+from kfcomm.transports.base import Link, Surroundings, Waiter
+from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.endpoint import ShmEndpoint
+from kfcomm.transports.shm.heap import Array
+from kfcomm.transports.sockets import Connection
+from kfcomm.types import Candidate, Layout, Wanted, override
+
+if TYPE_CHECKING:
+    from kfcomm.testing.worlds import MemoryWorld
+
+NO_DEVICE = DeviceReport(lack="the test gave it no device")
+
+
+class InMemory:
+    """Links of one epoch in memory: payloads are shown to the receiver in place, so nothing is kept or closed."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._network = MemoryNetwork(reactor)
+
+    def add(self, rank: int, waiter: Waiter) -> None:
+        """``waiter`` hears what the others send to ``rank``."""
+        self._network.add(rank, waiter)
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """Open a link from ``rank`` to ``peer``.
+
+        Raises:
+            TransportError: the peer is not there, or was cut off.
+        """
+        return self._network.connect(rank, peer)
+
+    def cut(self, rank: int, *, reason: str) -> None:
+        """Break every link of ``rank``, as when its process dies; it can connect no more."""
+        self._network.cut(rank, reason=reason)
+
+    def unplug(self, rank: int) -> None:
+        """Break every link of ``rank`` that is open now; new ones can be opened."""
+        self._network.unplug(rank)
+
+    def endpoint(self, rank: int) -> ShmEndpoint | None:
+        """What ``rank`` shares with other processes of its host."""
+        return None
+
+
+class InSharedMemory:
+    """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections.
+
+    Args:
+        loop: where links are agreed on.
+        reactor: which drives them then.
+        births: of the ranks of this epoch.
+        latest: what each rank shared last, by birth: it goes over into this epoch, and is replaced.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, ShmEndpoint]
+    ) -> None:
+        self._loop = loop
+        self._reactor = reactor
+        self._births = births
+        self._latest = latest
+        self._ranks: dict[int, ShmEndpoint] = {}
+        self._cut: set[int] = set()
+
+    def add(self, rank: int, waiter: Waiter) -> None:
+        """``waiter`` hears what the others send to ``rank``."""
+        birth, ranks = self._births[rank], tuple(range(len(self._births)))
+        surroundings = Surroundings(
+            self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(birth)
+        )
+        self._ranks[rank] = self._latest[birth] = ShmEndpoint(surroundings)
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """Open a link from ``rank`` to ``peer``, as `InMemory.connect`."""
+        if peer in self._cut or rank in self._cut:
+            raise TransportError(f"rank {peer} is not in this world")
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.setblocking(False)
+        keys = Keys(b"", b"")  # shared memory is not sealed
+        self._ranks[peer].adopt(Connection(far, keys), rank)
+        return await self._ranks[rank].connect(Connection(near, keys), peer)
+
+    def cut(self, rank: int, *, reason: str) -> None:
+        """Break every link of ``rank``; it can connect no more."""
+        self._cut.add(rank)
+        self.unplug(rank)
+
+    def unplug(self, rank: int) -> None:
+        """Break every link of ``rank`` that is open now."""
+        for descriptor in self._ranks[rank].hub.descriptors():
+            with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def endpoint(self, rank: int) -> ShmEndpoint:
+        """What ``rank`` shares with other processes of its host."""
+        return self._ranks[rank]
+
+
+Links: TypeAlias = InMemory | InSharedMemory
+
+
+class Welcome(NamedTuple):
+    """Answer to an admitted process.
+
+    Attributes:
+        epoch: which it belongs to from now on.
+        num_old: so many of its ranks, the first ones, were there before.
+        strategy: its name.
+    """
+
+    epoch: Epoch
+    num_old: int
+    strategy: str
+
+
+class MemoryStore:
+    """Store of the membership, for all ranks of a world: who waits to be let in, how many are asked for. Never lost."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[Welcome]] = {}
+        self._wanted = Wanted()
+        self._changed = asyncio.Event()
+
+    async def ask_in(self, birth: int) -> Welcome:
+        """Wait, as the process of this uid, to be admitted."""
+        self._waiting[birth] = asyncio.get_running_loop().create_future()
+        self._tell()
+        return await self._waiting[birth]
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Processes that wait and are not known, as soon as there are any."""
+        while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
+            await self.changed()
+        return [Candidate(birth, b"") for birth in sorted(found)]
+
+    async def welcome(self, births: Collection[int], said: Welcome) -> None:
+        """Let these in."""
+        for birth in births:
+            waiting = self._waiting.get(birth)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(said)
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Latest request for a size, as soon as it differs from the known one."""
+        while self._wanted in (Wanted(), known):
+            await self.changed()
+        return self._wanted
+
+    async def want_size(self, size: int) -> None:
+        """Ask for so many ranks; who was asked to go is still to go."""
+        self.set_size(size, self._wanted.leavers)
+
+    async def want_replaced(self, birth: int) -> None:
+        """Ask to replace a process by one that waits."""
+        self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
+
+    def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
+        """Ask for so many ranks, and for these to go, from outside of the world."""
+        self._wanted = Wanted(size, leavers)
+        self._tell()
+
+    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
+        """Whether ``birth`` and these others, half of all ranks, make this epoch: never, without more to go by."""
+        return False
+
+    async def changed(self) -> None:
+        """Wait until there is something new."""
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Epoch:
+    """Links and control planes of the ranks of one epoch.
+
+    Attributes:
+        births: the ranks that they had in the first one.
+    """
+
+    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
+        self.world = world
+        self.births = births
+        self.layout = layout
+        self.job = job
+        self.number = number
+        self.links = world.new_links(births)
+        self.hub = world.new_hub(births)
+        self.joined: set[int] = set()
+        self._arrival = asyncio.Event()
+        self._next: dict[tuple[int, ...], Epoch] = {}
+
+    async def is_there(self, rank: int) -> None:
+        """Wait until a rank has joined, or is dead: a process listens before the others know of it."""
+        while rank not in self.joined and self.births[rank] not in self.world.dead:
+            await self._arrival.wait()
+
+    def arrived(self) -> None:
+        """A rank has joined, or died."""
+        self._arrival.set()
+        self._arrival = asyncio.Event()
+
+    def kill(self, birth: int) -> None:
+        """The process that was this rank in the first epoch dies."""
+        self.arrived()
+        if birth in self.births:
+            rank = self.births.index(birth)
+            if rank in self.joined:
+                self.links.cut(rank, reason=f"rank {rank} was killed")
+            self.hub.kill(rank)
+        for one in self._next.values():
+            one.kill(birth)
+
+    def network_of(self, rank: int, num_old: int = 0) -> Network:
+        """Network of a rank; ``num_old``: of how many ranks that were there before, where it was admitted."""
+        return _RankNetwork(rank, self, num_old)
+
+    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
+        """The epoch of the ranks that survive, and of new ones; the same one for all of them."""
+        births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
+        if births not in self._next:
+            hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
+            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
+            self._next[births] = made = Epoch(self.world, births, layout, self.job, self.number + 1)
+            for birth in self.world.dead:
+                made.kill(birth)
+        return self._next[births]
+
+
+class _Door(Door):
+    """Entry of one rank to the next epoch."""
+
+    part = b""
+
+    def __init__(self, rank: int, epoch: Epoch) -> None:
+        self._rank = rank
+        self._epoch = epoch
+
+    @override
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+        members = tuple(doors)
+        return self._epoch.next(members, joiners).network_of(members.index(self._rank))
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class _Members(Membership):
+    """The membership of one rank's network."""
+
+    def __init__(self, rank: int, epoch: Epoch) -> None:
+        self._rank = rank
+        self._epoch = epoch
+        self._store = epoch.world.store
+
+    def may_live(self, peer: int) -> bool:
+        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
+        return False
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        return await self._store.candidates({*known, *self._epoch.births})
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """Do nothing: this world has no launcher."""
+
+    async def let_go(self, births: Collection[int]) -> None:
+        """Do nothing: this world has no launcher."""
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        return await self._store.wanted(known)
+
+    async def want_size(self, size: int) -> None:
+        await self._store.want_size(size)
+
+    async def want_replaced(self, birth: int) -> None:
+        await self._store.want_replaced(birth)
+
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        if rivals:  # there is no launcher, which could end them
+            return False
+        births = [self._epoch.births[rank] for rank in living]
+        return await self._store.has_word(self._epoch.births[self._rank], births, self._epoch.number + 1)
+
+
+class _RankNetwork:
+    """Network of one rank in one epoch; implements ``engine.interfaces.Network``."""
+
+    def __init__(self, rank: int, epoch: Epoch, num_old: int = 0) -> None:
+        self.layout = epoch.layout
+        self.births = epoch.births
+        self.epoch = epoch.number
+        self.num_old = num_old
+        self.reports = tuple(epoch.world.reports.get(birth, NO_DEVICE) for birth in epoch.births)
+        self.job = epoch.job
+        self._epoch = epoch
+        self._rank = rank
+        self._links = epoch.links
+        self.membership: Membership = _Members(rank, epoch)
+
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        self._links.add(self._rank, inbound)
+        self._epoch.joined.add(self._rank)
+        self._epoch.arrived()
+        plane = self._epoch.hub.join(self._rank, reactor, events, status)
+        birth = self.births[self._rank]
+        if birth in self._epoch.world.dead:
+            self._epoch.kill(birth)
+        return plane
+
+    async def open_door(self, epoch: int) -> _Door:
+        return _Door(self._rank, self._epoch)
+
+    async def connect(self, peer: int) -> Link:
+        await self._epoch.is_there(peer)
+        if peer not in self._epoch.joined:
+            raise TransportError(f"rank {peer} is not in this world")
+        return await self._links.connect(self._rank, peer)
+
+    def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
+        raise TransportError("a world in memory has no sockets")
+
+    def forget(self, peer: int) -> None:
+        if (endpoint := self._links.endpoint(self._rank)) is not None:
+            endpoint.forget(peer)
+
+    def sever(self) -> None:
+        if (endpoint := self._links.endpoint(self._rank)) is not None:
+            endpoint.hub.sever()
+
+    def room(self, nbytes: int) -> Array | None:
+        endpoint = self._links.endpoint(self._rank)
+        return None if endpoint is None else endpoint.heaps.empty(nbytes)
+
+    def room_nbytes(self) -> int:
+        endpoint = self._links.endpoint(self._rank)
+        return 0 if endpoint is None else endpoint.heaps.used_nbytes
+
+    def describe(self, peer: int) -> str:
+        return "memory"
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    async def leave(self) -> None:
+        """Do nothing: no other process keeps a record of this one."""
+
+    async def close(self) -> None:
+        if (endpoint := self._links.endpoint(self._rank)) is not None:
+            await endpoint.close()
