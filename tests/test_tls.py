@@ -12,7 +12,7 @@ from kfcomm.core.hello import Purpose
 from kfcomm.errors import ConfigError, ProtocolError, RendezvousError, TransportError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.transports.handshake import answer, dial
+from kfcomm.transports.handshake import HandshakeOptions, answer, dial
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.tls import AUTHORITY, CERTIFICATE, KEY, Tls, load, make
 from tests.launch.launched import finished
@@ -90,7 +90,7 @@ async def meeting(client: Tls | None, server: Tls | None) -> object:
         await readable(listener.sockets[0].fileno())
         sock, _ = listener.sockets[0].accept()
         try:
-            connection, _ = await answer(sock, PEER, accept=lambda _: None, token=TOKEN, epoch=0, tls=server)
+            connection, _ = await answer(sock, lambda _: None, HandshakeOptions(PEER, 0, TOKEN, tls=server))
         except (TransportError, ProtocolError):
             return
         connection.close()
@@ -98,7 +98,7 @@ async def meeting(client: Tls | None, server: Tls | None) -> object:
     task = asyncio.create_task(greeted())
     try:
         address = [("127.0.0.1", listener.port)]
-        connection = await dial(address, ME, PEER, purpose=Purpose.DATA, token=TOKEN, epoch=0, tls=client)
+        connection = await dial(address, PEER, Purpose.DATA, HandshakeOptions(ME, 0, TOKEN, tls=client))
     except DialRefused as error:
         return str(error)
     else:

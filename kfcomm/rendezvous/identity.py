@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,9 @@ class PeerInfo:
                 f"a peer's description needs {len(cls.__slots__)} fields, as of kfcomm {__version__} (protocol "
                 f"{PROTOCOL_VERSION}){_told_version(values)}. {HOW_TO_AGREE}"
             )
-        _check(*values)
         found = dict(zip(cls.__slots__, values, strict=True))
+        for name, value in found.items():
+            _CHECKS[name](value)
         return cls(**found | {"costs": Costs(*found["costs"]), "device": DeviceReport(*found["device"])})
 
 
@@ -141,44 +143,26 @@ def _values(record: PeerInfo | DeviceReport) -> tuple[Any, ...]:
     return tuple(getattr(record, name) for name in record.__slots__)
 
 
-def _check(
-    rank: object,
-    uid: object,
-    address: object,
-    port: object,
-    unix: object,
-    host: object,
-    hostname: object,
-    pid: object,
-    num_cpus: object,
-    costs: object,
-    versions: object,
-    transport: object,
-    checksum: object,
-    device: object,
-) -> None:
-    """Check the fields of a `PeerInfo`, in their order."""
-    _check_integer("rank", rank, 0, MAX_RANKS - 1)
-    _check_text("uid", uid, 64)
-    _check_address(_check_text("address", address, 45))
-    _check_integer("port", port, 1, 65535)
-    if unix is not None:
-        _check_text("unix", unix.removeprefix("\0") if isinstance(unix, str) else unix, 107)
-    _check_text("host", host, 128)
-    _check_text("hostname", hostname, 255)
-    _check_integer("pid", pid, 1, 2**31 - 1)
-    _check_integer("number of processors", num_cpus, 0, 2**31 - 1)
-    if not is_plausible(costs):
+def _check_costs(value: object) -> None:
+    if not is_plausible(value):
         raise RemoteProtocolError("costs of a peer must be as many numbers of seconds as there are, or unknown")
-    if not isinstance(versions, tuple) or len(versions) != 2:
+
+
+def _check_versions(value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
         raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
-    _check_text("version", versions[0], 64)
-    _check_integer("protocol", versions[1], 0, 2**31 - 1)
-    if transport not in TRANSPORT_NAMES:
+    _check_text("version", value[0], 64)
+    _check_integer("protocol", value[1], 0, 2**31 - 1)
+
+
+def _check_transport(value: object) -> None:
+    if value not in TRANSPORT_NAMES:
         raise RemoteProtocolError(f"transport of a peer must be one of {', '.join(TRANSPORT_NAMES)}")
-    if not isinstance(checksum, bool):
+
+
+def _check_checksum(value: object) -> None:
+    if not isinstance(value, bool):
         raise RemoteProtocolError("checksum of a peer must be true or false")
-    _check_device(device)
 
 
 def _check_device(values: object) -> None:
@@ -222,6 +206,30 @@ def _check_address(value: str) -> None:
         ipaddress.ip_address(value)
     except ValueError as error:
         raise RemoteProtocolError("address of a peer must be an IP address") from error
+
+
+def _check_unix(value: object) -> None:
+    if value is not None:
+        _check_text("unix", value.removeprefix("\0") if isinstance(value, str) else value, 107)
+
+
+_CHECKS: dict[str, Callable[[object], object]] = {
+    "rank": lambda value: _check_integer("rank", value, 0, MAX_RANKS - 1),
+    "uid": lambda value: _check_text("uid", value, 64),
+    "address": lambda value: _check_address(_check_text("address", value, 45)),
+    "port": lambda value: _check_integer("port", value, 1, 65535),
+    "unix": _check_unix,
+    "host": lambda value: _check_text("host", value, 128),
+    "hostname": lambda value: _check_text("hostname", value, 255),
+    "pid": lambda value: _check_integer("pid", value, 1, 2**31 - 1),
+    "num_cpus": lambda value: _check_integer("number of processors", value, 0, 2**31 - 1),
+    "costs": _check_costs,
+    "versions": _check_versions,
+    "transport": _check_transport,
+    "checksum": _check_checksum,
+    "device": _check_device,
+}
+"""By field of a `PeerInfo`; each raises `RemoteProtocolError` for a value that no peer of this version sends."""
 
 
 def host_id() -> str:

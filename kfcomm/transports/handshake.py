@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from kfcomm.common.sockets import accept_all, host_of
@@ -58,10 +59,18 @@ UNAUTHENTICATED_S = 5.0
 """For an incoming connection, before it has authenticated."""
 
 
-async def dial(
-    addresses: Iterable[Address], me: Identity, peer: Identity, *,
-    purpose: int, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S, tls: Tls | None = None,
-) -> Connection:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class HandshakeOptions:
+    """This process in its handshakes, and their time limit; without ``tls`` they are in plain text."""
+
+    me: Identity
+    epoch: int
+    token: bytes = field(repr=False)
+    timeout_s: float = HANDSHAKE_TIMEOUT_S
+    tls: Tls | None = None
+
+
+async def dial(addresses: Iterable[Address], peer: Identity, purpose: int, options: HandshakeOptions) -> Connection:
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
     Raises:
@@ -71,19 +80,22 @@ async def dial(
     unreached: list[OSError] = []
     address: Address = ""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(options.timeout_s):
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
                 # A fresh nonce for each try: no challenge is used twice.
-                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
+                dialler = Dialler(
+                    options.me, peer, purpose=purpose, epoch=options.epoch, token=options.token,
+                    nonce=os.urandom(NONCE_NBYTES),
+                )  # fmt: skip
                 try:
-                    return await _greet(await connect(address), dialler, tls)
+                    return await _greet(await connect(address), dialler, options.tls)
                 except (TransportError, ProtocolError) as error:
                     failures.append(f"{describe(address)}: {error}")
                 except OSError as error:
                     failures.append(f"{describe(address)}: {why(error)}")
                     unreached.append(error)
     except TimeoutError:
-        failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
+        failures.append(f"{describe(address)}: no answer within {options.timeout_s:g} s")
     # Only if every address failed to connect: a peer that refused the handshake, or is slow, lives.
     gone = len(unreached) == len(failures) and nobody_listens(unreached)
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
@@ -109,10 +121,8 @@ async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server:
 
 
 async def answer(
-    sock: socket.socket, me: Identity, *,
-    accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = UNAUTHENTICATED_S,
-    tls: Tls | None = None,
-) -> tuple[Connection, Hello]:  # fmt: skip
+    sock: socket.socket, accept: Callable[[Hello], str | None], options: HandshakeOptions
+) -> tuple[Connection, Hello]:
     """Shake hands on an accepted connection; returns it with the peer's hello.
 
     ``accept`` returns why a peer is rejected, or None; it is asked before any proof and must change nothing.
@@ -121,20 +131,22 @@ async def answer(
         RemoteProtocolError: the peer did not send a handshake.
         TransportError: the peer was refused (and told the reason), went away, or took too long.
     """
-    nonce = os.urandom(NONCE_NBYTES)
-    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce)
+    answerer = Answerer(
+        options.me, accept=accept, epoch=options.epoch, token=options.token, nonce=os.urandom(NONCE_NBYTES)
+    )
+    context = None if options.tls is None else options.tls.server
     with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
     try:
-        async with asyncio.timeout(timeout_s):
-            inside = await _inside(sock, None if tls is None else tls.server, is_server=True)
+        async with asyncio.timeout(options.timeout_s):
+            inside = await _inside(sock, context, is_server=True)
             with closed_on_failure(inside):
                 connection = await _converse(inside, answerer)
                 if answerer.hello is None:
                     raise InternalError("a handshake ended without its HELLO")
     except TimeoutError:
-        raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
+        raise TransportError(f"a handshake did not finish within {options.timeout_s:g} s") from None
     return connection, answerer.hello
 
 
@@ -147,7 +159,7 @@ async def serve(
 
     Args:
         listener: accepts the connections.
-        greet: `answer` with everything but the socket.
+        greet: `answer` with accept and options bound.
         welcome: gets each connection after a good handshake, and owns it from then on.
         refused: gets the reason of each other one.
         unauthenticated: bounds the handshakes under way at once.

@@ -17,7 +17,7 @@ from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welco
 from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import handshake
-from kfcomm.transports.handshake import answer, dial, serve
+from kfcomm.transports.handshake import HandshakeOptions, answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
 from tests.support import half_close, on_every_loop
@@ -64,7 +64,7 @@ def wanted(hello):
 @contextlib.asynccontextmanager
 async def serving(*, timeout_s=3600.0, unauthenticated=None):
     reception = Reception(f"@kfcomm-test-{uuid.uuid4()}")
-    greet = functools.partial(answer, me=PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=timeout_s)
+    greet = functools.partial(answer, accept=wanted, options=HandshakeOptions(PEER, 4, TOKEN, timeout_s))
     serving_all = serve(
         reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, unauthenticated=unauthenticated
     )
@@ -80,8 +80,9 @@ async def serving(*, timeout_s=3600.0, unauthenticated=None):
 
 
 def call(addresses, **differs):
-    usual = {"me": ME, "peer": PEER, "purpose": Purpose.DATA, "token": TOKEN, "epoch": 4, "timeout_s": 3600.0}
-    return dial(addresses, **(usual | differs))
+    peer, purpose = differs.pop("peer", PEER), differs.pop("purpose", Purpose.DATA)
+    usual = {"me": ME, "token": TOKEN, "epoch": 4, "timeout_s": 3600.0}
+    return dial(addresses, peer, purpose, HandshakeOptions(**(usual | differs)))
 
 
 @on_every_loop
@@ -243,7 +244,7 @@ async def test_any_bytes_end_in_one_of_two_errors(data):
     theirs.sendall(data)
     theirs.close()
     with pytest.raises((RemoteProtocolError, TransportError)):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=3600.0)
+        await answer(ours, wanted, HandshakeOptions(PEER, 4, TOKEN, 3600.0))
     assert ours.fileno() == -1
 
 
@@ -252,7 +253,7 @@ async def test_one_who_dribbles_is_dropped_in_time():
     ours, theirs = sockets()
     theirs.sendall(MAGIC)
     with pytest.raises(TransportError, match=r"did not finish within 0\.01 s"):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=0.01)
+        await answer(ours, wanted, HandshakeOptions(PEER, 4, TOKEN, 0.01))
     assert theirs.recv(1) == b""
     theirs.close()
 
@@ -345,5 +346,5 @@ async def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
     ours, theirs = sockets()
     monkeypatch.setattr(handshake, "_converse", finished)
     with pytest.raises(InternalError):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4)
+        await answer(ours, wanted, HandshakeOptions(PEER, 4, TOKEN))
     theirs.close()

@@ -30,7 +30,7 @@ from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.engine.control.node import ControlNode
 from kfcomm.engine.control.upcalls import Upcalls
 from kfcomm.errors import KfcommError, LocalProtocolError
-from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, dial, serve
+from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, HandshakeOptions, dial, serve
 from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Connection, Listener
@@ -93,10 +93,11 @@ class World(NamedTuple):
         Raises:
             DialRefused: see `kfcomm.transports.handshake.dial`.
         """
-        me, peer = self.identity(self.rank), self.identity(rank)
-        return await dial(
-            addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s, tls=self.tls
-        )
+        return await dial(addresses, self.identity(rank), purpose, self.handshake(timeout_s))
+
+    def handshake(self, timeout_s: float) -> HandshakeOptions:
+        """Handshakes of this rank."""
+        return HandshakeOptions(self.identity(self.rank), self.epoch, self.token, timeout_s, self.tls)
 
     def objection(self, hello: Hello) -> str | None:
         """Why this dialler is refused, or None."""
@@ -284,12 +285,8 @@ class ControlThread(ControlPlane):
         world = self._world
         shake = functools.partial(
             greet,
-            me=world.identity(world.rank),
             accept=lambda hello: world.objection(hello) or node.objection(hello),
-            token=world.token,
-            epoch=world.epoch,
-            timeout_s=min(world.handshake_timeout_s, UNAUTHENTICATED_S),
-            tls=world.tls,
+            options=world.handshake(min(world.handshake_timeout_s, UNAUTHENTICATED_S)),
         )
 
         def welcome(connection: Connection, hello: Hello) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kfcomm.core.hello import Purpose
 from kfcomm.engine.control import ControlPlane, ControlThread, World
-from kfcomm.transports.handshake import dial
+from kfcomm.transports.handshake import HandshakeOptions, dial
 from kfcomm.transports.sockets import Connection, Listener
 
 TOKEN = b"a token that only this world knows"
@@ -147,7 +147,7 @@ class Planes:
         peer = changes.get("peer", world.identity(to))
         me = changes.get("me", world.identity(rank))
         addresses = [(info.address, info.port)]
-        return await dial(addresses, me, peer, purpose=purpose, token=world.token, epoch=world.epoch)
+        return await dial(addresses, peer, purpose, HandshakeOptions(me, world.epoch, world.token))
 
     def die(self, rank: int) -> None:
         """The control thread of ``rank`` fails: its listener and links close without a goodbye."""
