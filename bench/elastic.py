@@ -113,7 +113,7 @@ TRANSFER = """
 import asyncio, statistics, sys, time
 import numpy as np
 import kfcomm
-from kfcomm.elastic.handover import spread
+from kfcomm.elastic.replicas import spread
 
 async def main():
     async with kfcomm.init() as comm:

@@ -2,8 +2,7 @@
 
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.loop import Elastic
-from kfcomm.elastic.sampler import ElasticSampler
+from kfcomm.elastic.sampler import ElasticSampler, Step
 from kfcomm.elastic.state import State
-from kfcomm.elastic.steps import Step
 
 __all__ = ["Elastic", "ElasticCommunicator", "ElasticSampler", "State", "Step"]

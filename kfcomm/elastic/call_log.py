@@ -1,7 +1,21 @@
-"""Call log: the calls of the current step on one rank, and how each stands there.
+"""Call log: the calls of a step on one rank, how each stands there, and the outcome that the ranks agree on.
 
 A call is known by its name and by which use of the name in its step it is. Results of a step are kept until all ranks
 have ended it, because a rank that died may leave others without a result that this rank has.
+
+Each event takes a call from one standing to the next. A call that has not begun on a rank has no record there; no event
+takes a call out of DONE or FAILED within its step.
+
+| event                                              | POSTED                   | HELD                     |
+|----------------------------------------------------|--------------------------|--------------------------|
+| its collective ends well                           | DONE; HELD if each rank  | DONE (it was the barrier |
+|                                                    | has a result of its own  | after the results)       |
+| it ends because a rank was lost                    | POSTED, until the change | HELD, until the change   |
+| it ends by another error, or is cancelled          | FAILED                   | FAILED                   |
+| after the change: agreed that it is done           | DONE, with the result of | DONE, with its own       |
+|                                                    | the lowest rank with one | result                   |
+| after the change: agreed that it has failed        | FAILED                   | FAILED                   |
+| after the change: nothing agreed                   | POSTED again; FAILED if fewer ranks cannot repeat it|
 """
 
 from __future__ import annotations
@@ -11,6 +25,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,14 +33,19 @@ import msgpack
 
 from kfcomm.collectives.batches import many_key, names_of
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.common.arguments import checked_name
+from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES, name_of, shown
 from kfcomm.elastic.state import Array
-from kfcomm.errors import ConfigError
-from kfcomm.transports.reactor import Timer
+from kfcomm.errors import ConfigError, PeerLost
+from kfcomm.transports.reactor import Reactor, Timer
 from kfcomm.world.communicator import Communicator
 
+BOUNDARY = f"{OWN_NAMES}boundary"
+"""Name of the call between two steps."""
+DIGEST_NBYTES = 16
+
+Uids: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, int]
 """Name of a call, and the number of its use in the step."""
 Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
@@ -33,7 +53,7 @@ Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
 
 
 class Standing(IntEnum):
-    """State of a call on one rank; a call that has not begun there has no record."""
+    """State of a call on one rank."""
 
     POSTED = 0
     """Not over."""
@@ -57,7 +77,7 @@ class CallOutcome(NamedTuple):
 
     step: int
     giver: int
-    contributors: tuple[int, ...] = ()
+    contributors: Uids = ()
     why: str = ""
 
 
@@ -65,27 +85,26 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Ma
     """Decide the outcome of each call that is over on some rank and not, in the same way, on all.
 
     A call that is done on one rank is done on all: the lowest rank that has the result sends it. A call that has failed
-    on one rank, and is done on none, has failed on all. Any other call is repeated. A rank may be a step ahead of the
-    others: then all calls of the step before are over on all ranks.
+    on one rank, and is done on none, has failed on all. Any other call is repeated.
 
     Args:
         said: by rank, the step that it is in, and the standings of its calls.
         uids: uids of the ranks.
     """
-    # A rank enters a step only after all ranks have ended the calls of the step before, so rows of
-    # older steps are over everywhere and need no outcome.
+    # A rank enters a step only after all ranks have ended the calls of the step before, so rows of older steps are
+    # over everywhere and need no outcome. A boundary that a rank has ended counts for the step that it begins.
     latest = max(step for step, _ in said)
-    done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
+    done: dict[Key, list[CallOutcome]] = {}
     failed: dict[tuple[Key, int], list[str]] = {}
     for uid, (_, rows) in zip(uids, said, strict=True):
         for name, number, standing, contributors, step, why in rows:
             if step < latest:
                 continue
             if standing == Standing.DONE:
-                done.setdefault((name, number), []).append((step, uid, tuple(contributors)))
+                done.setdefault((name, number), []).append(CallOutcome(step, uid, tuple(contributors)))
             elif standing == Standing.FAILED:
                 failed.setdefault(((name, number), step), []).append(why)
-    outcomes = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(uids)}
+    outcomes = {key: having[0] for key, having in done.items() if len(having) < len(uids)}
     # Done wins over failed: a caller somewhere has the result already, and cannot take it back.
     for (key, step), reasons in failed.items():
         if key not in done and len(reasons) < len(uids):
@@ -129,8 +148,6 @@ KINDS: Mapping[str, VerbTraits] = {
     "scatter_object": OWN,
 }
 """Verbs that survive the loss of a rank."""
-GIVEN_AS_ARRAYS = ("all_reduce", "monitored_all_reduce", "broadcast")
-"""Verbs whose result has the shape and dtype of every rank's input."""
 
 _PARAMETERS = {verb: tuple(inspect.signature(getattr(Communicator, verb)).parameters.values())[1:] for verb in KINDS}
 _PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, found in _PARAMETERS.items()}
@@ -196,12 +213,6 @@ class ElasticCall:
         return begun
 
 
-BOUNDARY = f"{OWN_NAMES}boundary"
-"""Name of the call between two steps."""
-
-Uids: TypeAlias = tuple[int, ...]
-
-
 class ElasticHandle(Handle[Any]):
     """Handle of a call that survives the loss of ranks.
 
@@ -218,50 +229,27 @@ class ElasticHandle(Handle[Any]):
         return super().cancel(msg)
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
-    """Record of a call on this rank.
+    """Record of a call on this rank."""
 
-    Attributes:
-        key: title of the call, and the number of its use in the step.
-        call: the verb and its arguments.
-        outer: handle of the caller; None while the caller executes the call itself: see ``Dispatcher.enter``.
-        inner: collective under way, or the number of the caller's thread while that executes the call; else None.
-        standing: state of the call on this rank.
-        step: number of its step; a boundary belongs to the step that it begins.
-        result: result of the call, once it is known.
-        contributors: uids of the ranks whose contributions are in the result.
-        scratch: buffer of the result, if the caller wants it elsewhere.
-        unfreeze: arrays of the result that become writeable again when the step is over.
-        is_void: it has failed because ranks were lost.
-        why: reason of a failure or a cancellation, for the other ranks.
-        deadline_s: end of its timeout, by the reactor's clock.
-        timer: ends the call at its deadline while it waits for a change of the epoch.
-        refusal: error for which this rank does not make the call, and the number of steps of that call.
-        has_told: the ranks that have their own result in this epoch know that this rank has failed.
-    """
-
-    __slots__ = (
-        "call", "contributors", "deadline_s", "has_told", "inner", "is_void", "key", "outer", "refusal", "result",
-        "scratch", "standing", "step", "timer", "unfreeze", "why",
-    )  # fmt: skip
-
-    def __init__(self, key: Key, call: ElasticCall, outer: Handle[Any] | None, step: int) -> None:
-        self.key = key
-        self.step = step
-        self.call = call
-        self.outer = outer
-        self.inner: Handle[Any] | int | None = None
-        self.standing = Standing.POSTED
-        self.result: Any = None
-        self.contributors: Uids = ()
-        self.scratch: Array | None = None
-        self.unfreeze: list[Array] = []
-        self.is_void = False
-        self.why = ""
-        self.deadline_s = math.inf
-        self.timer: Timer | None = None
-        self.refusal: tuple[BaseException, int] | None = None
-        self.has_told = False
+    key: Key
+    call: ElasticCall
+    outer: Handle[Any] | None  # the caller's; None while the caller executes the call itself, see `Dispatcher.enter`
+    step: int  # a boundary belongs to the step that it begins
+    inner: Handle[Any] | int | None = None  # collective under way, or the thread of a caller that executes it itself
+    giving: CallOutcome | None = None  # outcome whose result the collective under way brings from another rank
+    standing: Standing = Standing.POSTED
+    result: Any = None
+    contributors: Uids = ()  # whose contributions are in the result
+    scratch: Array | None = None  # buffer of the result, if the caller wants it elsewhere
+    unfreeze: list[Array] = field(default_factory=list)  # become writeable again when the step is over
+    is_void: bool = False  # it has failed because ranks were lost
+    why: str = ""  # of a failure or a cancellation, for the other ranks
+    deadline_s: float = math.inf  # by the reactor's clock; inf for a call with a timeout for each of its parts
+    timer: Timer | None = None  # ends the call at its deadline while it waits for a change of the epoch
+    refusal: tuple[BaseException, int] | None = None  # why this rank does not make it, and the call's number of steps
+    has_told: bool = False  # ranks with their own result in this epoch know that this rank has failed
 
     @property
     def name(self) -> str:
@@ -283,14 +271,24 @@ class Entry:
         """Whether the caller has cancelled it, or it timed out, while it is not over among the ranks."""
         return self.outer is not None and self.outer.done()
 
-    def is_counted(self, names: Collection[str] | None) -> bool:
-        """Whether it counts for the step's samples: it has one of these names or, without names, is the program's."""
-        return self.name in names if names is not None else not self.is_own
-
     @property
     def is_sent(self) -> bool:
         """Whether its result is sent to ranks without it: not if each rank has its own, nor for a barrier."""
         return not self.call.kind.is_own and self.call.verb != "barrier"
+
+    def is_counted(self, names: Collection[str] | None) -> bool:
+        """Whether it counts for the step's samples: it has one of these names or, without names, is the program's."""
+        return self.name in names if names is not None else not self.is_own
+
+    def seconds_left(self, now_s: float) -> float | None:
+        """Time to the deadline; None without one."""
+        return None if self.deadline_s == math.inf else max(0.0, self.deadline_s - now_s)
+
+    def stop_timer(self) -> None:
+        """Let its time run out unnoticed."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def refuse(self, error: BaseException) -> None:
         """Make it fail."""
@@ -305,30 +303,10 @@ class Entry:
             looked_at(self.outer)
 
 
-DIGEST_NBYTES = 16
-
-
-class SampleReport(NamedTuple):
-    """Outcome of the calls by which samples count as used, since the last boundary, on one rank.
-
-    Attributes:
-        is_tried: such a call was made.
-        is_done: one has succeeded.
-        has_failed: one has not.
-        lacking: uids of ranks of the step whose contributions are missing in a successful call.
-    """
-
-    is_tried: bool
-    is_done: bool
-    has_failed: bool
-    lacking: frozenset[int]
-
-
 class CallLog:
-    """Calls of one rank while an ``Elastic`` is open. Runs in the engine's thread, except ``add``.
+    """Calls of one rank while an ``Elastic`` is open, and where its epoch stands: all that its users share.
 
-    Args:
-        comm: communicator of the epoch.
+    Runs in the engine's thread, except ``add``.
 
     Attributes:
         comm: communicator of the epoch.
@@ -337,6 +315,8 @@ class CallLog:
         entries: calls of this step, by key.
         kept: the boundary before this step: another rank may still need its result.
         outcomes: what was agreed after a loss about calls that are over on some ranks only.
+        is_changing: a change of the epoch is under way.
+        error: error that has ended all calls; else None.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -346,7 +326,21 @@ class CallLog:
         self.entries: dict[Key, Entry] = {}
         self.kept: list[Entry] = []
         self.outcomes: dict[Key, CallOutcome] = {}
+        self.is_changing = False
+        self.error: BaseException | None = None
         self._uses: dict[str, int] = {}
+
+    # ---------------------------------------------------------------- the epoch
+
+    @property
+    def reactor(self) -> Reactor:
+        """Reactor of the epoch's engine."""
+        return self.comm._session.engine.reactor
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank of this epoch is lost."""
+        return bool(self.comm._session.engine.router.lost)
 
     @property
     def shown_rank(self) -> int:
@@ -354,70 +348,54 @@ class CallLog:
         return self.shown.index(self.comm.births[self.comm.rank])
 
     @property
-    def numbering(self) -> str:
-        """Note for errors of this epoch in a step that began with other ranks."""
-        if self.comm.births == self.shown:
-            return ""
-        members = [self.shown.index(uid) for uid in self.comm.births if uid in self.shown]
-        return f" (by the numbers of epoch {self.comm.epoch}: these are ranks {members} of the step)"
+    def members(self) -> Uids:
+        """Ranks of the step that are in this epoch, by their numbers in the step."""
+        return tuple(self.shown.index(uid) for uid in self.comm.births if uid in self.shown)
 
-    def add(self, call: ElasticCall, outer: Handle[Any] | None, now_s: float) -> Entry:
+    def root_of(self, entry: Entry) -> Any:
+        """Root among the ranks of the epoch; -1 for a verb without a root; None if it is lost, and the call fails."""
+        if not entry.call.kind.is_rooted:
+            return -1
+        given = entry.call.get("root")
+        root = whole_number(given)
+        if root is None or not 0 <= root < len(self.shown):
+            return given if self.comm.births == self.shown else len(self.comm.births)  # the verb refuses it
+        uid = self.shown[root]
+        if uid in self.comm.births:
+            return self.comm.births.index(uid)
+        text = f"{entry.call.verb} {entry.title} failed: its root, rank {root}, is lost"
+        entry.refuse(PeerLost(text, key=entry.name, rank=root))
+        return None
+
+    # ---------------------------------------------------------------- the step
+
+    def add(self, call: ElasticCall, outer: Handle[Any] | None) -> Entry:
         """Record a call at its place in the step."""
         name = call.title()
         number = self._uses.get(name, 0)
         self._uses[name] = number + 1
         entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
         # kfcomm's own calls between steps have no deadline: repeated losses must not end a job that goes on
-        entry.deadline_s = math.inf if entry.is_own else now_s + self._limit_s(call)
+        if not entry.is_own:
+            entry.deadline_s = self.reactor.time() + self._limit_s(call)
         entry.inner = threading.get_ident() if outer is None else None
         self.entries[entry.key] = entry  # must be last: a change of the epoch waits for calls that are in flight
         return entry
+
+    def _limit_s(self, call: ElasticCall) -> float:
+        try:
+            timeout_s = seconds_of(call.get("timeout"))
+        except ConfigError:  # the verb refuses it, with a better text
+            timeout_s = None
+        return self.comm._group.timeout_s if timeout_s is None else timeout_s
 
     def all_entries(self) -> list[Entry]:
         """All recorded calls, those of the boundary before this step first."""
         return [*self.kept, *self.entries.values()]
 
-    def outcome_of(self, entry: Entry) -> CallOutcome | None:
-        """Outcome that the ranks agreed on after a loss; None without one."""
-        outcome = self.outcomes.get(entry.key)
-        return outcome if outcome is not None and outcome.step == entry.step else None
-
-    # ---------------------------------------------------------------- comparison after a loss
-
-    def standings(self) -> list[Row]:
-        """Rows of all calls that are over on this rank, or that have a result of its own there."""
-        over = (one for one in self.all_entries() if one.standing is not Standing.POSTED)
-        return sorted((*one.key, int(one.standing), one.contributors, one.step, one.why) for one in over)
-
-    def digest(self) -> bytes:
-        """Digest of the calls that are over: ranks with equal digests need not compare their calls."""
-        rows = [row[:-1] for row in self.standings() if row[2] != Standing.HELD]
-        return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
-
-    # ---------------------------------------------------------------- the step
-
-    def samples(self, names: Collection[str] | None, uids: Uids) -> SampleReport:
-        """Report on the calls since the last boundary (of these names, if given) for a step's samples.
-
-        ``uids``: the ranks of that step. Some may have been lost at a boundary within it, before these calls.
-        """
-        counted = [one for one in self.entries.values() if one.step == self.step and one.is_counted(names)]
-        over = [one for one in counted if one.standing is Standing.DONE]
-        lacking = {uid for uid in uids if any(uid not in one.contributors for one in over)}
-        return SampleReport(bool(counted), bool(over), len(over) < len(counted), frozenset(lacking))
-
-    def made(self) -> list[str]:
-        """Names of the program's calls in this step."""
-        return sorted({one.name for one in self.entries.values() if one.step == self.step and not one.is_own})
-
-    def has_failed(self) -> bool:
-        """Whether a call of the step has failed on this rank."""
-        return any(one.standing is Standing.FAILED for one in self.entries.values() if one.step == self.step)
-
-    def is_void(self, names: Collection[str] | None) -> bool:
-        """Whether a call of the step (of these names, if given) has failed on this rank because ranks were lost."""
-        over = (one for one in self.entries.values() if one.is_void and one.step == self.step)
-        return any(one.is_counted(names) for one in over)
+    def since_boundary(self) -> list[Entry]:
+        """Calls of the step since its last boundary."""
+        return [one for one in self.entries.values() if one.step == self.step]
 
     def next_step(self) -> list[Entry]:
         """Begin the next step with the ranks that took part in the boundary; returns the calls that are released."""
@@ -438,9 +416,20 @@ class CallLog:
         self.shown = self.comm.births
         return released
 
-    def _limit_s(self, call: ElasticCall) -> float:
-        try:
-            timeout_s = seconds_of(call.get("timeout"))
-        except ConfigError:  # the verb refuses it, with a better text
-            timeout_s = None
-        return self.comm._group.timeout_s if timeout_s is None else timeout_s
+    # ---------------------------------------------------------------- comparison after a loss
+
+    def standings(self) -> list[Row]:
+        """Rows of all calls that are over on this rank, or that have a result of its own there."""
+        over = (one for one in self.all_entries() if one.standing is not Standing.POSTED)
+        return sorted((*one.key, int(one.standing), one.contributors, one.step, one.why) for one in over)
+
+    def digest(self) -> bytes:
+        """Digest of the calls that are over: ranks with equal digests need not compare their calls."""
+        # Without reasons, which name ranks; without HELD, which needs no outcome: the call is repeated.
+        rows = [row[:-1] for row in self.standings() if row[2] != Standing.HELD]
+        return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
+
+    def outcome_of(self, entry: Entry) -> CallOutcome | None:
+        """Outcome that the ranks agreed on after a loss; None without one."""
+        outcome = self.outcomes.get(entry.key)
+        return outcome if outcome is not None and outcome.step == entry.step else None

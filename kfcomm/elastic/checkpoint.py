@@ -39,7 +39,7 @@ import numpy as np
 from kfcomm.arrays import dtype_of
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.elastic.checks import sendable
-from kfcomm.elastic.handover import checksum
+from kfcomm.elastic.replicas import checksum
 from kfcomm.elastic.state import Array, Kept, State, difference, load, outline_of, plan_of
 from kfcomm.errors import ConfigError
 
@@ -51,31 +51,21 @@ PLAIN_KINDS = "biufc"
 MAX_HEADER_NBYTES = 10_000
 PIECE_NBYTES = 1 << 20
 
+logger = logging.getLogger("kfcomm")
 T = TypeVar("T")
 
 
 class CheckpointHeader(NamedTuple):
-    """Contents of a checkpoint without its arrays.
+    """Contents of a checkpoint without its arrays."""
 
-    Attributes:
-        plan: path, shape and dtype of each array; see ``state.plan_of``.
-        outline: see ``state.outline_of``; None in files of form 1.
-        small: values other than arrays; see ``state.small_of``.
-        place: position of training.
-        number: number of the step that begins.
-        lineage: ids of the jobs that continued from each other; the last one has written the file.
-        epoch: epoch of that job.
-        sums: checksums of the bytes of the arrays; None in files of form 1.
-    """
-
-    plan: list[list[Any]]
-    outline: list[Any] | None
-    small: Any
-    place: Any
-    number: int
-    lineage: list[str]
-    epoch: int
-    sums: list[int] | None
+    plan: list[list[Any]]  # see ``state.plan_of``
+    outline: list[Any] | None  # see ``state.outline_of``; None in files of form 1
+    small: Any  # see ``state.small_of``
+    place: Any  # position of training
+    number: int  # of the step that begins
+    lineage: list[str]  # ids of the jobs that continued from each other; the last one has written the file
+    epoch: int  # of that job
+    sums: list[int] | None  # checksums of the bytes of the arrays; None in files of form 1
 
 
 def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> None:
@@ -91,12 +81,12 @@ def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> No
 
 
 def about_of(path: Path) -> tuple[CheckpointHeader, str] | None:
-    """Description of a file, and its digest; None without a file.
+    """Header of a file, and its digest; None without a file.
 
     Raises:
         ConfigError: it is not a readable checkpoint, or has another version.
     """
-    return _reading(path, lambda file: _about(file, path))
+    return _reading(path, _about)
 
 
 def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
@@ -106,7 +96,7 @@ def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
         ConfigError: they differ from the header.
     """
 
-    def read(file: zipfile.ZipFile) -> list[Array]:
+    def read(file: zipfile.ZipFile, _: Path) -> list[Array]:
         arrays = [_array(file, *one) for one in about.plan]
         if about.sums is not None and about.sums != [checksum([one.view(np.uint8)]) for one in arrays]:
             raise ValueError("the checksum of an array differs")
@@ -118,25 +108,19 @@ def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
     return found
 
 
-def _reading(path: Path, read: Callable[[zipfile.ZipFile], T]) -> T | None:
+def _reading(path: Path, read: Callable[[zipfile.ZipFile, Path], T]) -> T | None:
     try:
-        raw = path.open("rb")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    try:
+        try:
+            raw = path.open("rb")
+        except FileNotFoundError:
+            return None
         with raw, zipfile.ZipFile(raw) as file:
-            return read(file)
+            return read(file, path)
     except ConfigError:
         raise
     except Exception as error:  # bytes that anything may have happened to raise whatever they like
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    why = sendable(str(error) or repr(error))
-    return ConfigError(f"{_named(path)} is not a readable checkpoint: {why:.300}")
+        why = sendable(str(error) or repr(error))
+        raise ConfigError(f"{_named(path)} is not a readable checkpoint: {why:.300}") from error
 
 
 def _named(path: Path) -> str:
@@ -202,30 +186,14 @@ class GivenUp(Exception):
 
 
 class Writer(NamedTuple):
-    """Writer of drafts.
-
-    Attributes:
-        job: id of the job, in hexadecimal digits.
-        epoch: epoch of the job.
-    """
+    """Writer of drafts: a job, by its id in hexadecimal digits, in one of its epochs."""
 
     job: str
     epoch: int
 
 
 class Draft:
-    """File that replaces its target when it is complete.
-
-    Args:
-        target: path of the file to be replaced.
-        writer: its writer.
-
-    Attributes:
-        raw: the open file.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
+    """File that replaces its target when it is complete; ``raw`` is open for writing."""
 
     def __init__(self, target: Path, writer: Writer) -> None:
         self._target = target
@@ -237,18 +205,8 @@ class Draft:
             self.raw.close()  # another process took it for a dead writer's, before it was locked
         raise OSError(f"another process removes each {self.path.name} from {target.parent}")
 
-    def sync(self) -> None:
-        """Write all of it to disk."""
-        self.raw.flush()
-        os.fsync(self.raw.fileno())
-
     def publish(self) -> None:
-        """Replace the target.
-
-        Raises:
-            GivenUp: a later writer has removed the draft.
-            OSError: the target cannot be replaced.
-        """
+        """Replace the target, or raise `GivenUp` if a later writer has removed the draft."""
         try:
             self.path.replace(self._target)
         except FileNotFoundError:
@@ -269,11 +227,7 @@ class Draft:
 
 
 def check(target: Path, writer: Writer) -> None:
-    """Check for drafts of later epochs.
-
-    Raises:
-        GivenUp: there is one.
-    """
+    """Raise `GivenUp` if there is a draft of a later epoch."""
     if any(one is not None and one.job == writer.job and one.epoch > writer.epoch for _, one in _drafts(target)):
         raise GivenUp("a later epoch has begun")
 
@@ -284,17 +238,9 @@ def clear(target: Path, writer: Writer) -> None:
         if one is not None and one.job == writer.job and one.epoch < writer.epoch:
             path.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(OSError):
-                _remove_if_dead(path)
-
-
-def _remove_if_dead(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        if _lock(descriptor) and _is_at(path, descriptor):
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
+            with contextlib.suppress(OSError), path.open("r+b") as raw:
+                if _lock(raw.fileno()) and _is_at(path, raw.fileno()):
+                    path.unlink(missing_ok=True)
 
 
 def _drafts(target: Path) -> Iterator[tuple[Path, Writer | None]]:
@@ -326,28 +272,15 @@ def _is_at(path: Path, descriptor: int) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-logger = logging.getLogger("kfcomm")
-
-
 class Found(NamedTuple):
-    """Checkpoint that a rank sees.
-
-    Attributes:
-        digest: digest of its description.
-        number: number of the step that begins with it.
-    """
+    """Checkpoint that a rank sees: digest of its header, and number of the step that begins with it."""
 
     digest: str
     number: int
 
 
 class Checkpoint:
-    """The checkpoint file of one state.
-
-    Args:
-        path: path of the file, in a directory that exists.
-        every: number of steps from one checkpoint to the next.
-        state: state to be written.
+    """The checkpoint file of one state, written each ``every`` steps.
 
     Attributes:
         lineage: ids of the jobs that continued from each other; this job is the last.
@@ -436,11 +369,11 @@ class Checkpoint:
             clear(self.path, writer)
             draft = Draft(self.path, writer)
             try:
-                clear(
-                    self.path, writer
-                )  # again: writers of earlier epochs may have begun before they could see this draft
+                # again: writers of earlier epochs may have begun before they could see this draft
+                clear(self.path, writer)
                 write(draft.raw, about, kept.arrays)
-                draft.sync()
+                draft.raw.flush()
+                os.fsync(draft.raw.fileno())
                 check(self.path, writer)  # in this order: a later writer's draft may be published in between
                 self._check_there(epoch)
                 draft.publish()
@@ -450,11 +383,7 @@ class Checkpoint:
             logger.error("no checkpoint was written to %s: %s; training goes on", self.path, error)
 
     def _check_there(self, epoch: int) -> None:
-        """Check that the file may be replaced: it is damaged, or of this lineage and not of a later epoch.
-
-        Raises:
-            GivenUp: it may not be.
-        """
+        """Raise `GivenUp` unless the file is damaged, or of this lineage and not of a later epoch."""
         try:
             found = about_of(self.path)
         except ConfigError:

@@ -24,9 +24,8 @@ from functools import partial
 from typing import Any
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.elastic.call_log import CallLog, ElasticCall, Entry, Standing, Uids, decide
-from kfcomm.elastic.results import frozen
-from kfcomm.elastic.runner import CallRunner
+from kfcomm.elastic.call_log import CallLog, ElasticCall, ElasticHandle, Entry, Standing, Uids, decide
+from kfcomm.elastic.runner import CallRunner, frozen
 from kfcomm.engine.agreements import Call as AgreementKind
 from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
 from kfcomm.world.communicator import Communicator
@@ -45,11 +44,10 @@ class EpochReports:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: tuple[tuple[int, ...], Plan] | None = None
-        """Report of this epoch, until this rank has sent it."""
+        self._news: tuple[Uids, Plan] | None = None  # of this epoch, until this rank has sent it
         self._comm: Communicator | None = None
 
-    def begin(self, comm: Communicator, former: tuple[int, ...], plan: Plan) -> None:
+    def begin(self, comm: Communicator, former: Uids, plan: Plan) -> None:
         """Report an epoch that has begun by this plan; ``former`` are the uids of the ranks of the one before."""
         self._news, self._comm = (former, plan), comm
         comm._session.engine.loss_listeners.append(partial(self._tell, comm))
@@ -87,35 +85,27 @@ class Recovery:
 
     Attributes:
         runner: posts the calls.
-        plan: plan that was agreed on and not carried out yet; else an empty one.
         is_released: a plan has released this rank.
         num_changes: number of changes of the epoch so far.
         paused_s: total time that calls have waited for them.
-        error: error that has ended all calls; else None.
     """
 
     def __init__(
         self, log: CallLog, moved: Callable[[Communicator], None], reports: EpochReports, *, finishes: bool
     ) -> None:
         self.runner = CallRunner(log, self._start, finishes=finishes)
-        self.plan = NO_PLAN
         self.is_released = False
         self.num_changes = 0
         self.paused_s = 0.0
-        self.error: BaseException | None = None
         self._log = log
         self._moved = moved
         self._reports = reports
+        self._plan = NO_PLAN  # agreed on, and not carried out yet
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
         self._watch()
-        if self.runner.has_lost():
+        if log.has_lost:
             self._start()
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether a change is under way."""
-        return self._task is not None
 
     async def settled(self) -> None:
         """Wait until no change is under way."""
@@ -128,11 +118,11 @@ class Recovery:
         Raises:
             EpochChanged: the plan releases this rank.
         """
-        self.plan = plan
+        self._plan = plan
         # A loss on the way begins a change without the plan; the plan is then carried out by the next one.
-        while self._has_plan():
-            if self.error is not None:
-                raise self.error
+        while self._plan != NO_PLAN:
+            if self._log.error is not None:
+                raise self._log.error
             self._start()
             await self.settled()
 
@@ -141,8 +131,8 @@ class Recovery:
         session = self._log.comm._session
         try:
             await self.settled()
-            if self.error is not None:
-                raise self.error
+            if self._log.error is not None:
+                raise self._log.error
             # A rank that left on its own could take results with it that another still needs.
             await session.agreements.decide(AgreementKind.AGREE, b"end", session.timeout_s)
         except CollectiveMismatch:
@@ -168,13 +158,13 @@ class Recovery:
             self._log.comm._session.engine.loss_listeners.remove(self._start)
 
     def _start(self) -> None:
-        session = self._log.comm._session
-        if self._task is None and self.error is None and not self._is_closed and not session.is_closed:
+        log, session = self._log, self._log.comm._session
+        if not log.is_changing and log.error is None and not self._is_closed and not session.is_closed:
+            log.is_changing = True
             self._task = session.engine.loop.create_task(self._run(), name="kfcomm changes the epoch")
-            self.runner.is_changing = True
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        log, loop = self._log, asyncio.get_running_loop()
         began_s = loop.time()
         try:
             while await self._change_once():
@@ -183,11 +173,11 @@ class Recovery:
             self._fail(error)
         finally:
             self._task = None
-            self.runner.is_changing = False
+            log.is_changing = False
             self.paused_s += loop.time() - began_s
-        for entry in list(self._log.entries.values()):
+        for entry in list(log.entries.values()):
             is_open = entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None
-            if is_open and self._task is None:  # posting can meet the next loss, which starts another change
+            if is_open and not log.is_changing:  # posting can meet the next loss, which starts another change
                 try:
                     self.runner.post(entry)
                 except Exception as error:  # noqa: BLE001  it was checked when it was first posted, or is now
@@ -201,7 +191,7 @@ class Recovery:
         self._unwatch()
         # outcomes of calls that are not over here: the rank that was to give the result may be lost now
         log.outcomes.clear()
-        plan = self.plan
+        plan = self._plan
         try:
             comm, digests, is_planned = await log.comm._succeed(log.digest(), plan=plan)
         except CollectiveMismatch:  # other ranks end their calls, and have not heard of the loss
@@ -215,16 +205,16 @@ class Recovery:
         self._moved(comm)
         self._reports.begin(comm, former, plan if is_planned else NO_PLAN)
         if is_planned:
-            self.plan = NO_PLAN
+            self._plan = NO_PLAN
             self.runner.release(log.restart())
-            return self.runner.has_lost()
+            return log.has_lost
         try:
             # Mostly no rank has finished more than another, and one digest saves the exchange of all rows.
             if len(set(digests.values())) > 1:
                 await self._compare()
         except (PeerLost, EpochChanged):
             return True
-        return self.runner.has_lost()
+        return log.has_lost
 
     async def _compare(self) -> None:
         """Exchange the standings of calls; from these all ranks compute the same outcomes."""
@@ -235,20 +225,17 @@ class Recovery:
         for entry in [one for one in log.all_entries() if one.standing in (Standing.DONE, Standing.FAILED)]:
             outcome = log.outcome_of(entry)
             if outcome is not None and outcome.giver >= 0 and entry.is_sent:
-                self.runner.take_part(entry, outcome)
+                self.runner.transfer.take_part(entry, outcome)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
             error = EpochChanged("the communicator was closed while the ranks agreed on the survivors")
         elif isinstance(error, Released):
             error = EpochChanged(f"{error}: this rank is released", epoch=self._log.comm.epoch + 1)
-        self.error = error
+        self._log.error = error
         for entry in list(self._log.entries.values()):
             if entry.standing is not Standing.DONE:
                 entry.refuse(error)
-
-    def _has_plan(self) -> bool:
-        return self.plan != NO_PLAN
 
 
 class Dispatcher:
@@ -281,12 +268,12 @@ class Dispatcher:
         Raises:
             ConfigError: as the verb does.
         """
-        handle = self._runner.new_handle()
-        entry = self.log.add(ElasticCall(verb, args, kwargs), handle, self._now_s())
-        self._runner.attach(entry, handle)
-        if self.recovery.error is not None:
-            entry.refuse(self.recovery.error)
-        elif self.recovery.is_changing:
+        handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
+        entry = self.log.add(ElasticCall(verb, args, kwargs), handle)
+        handle.withdraw = partial(self._runner.withdraw, entry)
+        if self.log.error is not None:
+            entry.refuse(self.log.error)
+        elif self.log.is_changing:
             self._runner.wait_for_change(entry)
         else:
             try:
@@ -299,18 +286,25 @@ class Dispatcher:
                 raise
         return handle
 
+    async def gather(self, value: Any, about: str) -> tuple[list[Any], Uids]:
+        """Gather a value of each surviving rank, with their uids; all of them call it."""
+        handle = self.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
+        rows = await handle
+        return rows, handle.contributors or ()
+
     def refuse(self, name: str | None, error: BaseException, steps: int) -> None:
         """Refuse this rank's next call of a name: it takes its place in the step, and fails on the other ranks.
 
         Raises:
             ConfigError: it cannot be a name.
         """
-        entry = self.log.add(ElasticCall("barrier", (name,), {}), self._runner.new_handle(), self._now_s())
+        handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
+        entry = self.log.add(ElasticCall("barrier", (name,), {}), handle)
         entry.refusal = error, steps
         entry.refuse(error)
         entry.heard()
         entry.why = f"rank {self.log.shown_rank} refused its call of {entry.title}: {entry.why}"
-        if not self.recovery.is_changing and self.recovery.error is None:
+        if not self.log.is_changing and self.log.error is None:
             self._runner.post(entry)
 
     # ---------------------------------------------------------------- calls that the caller executes itself
@@ -320,10 +314,10 @@ class Dispatcher:
 
         A change of the epoch that begins meanwhile waits for its end; if the change was first, ``comm`` refuses it.
         """
-        log, recovery = self.log, self.recovery
-        if comm is not log.comm or recovery.is_changing or log.outcomes or recovery.error is not None:
+        log = self.log
+        if comm is not log.comm or log.is_changing or log.outcomes or log.error is not None:
             return None
-        return log.add(ElasticCall(verb, args, kwargs), None, self._now_s()) if comm.births == log.shown else None
+        return log.add(ElasticCall(verb, args, kwargs), None) if comm.births == log.shown else None
 
     def done(self, entry: Entry, result: Any, uids: Uids) -> bool:
         """Record the caller's result; True if ``notify`` is to be called in the engine's thread."""
@@ -331,7 +325,7 @@ class Dispatcher:
         entry.unfreeze = frozen(result)
         entry.standing = Standing.DONE
         entry.inner = None  # must be last: a change of the epoch continues as soon as this is None
-        return self.recovery.is_changing or entry.outer is not None
+        return self.log.is_changing or entry.outer is not None
 
     def notify(self, entry: Entry) -> None:
         """Notify those that wait for a call that its caller has finished."""
@@ -343,9 +337,9 @@ class Dispatcher:
         """Continue a call that has failed for its caller: after a loss it is finished all the same."""
         handle = self._handle_of(entry)
         entry.inner = None
-        if self.recovery.error is not None:
-            entry.refuse(self.recovery.error)
-        elif not self.recovery.is_changing and isinstance(error, EpochChanged) and not self._runner.has_lost():
+        if self.log.error is not None:
+            entry.refuse(self.log.error)
+        elif not self.log.is_changing and isinstance(error, EpochChanged) and not self.log.has_lost:
             self._runner.post(entry)  # a change was over before the caller began
         else:
             self._runner.failed(entry, error)
@@ -364,18 +358,30 @@ class Dispatcher:
                     entry.outer.cancel()
         self._runner.look_if_quiet()
 
+    def _handle_of(self, entry: Entry) -> Handle[Any]:
+        if entry.outer is None:
+            handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
+            handle.withdraw = partial(self._runner.withdraw, entry)
+            entry.outer = handle
+        return entry.outer
+
     # ---------------------------------------------------------------- the step
 
     def unfinished(self) -> list[Handle[Any]]:
         """Handles of the step's calls that are not over."""
         handles = []
         for entry in list(self.log.entries.values()):
-            if entry.outer is None and type(entry.inner) is int:
+            if type(entry.inner) is int:
                 self._handle_of(entry)
             # only now: the caller's thread may have ended the call before it could see the new handle
             if entry.outer is not None and not entry.outer.done() and entry.standing is not Standing.DONE:
                 handles.append(entry.outer)
         return handles
+
+    async def finish(self) -> None:
+        """Wait for unfinished calls of the step; their errors are for the holders of their handles."""
+        while unfinished := self.unfinished():
+            await asyncio.wait(unfinished)
 
     def end_step(self) -> Uids:
         """Release the step's calls, which are all over; other ranks may still need the boundary after it.
@@ -387,7 +393,7 @@ class Dispatcher:
             for entry in self.log.entries.values():
                 entry.heard()  # the caller has heard of the void step from one call, and left the others
         self._runner.release(self.log.next_step())
-        self._runner.cancel_parts_before(self.log.step)
+        self._runner.transfer.cancel_before(self.log.step)
         return self.log.shown
 
     async def close(self) -> None:
@@ -400,10 +406,3 @@ class Dispatcher:
                 text = f"{entry.call.verb} {entry.title} was still under way when its Elastic ended"
                 entry.refuse(EpochChanged(text, key=entry.name))
                 entry.heard()
-
-    def _handle_of(self, entry: Entry) -> Handle[Any]:
-        return self._runner.attach(entry, self._runner.new_handle()) if entry.outer is None else entry.outer
-
-    def _now_s(self) -> float:
-        now_s: float = self.log.comm._session.engine.reactor.time()
-        return now_s

@@ -1,41 +1,239 @@
-"""Ways into a running job: the entrance to an ``Elastic``, and requests to join or to change the size.
+"""Ways into a running job: requests, the entrance to an ``Elastic``, and the handover of the state.
+
+Joining ranks, and proposals of another size, are requests: the first rank reads them from the store and makes a plan of
+them.
 
 At the entrance each rank first reports whether it sees the checkpoint. Then the lowest rank that sees it reads it, and
 sends it to the others. If that rank is lost, another one reads it; if no other rank sees it, all survivors end with an
 error: a job with a checkpoint never starts from step 0.
 
-Joining ranks, and proposals of another size, are requests: the first rank reads them from the store and makes a plan of
-them.
+Each round of a handover begins with a report of each rank on its state, from which all ranks derive who sends and who
+receives, and ends with the result of the transfer. If a rank was lost meanwhile, the others begin again. The reports
+are calls that survive losses, so that all surviving ranks see the same.
+
+A joining rank receives into the arrays of its state. Where every rank has a state, and that of the lowest rank is
+taken, ranks receive into other memory: if the lowest rank is lost during the transfer, the state of the next must be
+intact.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
-from typing import Any
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from kfcomm.arrays import adapt
 from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checkpoint import Checkpoint, Found
-from kfcomm.elastic.handover import Handover, check_options
+from kfcomm.elastic.checks import unreadable
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.replicas import spread
 from kfcomm.elastic.sampler import Position
-from kfcomm.errors import ConfigError, PeerLost, RendezvousError
+from kfcomm.elastic.state import (
+    Array,
+    State,
+    arrays_of,
+    difference,
+    fault_of,
+    load,
+    outline_of,
+    places_of,
+    plan_of,
+    small_of,
+)
+from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost, RendezvousError
 from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
 from kfcomm.world.communicator import Communicator
 from kfcomm.world.epochs import NO_PLAN, Plan
 
+logger = logging.getLogger("kfcomm")
 
-class Entrance:
-    """Entrance of one rank to an ``Elastic``.
+
+class StateOffer(NamedTuple):
+    """Report of a rank on its state."""
+
+    plan: list[list[Any]]  # see ``plan_of``
+    outline: list[Any]  # see ``outline_of``
+    told: list[Any]  # position of training, and values of the state other than arrays
+    wrong: str | None  # fault for which it can neither send nor receive a state
+    program: str
+    options: dict[str, Any]  # of its ``Elastic``, by name
+
+
+class Handover:
+    """Handover of one state, while an ``Elastic`` is open.
 
     Args:
-        comm: communicator of the ranks that enter.
-        handover: handover of its state.
-        checkpoint: its checkpoint, if it has one.
-        options: see `Handover`.
+        comm: communicator of all ranks.
+        calls: calls of this rank.
+        state: state of this rank.
+        program: see ``program_digest``, from when training began.
+        options: options of this rank's ``Elastic``, by name; the same on all ranks.
     """
+
+    def __init__(
+        self, comm: ElasticCommunicator, calls: Dispatcher, state: State, program: str, options: dict[str, Any]
+    ) -> None:
+        self.comm = comm
+        self.calls = calls
+        self._state = state
+        self._program = program
+        self._options = options
+
+    async def carry_out(
+        self, place: Any, having: Uids | None = None, *, wrong: str | None = None, are_new: bool = False
+    ) -> Any:
+        """Bring all ranks, which all call it, to the same state.
+
+        Args:
+            place: position of training of this rank.
+            having: uids of the ranks that have the state; None if each has one, and that of the lowest rank is taken.
+            wrong: fault for which this rank cannot send its state.
+            are_new: all ranks begin together: a fault of one is an error on all.
+
+        Returns:
+            The position of the ranks that have the state.
+
+        Raises:
+            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks; a
+                fault of a joining rank is an error on that rank alone, also if it runs another program.
+            PeerLost: all ranks that have the state are lost.
+            CollectiveError: the transfer has failed, though no rank is lost.
+        """
+        are_new = are_new or having is None
+        while True:
+            rows, uids = await self.calls.gather(list(self._offer(place, wrong)), "plans")
+            offers = [StateOffer(*row) for row in rows]
+            # Computed on each rank from the same reports: no rank has to tell another its role.
+            owners = [rank for rank, uid in enumerate(uids) if having is None or uid in having]
+            if not owners:
+                raise PeerLost("all ranks that had the state are lost before this rank had it from them")
+            me = uids.index(self.comm.current.births[self.comm.current.rank])
+            if me not in owners and not are_new and self._program not in {offers[rank].program for rank in owners}:
+                raise ConfigError(
+                    "this process runs another program than the ranks that it was to join: the file is another one, or"
+                    " was changed after they had begun"
+                )
+            _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
+            givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
+            takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
+            arrays = [adapt(array).flat for _, array in arrays_of(self._state)]
+            if me in takers:
+                # This rank may have to send its own state, if each rank has one and the lowest is lost.
+                arrays = [np.empty_like(one) for one in arrays] if having is None else places_of(self._state)
+            # A rank was lost on the way: reports and roles may differ now, so the round begins again.
+            if takers and not await self._spread(uids, givers, takers, arrays):
+                continue
+            if me in takers:
+                load(self._state, arrays, first.told[1])
+            return first.told[0]
+
+    def _offer(self, place: Any, wrong: str | None) -> StateOffer:
+        wrong = wrong or fault_of(self._state)
+        try:
+            if wrong is None:
+                said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
+                return StateOffer(*said, None, self._program, self._options)
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
+            wrong = unreadable("the state", error)
+        return StateOffer([], [], [None, None], wrong, self._program, self._options)
+
+    async def _spread(self, uids: Uids, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]) -> bool:
+        """Transfer the arrays once; False if all ranks have to begin again."""
+        sums: dict[int, int] = {}
+        why = None
+        try:
+            if self.comm.current.births != uids:
+                raise PeerLost("another rank was lost")
+            sums = await spread(self.comm.current, arrays, givers, takers)
+        except KfcommError as error:
+            why = str(error)
+        rows, present = await self.calls.gather([why, list(sums.items())], "state")
+        seen = {(number, value) for _, found in rows for number, value in found}
+        failures = [text for text, _ in rows if text is not None]
+        if not failures and len(seen) > len({number for number, _ in seen}):
+            failures = ["what came is not what was sent"]
+        if failures and len(present) == len(uids):
+            raise CollectiveError(f"the state did not come from rank to rank: {failures[0]}")
+        if failures:
+            logger.info("the state is given again: %s", failures[0])
+        return not failures
+
+
+def _check(offers: Sequence[StateOffer], ranks: Iterable[int], me: int) -> None:
+    """Check that reports fit together; all ranks know all reports, and so come to the same result."""
+    judged = [(rank, offers[rank]) for rank in ranks]
+    for rank, offer in judged:
+        if offer.wrong is not None:
+            raise ConfigError(f"rank {rank}: {offer.wrong}")
+    check_options({rank: offer.options for rank, offer in judged})
+    forms = [(offer.plan, offer.outline) for _, offer in judged]
+    if any(one != forms[0] for one in forms):
+        unlike = (_unlike(offers[me], offer, f"rank {rank}") for rank, offer in judged)
+        text = next((one for one in unlike if one is not None), "two other ranks differ")
+        raise ConfigError(f"the states of the ranks differ: {text}")
+
+
+def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:
+    if mine.outline == other.outline:
+        return difference(mine.plan, other.plan, there)
+    if mine.outline[0] != other.outline[0]:
+        return f"this rank's has {', '.join(mine.outline[0])}, that of {there} {', '.join(other.outline[0])}"
+    lists = "lists and dictionaries are others"
+    return difference(mine.plan, other.plan, there) or f"{lists} on this rank than on {there}"
+
+
+def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
+    """Check that the options of these ranks' ``Elastic`` are the same.
+
+    Raises:
+        ConfigError: they are not; with one option, and two ranks.
+    """
+    first, options = next(iter(said.items()))
+    for rank, others in said.items():
+        for name in options:
+            if options[name] != others.get(name):
+                raise ConfigError(
+                    f"{name} of an Elastic is the same on all ranks: it is {options[name]!r} on rank {first} and"
+                    f" {others.get(name)!r} on rank {rank}"
+                )
+
+
+def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bool) -> list[int]:
+    """Ranks that have the state of the owners, or can receive it."""
+    first, programs = offers[owners[0]], {offers[rank].program for rank in owners}
+    return [
+        rank
+        for rank, one in enumerate(offers)
+        if one.wrong is None
+        and (one.plan, one.outline, one.options) == (first.plan, first.outline, first.options)
+        and (are_new or one.program in programs)
+    ]
+
+
+def program_digest() -> str:
+    """Return a digest of the file with which this process was started, read now; empty without a file.
+
+    The modules that it imports may still differ.
+    """
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return ""
+
+
+class Entrance:
+    """Entrance of one rank to an ``Elastic``; ``options``: see `Handover`."""
 
     def __init__(
         self, comm: Communicator, handover: Handover, checkpoint: Checkpoint | None, options: dict[str, Any]
@@ -63,20 +261,21 @@ class Entrance:
             if not holders:
                 place = Position(lineage=[secrets.token_hex(8)])
                 return self._begun(await self._handover.carry_out(list(place)))
-            is_reader = holders[0] == self._me
-            place, wrong = await self._read() if is_reader else (Position(), None)
+            place, wrong = await self._read() if holders[0] == self._me else (Position(), None)
             try:
-                told = await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True)
-            # Its memory may hold a state that no other rank has; another rank that sees the file reads it.
-            except PeerLost:  # the rank that read the checkpoint: another one reads it
-                continue
-            return self._begun(told)
+                return self._begun(await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True))
+            except PeerLost:
+                continue  # the rank that read the file: no other has what it read, so another one reads it
 
     async def _holders(self) -> Uids:
         """The ranks that see the checkpoint; empty without a checkpoint."""
-        found, wrong = await self._find()
+        found, wrong = None, None
+        try:
+            found = None if self._checkpoint is None else await self._checkpoint.find()
+        except ConfigError as error:
+            wrong = str(error)
         said = [self._options, None if found is None else list(found), wrong]
-        rows, uids = await self._handover.gathered(said, "begin")
+        rows, uids = await self._handover.calls.gather(said, "begin")
         for rank, (_, _, fault) in enumerate(rows):
             if fault is not None:
                 raise ConfigError(f"rank {rank}: {fault}")
@@ -111,13 +310,6 @@ class Entrance:
                 f"rank {first} was lost before it reported whether it sees a checkpoint {name!r}, and no rank is left "
                 "on its host that could: start the job again"
             )
-
-    async def _find(self) -> tuple[Found | None, str | None]:
-        """This rank's view of the checkpoint, and its fault."""
-        try:
-            return (None if self._checkpoint is None else await self._checkpoint.find()), None
-        except ConfigError as error:
-            return None, str(error)
 
     async def _read(self) -> tuple[Position, str | None]:
         """Load the checkpoint; returns its position, and its fault."""

@@ -13,13 +13,11 @@ from kfcomm.elastic.call_log import BOUNDARY
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.handover import Handover, program_digest
-from kfcomm.elastic.joining import Entrance, Requests
+from kfcomm.elastic.joining import Entrance, Handover, Requests, program_digest
 from kfcomm.elastic.replicas import Replicas
-from kfcomm.elastic.sampler import ElasticSampler
+from kfcomm.elastic.sampler import ElasticSampler, Step
 from kfcomm.elastic.state import State
-from kfcomm.elastic.steps import Step, Walk, following
-from kfcomm.elastic.walks import Walks
+from kfcomm.elastic.walks import Walk, Walks, following
 from kfcomm.errors import ConfigError
 
 ON_LOSS = ("finish", "raise", "restart_step")
@@ -143,7 +141,7 @@ class Elastic:
         num_old, network.num_old = network.num_old, 0
         handover = Handover(self._comm, calls, self._state, self._program, self._options)
         states, restarts = (self._state, self._own), self._on_loss == "restart_step"
-        self._walks = Walks(self._comm, handover, self._requests, states, self._checkpoint, restarts=restarts)
+        self._walks = Walks(handover, self._requests, states, self._checkpoint, restarts=restarts)
         try:
             entrance = Entrance(self._comm.current, handover, self._checkpoint, self._options)
             place = await (entrance.join(num_old) if num_old else entrance.begin())

@@ -1,44 +1,152 @@
-"""Peer-memory replicas of rank-local state.
+"""Copies of states between the memories of ranks: striped transfer, and replicas of rank-local state.
+
+A transfer cuts the bytes of all arrays, one after the other, into as many stripes as there are givers. Each stripe is
+broadcast in a group of its own, its giver and all takers, so that a byte crosses each link once, is written to its
+place, and is not sent to a rank that has it.
 
 A commit copies the local state of each rank and sends the copy to the next ranks in rank order, as in a ring. Then all
 ranks report which copies they hold whole. The commit is complete, on all ranks, if each surviving rank holds all copies
 that it should, and each rank that took part has a surviving copy. Otherwise it is dropped, and the previous commit
 stands. The reports are calls that survive losses, so all surviving ranks agree on the last complete commit, whichever
-ranks die at whatever moment.
-
-The heir of a lost rank is the next one after it of the ranks that hold its copy.
+ranks die at whatever moment. The heir of a lost rank is the next one after it of the ranks that hold its copy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.handover import checksum
-from kfcomm.elastic.state import Array, State, arrays_of, described, fault_of, load, plan_of, rebuilt, small_of
+from kfcomm.elastic.state import (
+    Array,
+    State,
+    arrays_of,
+    described,
+    fault_of,
+    load,
+    plan_of,
+    rebuilt,
+    small_of,
+)
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.world.communicator import Communicator
+
+MIN_STRIPE_NBYTES = 4 << 20
+"""Smaller stripes are not worth another group."""
+PAGE_NBYTES = 4096
+"""Stripes begin at multiples of this; checksums have one sum for each such page."""
+PRIME = (1 << 61) - 1
+
+
+class StripePart(NamedTuple):
+    """Bytes ``start`` to ``stop`` of the array of this number."""
+
+    array: int
+    start: int
+    stop: int
+
+
+def cut(sizes: Sequence[int], num_givers: int) -> list[list[StripePart]]:
+    """Cut arrays of these sizes, in bytes, into stripes of about equal size: one for each giver, or fewer if small."""
+    total = sum(sizes)
+    num = max(1, min(num_givers, total // MIN_STRIPE_NBYTES))
+    bounds = [*(total * k // num // PAGE_NBYTES * PAGE_NBYTES for k in range(num)), total]
+    stripes: list[list[StripePart]] = [[] for _ in range(num)]
+    begin = 0
+    for number, size in enumerate(sizes):
+        for stripe, (low, high) in zip(stripes, pairwise(bounds), strict=True):
+            start, stop = max(low - begin, 0), min(high - begin, size)
+            if start < stop:
+                stripe.append(StripePart(number, start, stop))
+        begin += size
+    return stripes
+
+
+def checksum(pieces: Sequence[Array]) -> int:
+    """Return a checksum of 64 bits that detects a page that is missing, stale or at another place.
+
+    A Fletcher checksum over words of 64 bits: a sum for each page, and a weighted sum of these. A cryptographic digest
+    would take longer than the transfer.
+
+    Cost: one pass over memory.
+    """
+    found = 0
+    for piece in pieces:
+        whole = piece.size // PAGE_NBYTES * PAGE_NBYTES
+        # The sum of a page alone would not show two pages that changed places, hence the odd weights.
+        pages = piece[:whole].view(np.uint64).reshape(-1, PAGE_NBYTES // 8).sum(axis=1, dtype=np.uint64)
+        weights = np.arange(1, 2 * pages.size, 2, dtype=np.uint64)
+        rest = hashlib.blake2b(piece[whole:].data, digest_size=8).digest()
+        found = found * PRIME + int((pages * weights).sum(dtype=np.uint64)) + int.from_bytes(rest, "little")
+        found %= 1 << 64
+    return found
+
+
+async def spread(
+    comm: Communicator, arrays: Sequence[Array], givers: Sequence[int], takers: Sequence[int]
+) -> dict[int, int]:
+    """Transfer arrays from givers to takers, which all call this, with arrays of equal number and sizes.
+
+    Args:
+        comm: communicator of all ranks.
+        arrays: flat; those of a taker are written to.
+        givers: ranks that hold the same bytes.
+        takers: ranks that receive them.
+
+    Returns:
+        The checksum of each stripe that this rank has sent or received, by its number.
+
+    Raises:
+        CollectiveError: a transfer has failed, such as by a lost rank; arrays of a taker are undefined then, those of a
+            giver intact.
+
+    Cost: with S bytes, g givers and t takers a giver sends t·S/g bytes at most and a taker receives S; all at once.
+    """
+    data = [one.view(np.uint8) for one in arrays]
+    mine = {
+        number: [data[piece.array][piece.start : piece.stop] for piece in stripe]
+        for number, stripe in enumerate(cut([one.size for one in data], len(givers)))
+        if stripe and comm.rank in (givers[number], *takers)
+    }
+    sharing = (_share(comm, [givers[number], *takers], pieces) for number, pieces in mine.items())
+    for outcome in await asyncio.gather(*sharing, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
+    return {number: checksum(pieces) for number, pieces in mine.items()}
+
+
+async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
+    """Broadcast one stripe from the first of the members to the others."""
+    # the strategy costs nothing to make, and on one host a star is one copy that all takers read
+    group = await comm.group(members, "kfcomm/state", strategy="star")
+    try:
+        # a giver names its own memory as well: nothing is written to it, and nothing is made for a result
+        outs = [piece if piece.flags.writeable else None for piece in pieces]
+        handles = [
+            group.broadcast(piece, 0, f"{OWN_NAMES}state/{n}", out=out)
+            for n, (piece, out) in enumerate(zip(pieces, outs, strict=True))
+        ]
+        await asyncio.gather(*handles)
+    finally:
+        group._forget_group()
 
 
 class Copy(NamedTuple):
-    """Copy of a state.
+    """Copy of a state."""
 
-    Attributes:
-        plan: path, shape and dtype of each array; see ``plan_of``.
-        tree: the other values, and the places of the arrays among them; see ``described``.
-        data: bytes of the arrays, one after the other.
-    """
-
-    plan: list[list[Any]]
-    tree: Any
-    data: Array
+    plan: list[list[Any]]  # see ``plan_of``
+    tree: Any  # the other values, and the places of the arrays among them; see ``described``
+    data: Array  # bytes of the arrays, one after the other
 
     def arrays(self) -> list[Array]:
         """Copy out its arrays."""
@@ -52,28 +160,15 @@ class Copy(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Complete commit.
+    """Complete commit."""
 
-    Attributes:
-        small: values of this rank's state other than arrays.
-        copies: copies of this rank's state and of the states that it replicates, by uid.
-        holders: uids of the ranks that have the copy of a rank, in the order of the ring, by its uid.
-    """
-
-    small: Any
-    copies: dict[int, Copy]
-    holders: dict[int, Uids]
+    small: Any  # values of this rank's state other than arrays
+    copies: dict[int, Copy]  # of this rank's state and of the states that it replicates, by uid
+    holders: dict[int, Uids]  # the ranks that have the copy of a rank, in the order of the ring, by its uid
 
 
 class Replicas:
-    """Commits of one rank while an ``Elastic`` is open.
-
-    Args:
-        comm: communicator of all ranks.
-        calls: calls of this rank.
-        own: local state of this rank.
-        num_copies: number of other ranks that hold a copy, or all if they are fewer.
-    """
+    """Commits of one rank while an ``Elastic`` is open; ``num_copies`` other ranks hold a copy, or all if fewer."""
 
     def __init__(self, comm: ElasticCommunicator, calls: Dispatcher, own: State, num_copies: int) -> None:
         self._comm = comm
@@ -94,7 +189,7 @@ class Replicas:
         """
         wrong, mine, small = self._copied()
         said = [self._number, mine.plan, mine.tree, checksum([mine.data]), wrong]
-        offers, uids = await self._gathered(said, "commit")
+        offers, uids = await self._calls.gather(said, "commit")
         for rank, (*_, fault) in enumerate(offers):
             if fault is not None:
                 raise ConfigError(f"rank {rank}: {fault}")
@@ -104,10 +199,12 @@ class Replicas:
         # Else a rank was lost since the reports, and the ring is another one: this commit is dropped below.
         if here.births == uids:
             copies |= await self._exchanged(mine, [offer[1:4] for offer in offers])
-        held, present = await self._gathered(sorted(copies), "committed")
+        held, present = await self._calls.gather(sorted(copies), "committed")
         having: dict[int, list[int]] = dict(zip(present, held, strict=True))
         # Computed by each survivor from the same reports, so that all come to the same decision.
-        holders = {uid: tuple(one for one in self._ring(uids, uid) if one in having) for uid in uids}
+        # A copy belongs with its rank and the next ones, in the order of a ring.
+        rings = {uid: (uids[at:] + uids[:at])[: 1 + self._num_copies] for at, uid in enumerate(uids)}
+        holders = {uid: tuple(one for one in ring if one in having) for uid, ring in rings.items()}
         is_complete = all(living and all(uid in having[one] for one in living) for uid, living in holders.items())
         if is_complete:
             former, self._last = self._last, Commit(small, copies, holders)
@@ -153,26 +250,18 @@ class Replicas:
             uid: rebuilt(copies[uid].tree, copies[uid].arrays()) for uid, heir in self.heirs().items() if heir == me
         }
 
-    def _ring(self, uids: Uids, uid: int) -> Uids:
-        """Ranks that should hold the copy of one rank: itself, and the next ones."""
-        place = uids.index(uid)
-        return (uids[place:] + uids[:place])[: 1 + self._num_copies]
-
     def _copied(self) -> tuple[str | None, Copy, Any]:
         """Fault of this rank's state, or else a copy of it."""
-        wrong = fault_of(self._own)
+        own, wrong = self._own, fault_of(self._own)
         try:
             if wrong is None:
-                return None, self._copy(), small_of(self._own)
+                views = [adapt(array).flat.view(np.uint8) for _, array in arrays_of(own)]
+                data = self._room(sum(one.size for one in views))
+                np.concatenate([data[:0], *views], out=data)
+                return None, Copy(plan_of(own), described(own), data), small_of(own)
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
             wrong = unreadable("own", error)
         return wrong, Copy([], [], np.empty(0, np.uint8)), None
-
-    def _copy(self) -> Copy:
-        views = [adapt(array).flat.view(np.uint8) for _, array in arrays_of(self._own)]
-        data = self._room(sum(one.size for one in views))
-        np.concatenate([data[:0], *views], out=data)
-        return Copy(plan_of(self._own), described(self._own), data)
 
     def _room(self, nbytes: int) -> Array:
         """Buffer for a copy: memory of the commit before the last one, where it fits."""
@@ -188,7 +277,8 @@ class Replicas:
 
         async def take(rank: int) -> Copy | None:
             plan, tree, right = offers[rank]
-            copy = Copy(plan, tree, self._room(_nbytes(plan)))
+            nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype_of(dtype).itemsize for _, shape, dtype in plan)
+            copy = Copy(plan, tree, self._room(nbytes))
             await comm.recv(rank, tag, out=copy.data)
             return copy if checksum([copy.data]) == right else None
 
@@ -205,13 +295,3 @@ class Replicas:
         return {
             comm.births[rank]: copy for rank, copy in zip(sources, outcomes, strict=False) if isinstance(copy, Copy)
         }
-
-    async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Uids]:
-        """Gather a value of each surviving rank, with their uids."""
-        handle = self._calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
-        rows = await handle
-        return rows, handle.contributors or ()
-
-
-def _nbytes(plan: Sequence[Sequence[Any]]) -> int:
-    return sum(int(np.prod(shape, dtype=np.int64)) * dtype_of(dtype).itemsize for _, shape, dtype in plan)

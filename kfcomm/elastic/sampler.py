@@ -1,24 +1,32 @@
-"""Samples of each step, and positions of samplers for joining ranks and checkpoints.
+"""Samples of each step: their order, positions for joining ranks and checkpoints, and which of them count as used.
 
 There is one order for each pass, and one batch of all ranks for each step. A sampler does not know which ranks are
-alive: the loop reports the shares that were not used, and the sampler gives those samples again before the pass ends.
-All ranks hold equal samplers, and make the same calls of them.
+alive: the shares that were not used are given back to it, and it gives those samples again before the pass ends. All
+ranks hold equal samplers, and make the same calls of them.
 
 A sampler is identified by its name or, without one, by the order in which the program first uses its samplers. A rank
 that joins or resumes from a checkpoint runs the program from its beginning: each sampler gets its position when the
 program reaches it, and loops that the other ranks have finished are skipped.
+
+Samples count as used by the calls of their step, or by the calls of some names. Each rank reports its outcome of these
+calls, and all ranks decide from all reports alike: a call may be done on one rank and have failed on another that
+cancelled it or timed out, so a rank must not decide from its own outcome.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from kfcomm.errors import ConfigError
+from kfcomm.common.arguments import hint
+from kfcomm.elastic.call_log import CallLog, Standing, Uids
+from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
+Name: TypeAlias = str | int
 Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
@@ -157,7 +165,6 @@ def share(indices: Indices, rank: int, size: int) -> Indices:
     return indices[start : start + each + (rank < more)]
 
 
-Name: TypeAlias = str | int
 ANY = ""
 """Name in a position without names: the sampler that the program uses first."""
 
@@ -239,3 +246,171 @@ class Samplers:
         """Return to former positions; samplers that were first used later return to their beginning."""
         for name, one in self._found.items():
             one.load_state_dict(places.get(name, self._first[name]))
+
+
+class Step:
+    """One step of training.
+
+    If the ``Elastic`` restarts steps, the body of the loop is below ``with step:``, which ends it silently when ranks
+    are lost during the step.
+
+    Attributes:
+        number: number of the step, from 0 since training began; a repeated step keeps its number.
+        indices: indices of the samples that this rank trains on.
+        batch: indices of the samples of all ranks.
+        is_void: it has ended because ranks were lost, and is repeated.
+    """
+
+    __slots__ = ("_restarts", "batch", "indices", "is_void", "number")
+
+    def __init__(self, number: int, indices: Indices, batch: Indices, *, restarts: bool = False) -> None:
+        self.number = number
+        self.indices = indices
+        self.batch = batch
+        self.is_void = False
+        self._restarts = restarts
+
+    def __repr__(self) -> str:
+        return f"<Step {self.number}: {len(self.indices)} of {len(self.batch)} samples>"
+
+    def __enter__(self) -> Self:
+        if not self._restarts:
+            raise ConfigError('with step: is for Elastic(..., on_loss="restart_step")')
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.is_void = isinstance(error, (EpochChanged, PeerLost))
+        return self.is_void
+
+
+class Told(NamedTuple):
+    """Report of a rank about its step; msgpack can carry it.
+
+    Attributes:
+        is_tried: the rank has made a call that counts.
+        is_whole: such calls have succeeded, and no named call has failed.
+        lacking: uids whose contributions are missing in a successful call.
+        missing: names without a call, as far as that is known.
+        made: names of the calls that were made.
+    """
+
+    is_tried: bool
+    is_whole: bool
+    lacking: list[int]
+    missing: list[str]
+    made: list[str]
+
+
+def check_names(number: int, told: Sequence[Told]) -> None:
+    """Refuse names by which no rank has made a call in a step of this number.
+
+    Raises:
+        ConfigError: on all ranks, the same.
+    """
+    missing = sorted(set.intersection(*(set(one.missing) for one in told)))
+    if missing:
+        made = told[0].made
+        raise ConfigError(
+            f"used_in names {', '.join(map(repr, missing))}, and no call of step {number} has that name; its calls are "
+            f"{', '.join(map(repr, made))}: only collectives of all ranks that survive a loss count"
+            f"{hint(missing[0], made)}"
+        )
+
+
+class Course:
+    """One walk through a sampler, with the calls that count for the samples of its step, on one rank.
+
+    Args:
+        name: name of the sampler.
+        sampler: the sampler.
+        passes: see ``Elastic.steps``.
+        names: names of the calls by which samples count as used; None for all calls.
+
+    Attributes:
+        step: the current step; None between steps.
+        is_left: the program has left its loop.
+    """
+
+    def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
+        self.name = name
+        self.sampler = sampler
+        self.passes = passes
+        self.names = names
+        self.step: Step | None = None
+        self.is_left = False
+        self._uids: Uids = ()  # ranks of the step
+        self._met: set[str] = set()  # names of calls of all steps
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
+
+    def begin(self, step: Step, uids: Uids) -> Step:
+        """Begin a step of these ranks."""
+        self.step, self._uids = step, uids
+        self._begin()
+        return step
+
+    def _begin(self) -> None:
+        # A step may lie over several boundaries, since a walk within it has boundaries of its own: what its calls have
+        # come to adds up from one boundary to the next.
+        self._is_tried = self._is_done = self._has_failed = self._is_unknown = self._is_void = False
+        self._lacking: set[int] = set()
+        self._made: set[str] = set()
+
+    def note(self, log: CallLog, *, is_innermost: bool) -> None:
+        """Add the calls since the last boundary, which are over."""
+        calls = log.since_boundary()
+        self._made.update(one.name for one in calls if not one.is_own)
+        self._is_unknown |= any(one.standing is Standing.FAILED for one in calls)
+        for one in calls:
+            if one.is_counted(self.names):
+                self._is_tried = True
+                self._is_void |= is_innermost and one.is_void
+                if one.standing is Standing.DONE:
+                    self._is_done = True
+                    # of the ranks of the step: some may have been lost at a boundary before this call
+                    self._lacking |= set(self._uids) - set(one.contributors)
+                else:
+                    self._has_failed = True
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its step is void, as far as this rank knows: a call has failed because ranks were lost."""
+        return self._is_void or (self.step is not None and self.step.is_void)
+
+    def told(self) -> Told:
+        """Report of this rank, when the step is over."""
+        self._met |= self._made
+        # A failed or void step may lack calls for that reason, and says nothing about a misspelt name.
+        is_known = bool(self._made) and not self.is_void and not self._is_unknown
+        missing = sorted(set(self.names) - self._met) if self.names and is_known else []
+        is_whole = self._is_done and (self.names is None or not self._has_failed)
+        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
+
+    def end_step(self, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
+        """Repeat unused samples of the step; ``uids``: the remaining ranks, with their reports.
+
+        Raises:
+            ConfigError: see ``check_names``.
+        """
+        step, self.step, self._is_void = self.step, None, False
+        if step is not None:
+            if not is_void:
+                check_names(step.number, told)
+            # All ranks have equal reports and samplers, so all give back the same shares.
+            counted = () if is_void else self._counted(uids, told)
+            for rank, uid in enumerate(self._uids):
+                if uid not in counted:
+                    self.sampler.give_back(share(step.batch, rank, len(self._uids)))
+
+    def _counted(self, uids: Uids, told: Sequence[Told]) -> Uids:
+        """Uids of the ranks whose samples are used."""
+        if any(one.is_whole for one in told):
+            # One rank that has the result decides: a rank that cancelled the call does not know the contributors.
+            lacking = {uid for one in told for uid in one.lacking}
+            return tuple(uid for uid in self._uids if uid not in lacking)
+        is_tried = any(one.is_tried for one in told)
+        return () if is_tried and self.names is not None else uids

@@ -7,14 +7,13 @@ only there does the state hold all of the program's progress.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 import numpy as np
@@ -23,15 +22,26 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
-from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.handover import Handover
-from kfcomm.elastic.joining import Requests
-from kfcomm.elastic.sampler import ElasticSampler, Position, Samplers, share
+from kfcomm.elastic.joining import Handover, Requests
+from kfcomm.elastic.sampler import Course, ElasticSampler, Position, Samplers, Step, Told, share
 from kfcomm.elastic.state import Kept, State, fault_of
-from kfcomm.elastic.steps import Course, Step, Told, Walk, told_of
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.world.epochs import NO_PLAN, Plan
+
+T = TypeVar("T")
+Wanted: TypeAlias = Step | np.ndarray[Any, np.dtype[Any]] | Callable[[], Awaitable[None]]
+Walk: TypeAlias = Generator[Wanted, Any, T]
+"""Yields a `Step`; an array, whose sums over all ranks under the name ``BOUNDARY`` are sent back; or a function to call
+and await. Runs where the engine does."""
+
+
+def following(walk: Walk[None], met: Any) -> Wanted | None:
+    """Return the next item, given the requested sums; None at the end."""
+    try:
+        return walk.send(met)
+    except StopIteration:
+        return None
+
 
 LOOKS_ALWAYS_S = 2e-3
 """A state whose check takes less is checked at each boundary."""
@@ -43,7 +53,6 @@ class Walks:
     """Walks of one rank while an ``Elastic`` is open.
 
     Args:
-        comm: communicator of all ranks.
         handover: handover of the state.
         requests: requests to the job.
         states: the state that all ranks share, and this rank's local state.
@@ -55,11 +64,11 @@ class Walks:
     """
 
     def __init__(
-        self, comm: ElasticCommunicator, handover: Handover, requests: Requests, states: tuple[State, State | None],
+        self, handover: Handover, requests: Requests, states: tuple[State, State | None],
         checkpoint: Checkpoint | None, *, restarts: bool,
     ) -> None:  # fmt: skip
         self.is_replaying = False
-        self._comm = comm
+        self._comm = handover.comm
         self._calls = handover.calls
         self._handover = handover
         self._requests = requests
@@ -90,7 +99,7 @@ class Walks:
     ) -> Walk[None]:
         """Yield the steps, and the work and waits between them, which the driver carries out."""
         calls = self._calls
-        if self._is_released():
+        if calls.recovery.is_released:
             return
         course = Course(self._samplers.name_of(sampler), sampler, _passes(passes), _names(used_in))
         is_first = not self.is_replaying
@@ -104,14 +113,14 @@ class Walks:
         try:
             while True:
                 if calls.unfinished():
-                    yield partial(finish_calls, calls)
+                    yield calls.finish
                 if course not in self._open:  # a walk through its sampler, within one of its steps, is over
                     self._open.append(course)
                     course.is_left = False
                 uids = self._comm.births
                 if is_first:
                     uids = yield from self._boundary(course, kept)
-                    if self._is_released():
+                    if self._calls.recovery.is_released:  # by that boundary
                         return
                 is_first = True
                 self._look(course, kept)
@@ -120,7 +129,7 @@ class Walks:
                 batch = sampler.take_until(until)
                 if not len(batch):
                     return
-                mine = share(batch, uids.index(self._me()), len(uids))
+                mine = share(batch, uids.index(self._comm.current.births[self._comm.current.rank]), len(uids))
                 yield course.begin(Step(self._number(), mine, batch, restarts=self._restarts), uids)
         finally:
             course.is_left = True
@@ -173,12 +182,6 @@ class Walks:
         """Number of the step that begins: the first boundary begins step 0."""
         return self._earlier + self._calls.log.step - 1
 
-    def _is_released(self) -> bool:
-        return self._calls.recovery.is_released
-
-    def _me(self) -> int:
-        return self._comm.current.births[self._comm.current.rank]
-
     # ---------------------------------------------------------------- boundaries
 
     def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
@@ -187,17 +190,17 @@ class Walks:
         # steps around it only once it was left.
         is_innermost = True
         for one in reversed([one for one in self._open if one.step is not None]):
-            one.note(self._calls, is_innermost=is_innermost)
+            one.note(self._calls.log, is_innermost=is_innermost)
             is_innermost = is_innermost and one.is_left  # calls after its end belong to the walk around it
-        is_void = course.is_found_void()
+        is_void = course.is_void
         self._requests.look(self._comm.current)
         is_wanted = not self._is_within(course) and self._requests.is_wanted(self._comm.current)
         fault = self._fault or self._looked_for()
         where = [course.name, course.sampler.state_dict(), course.passes, course.names]
         place = self._open.index(course)
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
-        is_other_void = any(one.is_found_void() for one in ending[:-1])
-        rows = [list(one.used.told(is_void=one.is_found_void())) for one in ending if one.step is not None]
+        is_other_void = any(one.is_void for one in ending[:-1])
+        rows = [list(one.told()) for one in ending if one.step is not None]
         uids, (wanted, void, other_void), told = yield from self._meet(
             where,
             [is_wanted, is_void, is_other_void],
@@ -244,7 +247,7 @@ class Walks:
                 f"{passes}; it differs from the program of the checkpoint, or of the other ranks"
             )
         if self._calls.unfinished():
-            yield partial(finish_calls, self._calls)
+            yield self._calls.finish
         yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None, [])
 
     def _meet(
@@ -267,7 +270,7 @@ class Walks:
         mine = np.array([1, *at, *(one * one for one in at), row, row * row, *flags, fault is not None], np.int64)
         count, high, low, high_squared, low_squared, all_rows, squared, *found, wrong = (yield mine).tolist()
         # The all_reduce may be done while the epoch changes: the next step needs the new ranks.
-        if self._calls.recovery.is_changing:
+        if self._calls.log.is_changing:
             yield self._calls.recovery.settled
         text = describe()
         uids = self._calls.end_step()
@@ -277,11 +280,11 @@ class Walks:
         told = [rows]
         if count * squared != all_rows * all_rows:
             yield partial(self._tell_rows, rows, told)
-        return uids, [one > 0 for one in found], [told_of(each) for each in told]
+        return uids, [one > 0 for one in found], [[Told(*row) for row in each] for each in told]
 
     async def _tell_rows(self, rows: list[Any], told: list[list[Any]]) -> None:
         """Gather the reports of all ranks, which differ, into ``told``."""
-        found, _ = await self._handover.gathered(rows, "used")
+        found, _ = await self._calls.gather(rows, "used")
         told[:] = found
 
     async def _tell(self, number: int, text: str, fault: str | None) -> None:
@@ -290,7 +293,7 @@ class Walks:
         Raises:
             CollectiveMismatch, ConfigError: one is left; on all ranks.
         """
-        rows, _ = await self._handover.gathered([number, sendable(text), fault], "place")
+        rows, _ = await self._calls.gather([number, sendable(text), fault], "place")
         for rank, (_, _, wrong) in enumerate(rows):
             if wrong is not None:
                 raise ConfigError(f"rank {rank}: {wrong}")
@@ -326,12 +329,6 @@ class Walks:
         if plan.joiners:
             having = tuple(uid for uid in comm.births if uid not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
-
-
-async def finish_calls(calls: Dispatcher) -> None:
-    """Wait for unfinished calls of the step; their errors are for the holders of their handles."""
-    while unfinished := calls.unfinished():
-        await asyncio.wait(unfinished)
 
 
 def _passes(passes: Any) -> int | None:

@@ -16,9 +16,9 @@ from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.communicator import is_of_step
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.loop import Elastic as AsyncElastic
-from kfcomm.elastic.sampler import ElasticSampler
+from kfcomm.elastic.sampler import ElasticSampler, Step
 from kfcomm.elastic.state import State
-from kfcomm.elastic.steps import Step, Walk, following
+from kfcomm.elastic.walks import Walk, following
 from kfcomm.errors import KfcommError
 from kfcomm.sync.adapter import Adapter, begun, blocking
 from kfcomm.sync.communicator import Communicator

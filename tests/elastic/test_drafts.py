@@ -112,7 +112,7 @@ def test_drafts_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path)
     clear(path, Writer(JOB, 1))
     assert sorted(os.listdir(tmp_path)) == sorted([living.path.name, other.path.name])
     for one in (living, other):
-        one.sync()
+        one.raw.flush()
         one.publish()
         one.close()
     assert sorted(os.listdir(tmp_path)) == ["c", "c.npz"]
@@ -132,7 +132,7 @@ def test_a_draft_that_is_taken_for_a_dead_ones_is_made_again(tmp_path: Path, mon
     monkeypatch.setattr(fcntl, "flock", late)
     draft = Draft(path, Writer(JOB, 0))
     draft.raw.write(b"whole")
-    draft.sync()
+    draft.raw.flush()
     draft.publish()
     draft.close()
     assert path.read_bytes() == b"whole"

@@ -269,11 +269,11 @@ async def test_a_call_cancelled_in_the_midst_of_a_change_leaves_the_next_of_its_
             if birth == 0:
                 die(comms, comm)
             calls = comm._calls
-            while not calls.recovery.is_changing:  # noqa: ASYNC110 - there is no event for it
+            while not calls.log.is_changing:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0)
             first = comm.all_reduce(np.full(3, 10.0 + birth), "c")
             if birth == 1:
-                while calls.recovery.is_changing and comm.current.epoch == 0:  # noqa: ASYNC110 - as above
+                while calls.log.is_changing and comm.current.epoch == 0:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0)
                 assert first.cancel()
             found = await outcome(first)

@@ -13,8 +13,8 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.call_log import Entry, Standing
-from kfcomm.elastic.runner import CallRunner
+from kfcomm.elastic.call_log import CallOutcome, Entry, Standing
+from kfcomm.elastic.runner import CallRunner, ResultTransfer
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
 from tests.elastic import programs
@@ -196,7 +196,7 @@ async def test_call_is_repeated_if_the_sender_of_its_result_dies(
     monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Rank 1 alone has the result when rank 0 dies, and dies when it is to give it: the others do it again."""
-    real_ended, real_given = CallRunner._ended, CallRunner._given
+    real_ended, real_part = CallRunner._ended, ResultTransfer.take_part
 
     async with world(4, elastic=True) as comms:
 
@@ -207,14 +207,14 @@ async def test_call_is_repeated_if_the_sender_of_its_result_dies(
             else:
                 real_ended(self, entry, handle)
 
-        def given(self: CallRunner, entry: Entry, gift: Any) -> None:
-            if self.log.comm.births[self.log.comm.rank] == 1:
+        def take_part(self: ResultTransfer, entry: Entry, outcome: CallOutcome) -> None:
+            if self._log.comm.births[self._log.comm.rank] == 1:
                 comms.kill(1)
             else:
-                real_given(self, entry, gift)
+                real_part(self, entry, outcome)
 
         monkeypatch.setattr(CallRunner, "_ended", ended)
-        monkeypatch.setattr(CallRunner, "_given", given)
+        monkeypatch.setattr(ResultTransfer, "take_part", take_part)
 
         async def body(comm: Any, step: Any) -> Any:
             if step.number != 1:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.elastic import State, handover
-from kfcomm.elastic.handover import Handover, program_digest, spread
+from kfcomm.elastic import State, joining
+from kfcomm.elastic.joining import Handover, program_digest
+from kfcomm.elastic.replicas import spread
 from kfcomm.errors import CollectiveError, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, world
 
@@ -33,7 +34,7 @@ async def hand_over(comms: Any, having: tuple[int, ...] | None, mine: Sequence[S
 
     async def main(comm: Any) -> Any:
         state = mine[comm.rank]
-        handing = Handover(comm, comm.begin(), state, programs[comm.rank] if programs else "")
+        handing = Handover(comm, comm.begin(), state, programs[comm.rank] if programs else "", {})
         try:
             place = await handing.carry_out([comm.births[comm.rank]], having)
         except Died:
@@ -79,7 +80,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, doomed: set[int]) -> list
             raise Died
         return await spread(comm, arrays, *rest)
 
-    monkeypatch.setattr(handover, "spread", tried)
+    monkeypatch.setattr(joining, "spread", tried)
     return epochs
 
 
@@ -124,7 +125,7 @@ async def test_corrupted_transfer_raises_on_all_ranks(monkeypatch: pytest.Monkey
             sums = await spread(comm, *rest)
             return {number: value + (comm.rank == 2) for number, value in sums.items()}
 
-        monkeypatch.setattr(handover, "spread", changed)
+        monkeypatch.setattr(joining, "spread", changed)
         found = await hand_over(comms, (0, 1), states(comms))
         assert [type(one) for one in found] == [CollectiveError] * 3
         assert "what came is not what was sent" in str(found[0])

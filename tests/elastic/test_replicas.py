@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.replicas import Replicas
 from kfcomm.errors import ConfigError, EpochChanged
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
@@ -122,26 +123,25 @@ PLACES = ["before", "told", "sent", "after"]
 
 def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, place: str) -> None:
     """Rank 2 is killed at this place of its second commit."""
-    gathered, exchanged = Replicas._gathered, Replicas._exchanged
+    gathered, exchanged, begun = Dispatcher.gather, Replicas._exchanged, []
 
-    def is_doomed(replicas: Any) -> bool:
-        here = replicas._comm.current
-        return here.births[here.rank] == 2 and replicas._last is not None
-
-    async def gather(self: Any, value: Any, about: str) -> Any:
-        if is_doomed(self) and (place, about) in {("before", "commit"), ("sent", "committed")}:
-            die(comms, self._comm)
+    async def gather(self: Dispatcher, value: Any, about: str) -> Any:
+        here = self.log.comm
+        if is_mine := here.births[here.rank] == 2 and about.startswith("commit"):
+            begun.append(about)
+        if is_mine and (place, begun.count(about)) == ({"commit": "before", "committed": "sent"}[about], 2):
+            die(comms, here)
         found = await gathered(self, value, about)
-        if is_doomed(self) and (place, about) == ("after", "committed"):
-            die(comms, self._comm)
+        if is_mine and (place, about, begun.count(about)) == ("after", "committed", 2):
+            die(comms, here)
         return found
 
-    async def exchange(self: Any, *args: Any) -> Any:
-        if is_doomed(self) and place == "told":
+    async def exchange(self: Replicas, *args: Any) -> Any:
+        if self._comm.births[self._comm.rank] == 2 and (place, begun.count("commit")) == ("told", 2):
             die(comms, self._comm)
         return await exchanged(self, *args)
 
-    monkeypatch.setattr(Replicas, "_gathered", gather)
+    monkeypatch.setattr(Dispatcher, "gather", gather)
     monkeypatch.setattr(Replicas, "_exchanged", exchange)
 
 

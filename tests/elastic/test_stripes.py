@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.elastic.handover import MIN_STRIPE_NBYTES, PAGE_NBYTES, StripePart, checksum, cut, spread
+from kfcomm.elastic.replicas import MIN_STRIPE_NBYTES, PAGE_NBYTES, StripePart, checksum, cut, spread
 from kfcomm.errors import PeerLost
 from kfcomm.testing import run_ranks, world
 

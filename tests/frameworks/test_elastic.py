@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.joining import Handover
 from kfcomm.elastic.state import Kept
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world
@@ -58,7 +58,7 @@ async def hand_over(comms: Any, states: list[State]) -> None:
     """The first two ranks have a state, and give it to the others."""
 
     async def main(comm: Any) -> Any:
-        return await Handover(comm, comm.begin(), states[comm.rank], "").carry_out([0], (0, 1))
+        return await Handover(comm, comm.begin(), states[comm.rank], "", {}).carry_out([0], (0, 1))
 
     assert await run_ranks(comms, main) == [[0]] * 3
 
