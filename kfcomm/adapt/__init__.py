@@ -11,15 +11,13 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 """
 
 from kfcomm.adapt.adaptation import Adaptation, Step
-from kfcomm.adapt.auto_strategy import AutoStrategy, Trials
-from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
-from kfcomm.adapt.host import Decision
+from kfcomm.adapt.detectors import Interference, Stragglers, Trials, Verdict
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
-from kfcomm.adapt.policy import Context, Policy, Request
-from kfcomm.adapt.replay import replay
+from kfcomm.adapt.policy import Context, Decision, Policy, Request
+from kfcomm.adapt.recording import replay
 from kfcomm.adapt.resizing import MarginalUtility, ReplaceStragglers
-from kfcomm.adapt.slow_links import AvoidSlowLinks
+from kfcomm.adapt.strategy_policies import AutoStrategy, AvoidSlowLinks
 
 __all__ = [
     "Adaptation",

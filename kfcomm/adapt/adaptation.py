@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from kfcomm.adapt.host import Decision, PolicyHost
+from kfcomm.adapt.host import PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
-from kfcomm.adapt.meeting import GroupPlace, Meetings, Observed, WorldPlace
+from kfcomm.adapt.meeting import MeetingPlace, Meetings
 from kfcomm.adapt.metrics import EngineMeter, Reading, StepMeter, StepMetrics
-from kfcomm.adapt.policy import Policy
-from kfcomm.adapt.recording import StepRecorder, encoded, layout_as_json, strategy_as_json
-from kfcomm.adapt.runner import Runner
+from kfcomm.adapt.policy import Decision, Policy
+from kfcomm.adapt.recording import StepRecorder
 from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
@@ -72,13 +71,11 @@ class Adaptation:
         if not isinstance(hyperparameters, (Hyperparameters, type(None))):
             raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
-        self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), self._log)
+        self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), policies, self._log)
         self._every = every
         self._meter = meter or EngineMeter(comm)
         self._has_own_meter = meter is None
-        self._runners = [Runner(policy, self._host) for policy in policies]
-        self._host.recorder = None if record is None else StepRecorder(record, self._runners)
-        self._observed = Observed()
+        self._host.recorder = None if record is None else StepRecorder(record, self._host)
         self._meetings: Meetings | None = None
         self._births = comm.births
         self._is_over = False
@@ -88,7 +85,7 @@ class Adaptation:
     @property
     def policies(self) -> tuple[Policy, ...]:
         """Policies that are not switched off."""
-        return tuple(runner.policy for runner in self._runners if not runner.is_off)
+        return tuple(runner.policy for runner in self._host.runners if not runner.is_off)
 
     @property
     def decisions(self) -> list[Decision]:
@@ -145,7 +142,7 @@ class Adaptation:
         Raises:
             ConfigError: a value is not a number, or there are more than 64 names.
         """
-        self._observed.observe(values)
+        self._host.observed.observe(values)
 
     def step(self) -> Step:
         """One step of the program: ``async with adaptation.step(): ...``, on every rank.
@@ -174,13 +171,11 @@ class Adaptation:
         if self._is_over:
             raise ConfigError("this adaptation is closed")
         if self._meetings is None:
-            place = WorldPlace(self.comm) if self.comm.outlives else await GroupPlace.of(self.comm)
-            meetings = Meetings(self._host, place, self._runners, self._observed)
+            meetings = Meetings(self._host, await MeetingPlace.of(self.comm))
             try:
                 await self._meet_the_others(meetings, knows=False)
             except BaseException:
-                await meetings.close()
-                self._stop_recording()
+                await self._end_meetings(meetings)
                 raise
             self._meetings = meetings
         return self._meetings
@@ -192,29 +187,17 @@ class Adaptation:
         recorder = self._host.recorder
         wrong = recorder.open() if recorder is not None and self.comm.rank == 0 else None
         knowing = await meetings.introduce(self._every, knows=knows, wrong=wrong)
-        state = await meetings.place.take(self._state(), knowing) if knowing else None
-        self._begin_recording(state)
+        state = await meetings.place.take(self._host.state(), knowing) if knowing else None
+        if recorder is not None:
+            recorder.begin(state)
         if state is not None:
-            await self._take(state)
+            await self._host.load_state(state)
             return
-        for runner in self._runners:
+        for runner in self._host.runners:
             await runner.call("on_start")
 
-    def _begin_recording(self, state: Mapping[str, Any] | None) -> None:
-        recorder, comm = self._host.recorder, self.comm
-        if recorder is not None:
-            known = state or self._state()
-            start = {
-                "begins": known["num_steps"],
-                "can_change": comm.outlives,
-                "layout": layout_as_json(comm.layout),
-                "strategy": strategy_as_json(comm.strategy),
-                "hyperparameters": known["hyperparameters"],
-                "states": [] if state is None else _recordable(state["policies"]),
-            }
-            recorder.begin(start, is_new=state is None)
-
-    def _stop_recording(self) -> None:
+    async def _end_meetings(self, meetings: Meetings) -> None:
+        await meetings.place.close()
         if self._host.recorder is not None:
             self._host.recorder.close()
 
@@ -223,11 +206,10 @@ class Adaptation:
         if self._is_over:
             return
         self._is_over = True
-        for runner in self._runners:
+        for runner in self._host.runners:
             await runner.end()
         if self._meetings is not None:
-            await self._meetings.close()
-        self._stop_recording()
+            await self._end_meetings(self._meetings)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -246,27 +228,10 @@ class Adaptation:
 
     # ---------------------------------------------------------------- ranks that change
 
-    def _state(self) -> dict[str, Any]:
-        """State for joining ranks: hyperparameters and states of the policies; msgpack can carry it."""
-        return {
-            "num_steps": self.num_steps,
-            "hyperparameters": self.hyperparameters.as_json(),
-            "observed": list(self._observed.columns),
-            "policies": [runner.state() for runner in self._runners],
-        }
-
-    async def _take(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state that a rank has sent; all ranks do, so that they are equal."""
-        self._host.num_steps = state["num_steps"]
-        self._host.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
-        self._observed.columns = tuple(state["observed"])
-        for runner, one in zip(self._runners, state["policies"], strict=True):
-            await runner.begin_anew(one)
-
     async def _go_on(self) -> None:
         """Meet the new ranks, if the ranks have changed."""
         meetings = await self._started()
-        outlives = isinstance(meetings.place, WorldPlace)
+        outlives = meetings.place.is_world
         if self.comm.outlives and not outlives:
             raise ConfigError("open the Elastic before the Adaptation: ranks that join do")
         if self.comm.births == self._births:
@@ -295,7 +260,7 @@ class Adaptation:
         self._in_step = True
         try:
             if self._meets:
-                for runner in self._runners:
+                for runner in self._host.runners:
                     await runner.call("before_step")
             return self._meter.read()
         except BaseException as error:
@@ -319,14 +284,14 @@ class Adaptation:
             self._next_step()
 
     async def _meet(self, meetings: Meetings) -> None:
-        observed = self._observed.take()
+        observed = self._host.observed.take()
         table = await meetings.exchange(self.num_steps, self._measured, observed)
         if table is None:
             return
         self._host.metrics = await meetings.metrics(table, observed)
         # Requests of the step before come first: after_step below sees their effect.
         done = await meetings.follow(table, {})
-        for runner in self._runners:
+        for runner in self._host.runners:
             await runner.call("after_step")
         await meetings.to_the_end(self.num_steps, done)
         if self._host.recorder is not None:
@@ -349,7 +314,7 @@ class Adaptation:
     def give_up(self, error: BaseException) -> None:
         """End a step that has failed on this rank, which does not come to the meeting."""
         if self._meets and self._meetings is not None:
-            self._meetings.refuse(error)
+            self._meetings.place.refuse(error)
         self._next_step()
 
     def _next_step(self) -> None:
@@ -380,11 +345,3 @@ class Step:
             await self._adaptation.end_badly(self._begun, error)
         else:
             await self._adaptation.end(self._begun)
-
-
-def _recordable(states: Sequence[Any]) -> list[Any]:
-    """States of policies as JSON; empty if JSON cannot carry them."""
-    try:
-        return [encoded(state) for state in states]
-    except ConfigError:
-        return []

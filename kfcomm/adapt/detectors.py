@@ -1,4 +1,4 @@
-"""Detectors of slow networks and slow ranks.
+"""Detectors of slow networks and slow ranks, and trials by which the fastest of several candidates is found.
 
 Pure and deterministic, without a clock: ranks that feed the same numbers get the same results.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from kfcomm.errors import ConfigError
@@ -180,6 +180,120 @@ class Stragglers:
             return ()
         low = self.threshold * median(known)
         return tuple(rank for rank, one in enumerate(self._smoothed) if one < low and self._counts[rank] >= self.warmup)
+
+
+@dataclass
+class _Candidate:
+    costs: list[float] = field(default_factory=list)
+    seen: int = 0  # steps in this round
+
+    @property
+    def cost(self) -> float:
+        return median(self.costs) if self.costs else math.inf
+
+
+class Trials:
+    """Successive elimination among candidates 0, 1, ..., in rounds of trials: finds the cheapest at a bounded cost.
+
+    Pure and deterministic: ranks that feed the same costs try the same candidates in the same order, and keep the same.
+
+    In a round each remaining candidate runs for ``steps`` steps. The first of them is not counted, because links are
+    opened in it. The last one is the step in which the ranks agree on the change. A candidate that costs more than
+    ``give_up`` times the best so far after its first counted step is replaced at once. At the end of a round,
+    candidates whose median cost is more than ``margin`` above the lowest are eliminated. When one remains, or after
+    ``rounds`` rounds, the one with the lowest median is kept.
+
+    Regret, the cost of trials beyond running the best from the beginning: candidate c, whose step takes w(c) times the
+    best's, runs for at most ``rounds * steps`` steps (the first one, for one more), or for 3 if w(c) is above
+    ``give_up`` and the best was tried before. So the regret is at most ``rounds * steps * sum(w(c) - 1)`` steps of the
+    best, however long the job is. This holds for constant costs; with noise, the choice is as wrong as medians of
+    ``steps - 1`` costs are.
+
+    Args:
+        num_candidates: at least 1.
+        steps: at least 3.
+        rounds: at least 1.
+        margin: above 0.
+        give_up: above 1.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+
+    def __init__(
+        self, num_candidates: int, *, steps: int = 4, rounds: int = 2, margin: float = 0.1, give_up: float = 2.0
+    ) -> None:
+        for name, value, least in (("candidates", num_candidates, 1), ("steps", steps, 3), ("rounds", rounds, 1)):
+            if value < least:
+                raise ConfigError(f"trials need at least {least} {name}, not {value!r}")
+        if not margin > 0:
+            raise ConfigError(f"margin is above 0, not {margin!r}")
+        if not give_up > 1:
+            raise ConfigError(f"give_up is above 1, not {give_up!r}")
+        self._candidates = [_Candidate() for _ in range(num_candidates)]
+        self._steps = steps
+        self._rounds = rounds
+        self._margin = margin
+        self._give_up = give_up
+        self._remaining = list(range(num_candidates))
+        self._queue = list(self._remaining)
+
+    @property
+    def wanted(self) -> int:
+        """Candidate that should run; at the end, the one that is kept."""
+        return self._queue[0] if self._queue else self.best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the choice is made."""
+        return not self._queue
+
+    @property
+    def best(self) -> int:
+        """The remaining candidate with the lowest median cost; of equals, the first."""
+        return min(self._remaining, key=lambda number: self._candidates[number].cost)
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """Candidates that are not eliminated."""
+        return tuple(self._remaining)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Median costs, by candidate; inf without a measurement."""
+        return tuple(one.cost for one in self._candidates)
+
+    def add(self, number: int, cost: float) -> None:
+        """Add the cost of a step of a candidate, which may already be about to be replaced."""
+        candidate = self._candidates[number]
+        candidate.seen += 1
+        if candidate.seen > 1:
+            candidate.costs.append(cost)
+        if not self._queue or number != self._queue[0]:
+            return
+        counted = candidate.seen - 1
+        is_hopeless = counted >= 1 and candidate.cost > self._give_up * self._lowest()
+        if counted >= self._steps - 2 or is_hopeless:
+            self._queue.pop(0)
+            if not self._queue:
+                self._end_of_round()
+
+    def _lowest(self) -> float:
+        return self._candidates[self.best].cost
+
+    def _end_of_round(self) -> None:
+        self._rounds -= 1
+        bound = (1 + self._margin) * self._lowest()
+        self._remaining = [number for number in self._remaining if self._candidates[number].cost <= bound]
+        if self._rounds > 0 and len(self._remaining) > 1:
+            self._queue = self._in_order()
+            for number in self._queue:
+                self._candidates[number].seen = 0
+
+    def _in_order(self) -> list[int]:
+        """Remaining candidates, the best last: if it stays the best, no change is needed afterwards."""
+        best = self.best
+        return [number for number in self._remaining if number != best] + [best]
 
 
 def _check_part(name: str, value: float) -> None:

@@ -1,54 +1,32 @@
-"""Shared state of the policies of one ``Adaptation``, and the changes that all ranks make for them."""
+"""Shared state of the policies of one ``Adaptation``, and the runner of each policy on this rank."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from kfcomm.adapt.hyperparameters import Hyperparameters
-from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.common.arguments import whole_number
-from kfcomm.errors import ConfigError
+from kfcomm.adapt.metrics import Observed, StepMetrics
+from kfcomm.adapt.policy import FAILED, NOTHING, SIZE, STRATEGY, Context, Decision, Policy, Request, sign_of
+from kfcomm.collectives.objects import packed
+from kfcomm.common.arguments import plain_text, whole_number
+from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.policy import Request
     from kfcomm.adapt.recording import StepRecorder
 
-STRATEGY, SIZE = "strategy", "size"
-"""Subjects beside the names of hyperparameters."""
-MAX_SHOWN = 16
-"""Items of a sequence in the log."""
+logger = logging.getLogger("kfcomm.adapt")
 
+MAX_REASON = 500
+"""Characters of a failure that are sent to the other ranks."""
+
+Hook = Literal["on_start", "before_step", "after_step", "on_end"]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Decision of a policy, with its evidence.
-
-    Attributes:
-        step: number of the step at whose end it was made.
-        policy: name of the policy.
-        what: in words.
-        evidence: the numbers behind it.
-    """
-
-    step: int
-    policy: str
-    what: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def why(self) -> str:
-        """The evidence in words."""
-        return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
 
 
 class Named(Protocol):
@@ -67,50 +45,18 @@ class Held:
     hyperparameters: Hyperparameters
 
 
-@dataclass
-class StaticWorld:
-    """Stand-in for a communicator, for policies without ranks: a replay or a simulation, as rank 0 sees it.
-
-    Attributes:
-        layout: hosts of the ranks.
-        strategy: set or asked for last.
-        outlives: whether the number of ranks can change.
-    """
-
-    layout: Layout
-    strategy: AnyStrategy
-    outlives: bool = True
-    rank: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.layout.size
-
-    async def set_strategy(self, strategy: AnyStrategy) -> None:
-        """Set the strategy."""
-        self.strategy = strategy
-
-    async def propose_size(self, size: int) -> None:
-        """Accept a size; the layout stays."""
-
-    async def propose_replacement(self, rank: int) -> None:
-        """Accept a replacement; the layout stays."""
-
-    async def broadcast_object(self, value: Any, root: int, name: str) -> Any:
-        """Return the value: there is one rank that speaks."""
-        return value
-
-
 class PolicyHost:
     """Shared state of policies, the same on every rank, and the changes that all ranks make together.
 
     Args:
         comm: communicator of all ranks, or a `StaticWorld`.
         hyperparameters: at first.
+        policies: in the same order on every rank.
         on_decision: called with each decision, and its level for the log.
 
     Attributes:
+        runners: the policies on this rank, in their order.
+        observed: numbers that the program observes.
         recorder: writes down what happens; None without a record.
         decisions: all decisions.
         metrics: of the last step at whose end the ranks met; None before.
@@ -120,9 +66,12 @@ class PolicyHost:
     """
 
     def __init__(
-        self, comm: Any, hyperparameters: Hyperparameters, on_decision: Callable[[Decision, int], None] | None = None
-    ) -> None:
+        self, comm: Any, hyperparameters: Hyperparameters, policies: Sequence[Policy],
+        on_decision: Callable[[Decision, int], None] | None = None,
+    ) -> None:  # fmt: skip
         self.comm = comm
+        self.runners = [Runner(policy, self) for policy in policies]
+        self.observed = Observed()
         self.hyperparameters = hyperparameters
         self.recorder: StepRecorder | None = None
         self.decisions: list[Decision] = []
@@ -155,6 +104,25 @@ class PolicyHost:
         """Log that a policy is not called any more."""
         self.decide(runner, f"switched off: {what}", evidence, logging.WARNING)
         self._note("", runner, off=what, evidence=evidence)
+
+    # ---------------------------------------------------------------- ranks that join
+
+    def state(self) -> dict[str, Any]:
+        """State for joining ranks, and for records: hyperparameters and policies; msgpack can carry it."""
+        return {
+            "num_steps": self.num_steps,
+            "hyperparameters": self.hyperparameters.as_json(),
+            "observed": list(self.observed.columns),
+            "policies": [runner.state() for runner in self.runners],
+        }
+
+    async def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the state that a rank has sent; all ranks do, so that they are equal."""
+        self.num_steps = state["num_steps"]
+        self.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
+        self.observed.columns = tuple(state["observed"])
+        for runner, one in zip(self.runners, state["policies"], strict=True):
+            await runner.begin_anew(one)
 
     # ---------------------------------------------------------------- changes that all ranks make together
 
@@ -256,13 +224,153 @@ class PolicyHost:
             self.recorder.changed(subject, who, what)
 
 
-def _shown(value: Any) -> str:
-    """A value, or several, as the log shows it."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, (tuple, list)):
-        left_out = len(value) - MAX_SHOWN
-        return "[" + ", ".join(map(_shown, value[:MAX_SHOWN])) + (f", {left_out} more]" if left_out > 0 else "]")
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
-    return str(value)
+class Runner:
+    """Policy and its state on this rank.
+
+    Attributes:
+        policy: the policy.
+        is_off: it is not called any more, on any rank.
+        failure: its error on this rank, in words; empty without one.
+        at_rest: set while its method has returned, or waits for the ranks.
+    """
+
+    def __init__(self, policy: Policy, host: PolicyHost) -> None:
+        self.policy = policy
+        self.name = plain_text(policy.name)
+        self.is_off = False
+        self.failure = ""
+        self.at_rest = asyncio.Event()
+        self.at_rest.set()
+        self._context = Context(host, self)
+        self._host = host
+        self._requests: list[Request[Any]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._is_dropped = False
+        self._is_ended = False
+
+    @property
+    def requests(self) -> Sequence[Request[Any]]:
+        """Pending requests."""
+        return self._requests
+
+    @property
+    def sign(self) -> int:
+        """Number for the other ranks: nothing, failed, or a digest of the requests."""
+        if self.is_off:
+            return NOTHING
+        return FAILED if self.failure else sign_of(self._requests)
+
+    @property
+    def words(self) -> str:
+        """The same in words, for messages."""
+        if self.failure:
+            return self.failure[:MAX_REASON]
+        return ("asks for " + ", ".join(one.words for one in self._requests)) if self._requests else "asks for nothing"
+
+    async def call(self, hook: Hook) -> None:
+        """Call a method of the policy, unless it is off, has failed, or still runs another method."""
+        if self.is_off or self.failure or self._task is not None:
+            return
+        try:
+            result = getattr(self.policy, hook)(self._context)
+        except Exception as error:  # noqa: BLE001  a policy may raise anything: the job goes on
+            self._fail(hook, error)
+            return
+        if inspect.isawaitable(result):
+            self.at_rest.clear()
+            self._task = asyncio.create_task(self._finish(hook, result), name=f"kfcomm policy {self.name}")
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until the policy's method has returned, or waits for the ranks."""
+        await self.at_rest.wait()
+
+    def ask(self, request: Request[T]) -> Request[T]:
+        """Add a request of the policy."""
+        if self._is_ended:
+            raise ConfigError("on_end is called after the last step: nothing can be asked for any more")
+        request.runner = self
+        self._requests.append(request)
+        return request
+
+    async def carry_out(self, lost: Collection[Request[Any]] = ()) -> None:
+        """Carry out requests, the same on all ranks, except overruled (``lost``) ones; then let the policy continue."""
+        requests, self._requests = self._requests, []
+        for request in requests:
+            try:
+                if request in lost:
+                    request.overrule()
+                else:
+                    await request.carry_out()
+            except Exception as error:  # noqa: BLE001  as if the policy had raised it
+                self._fail("its request", error)
+        # The method continues now; the meeting goes on when it has returned or waits again.
+        if any(request.is_awaited for request in requests) and self._task is not None:
+            self.at_rest.clear()
+        await self.settle()
+
+    async def switch_off(self) -> None:
+        """Stop calling the policy, and cancel a method that is under way."""
+        self.is_off = True
+        await self._drop()
+
+    async def end(self) -> None:
+        """Cancel a method that is under way, and call ``on_end``."""
+        self._is_ended = True
+        await self._drop()
+        await self.call("on_end")
+
+    # ---------------------------------------------------------------- changes of the ranks
+
+    def state(self) -> list[Any]:
+        """Whether it is off, its state, and the fault of that; msgpack can carry it."""
+        if self.is_off:
+            return [True, None, ""]
+        try:
+            state = self.policy.state_dict()
+            packed(state)
+        except Exception as error:  # noqa: BLE001  a policy may raise anything
+            return [False, None, f"{type(error).__name__} in state_dict: {error}"]
+        return [False, state, ""]
+
+    async def begin_anew(self, state: Sequence[Any]) -> None:
+        """Drop its requests and a method that is under way, and begin with the state that a rank has sent."""
+        is_off, known, failure = state
+        await self._drop()
+        self.is_off, self.failure = bool(is_off), str(failure)
+        await self.call("on_start")
+        if known is not None and not self.is_off and not self.failure:
+            try:
+                self.policy.load_state_dict(known)
+            except Exception as error:  # noqa: BLE001  see call
+                self._fail("load_state_dict", error)
+
+    async def _drop(self) -> None:
+        self._requests.clear()
+        task = self._task
+        if task is not None:
+            self._is_dropped = True
+            task.cancel()
+            # Not awaited by itself: its error, if it has one, is not this rank's.
+            await asyncio.wait({task})
+            self._is_dropped = False
+
+    async def _finish(self, hook: Hook, awaitable: Awaitable[Any]) -> None:
+        try:
+            await awaitable
+        except asyncio.CancelledError:
+            if not self._is_dropped:
+                self._fail(hook, RuntimeError("it was cancelled"))
+            raise
+        except Exception as error:  # noqa: BLE001  see call
+            self._fail(hook, error)
+        finally:
+            self._task = None
+            self.at_rest.set()
+
+    def _fail(self, where: str, error: Exception) -> None:
+        self._requests.clear()
+        self.failure = f"{type(error).__name__} in {where}: {error}"
+        # a rank that is lost is no fault of the policy: it begins anew with the others
+        level = logging.DEBUG if isinstance(error, (PeerLost, EpochChanged)) else logging.ERROR
+        logger.log(level, "rank %d: policy %s raised in %s", self._host.comm.rank, self.name, where, exc_info=error)

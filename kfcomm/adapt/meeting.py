@@ -22,203 +22,75 @@ which ends with the first lost rank.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfcomm.adapt.host import Held, PolicyHost
+from kfcomm.adapt.host import Held, PolicyHost, Runner
 from kfcomm.adapt.metrics import MeetingTable, Reading, StepMetrics
 from kfcomm.adapt.policy import FAILED, NOTHING, Request, overruled
-from kfcomm.adapt.runner import Runner
 from kfcomm.collectives.handle import Handle
-from kfcomm.common.arguments import plain_text
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
-from kfcomm.types import override
 from kfcomm.world.communicator import Communicator
-
-MAX_OBSERVED = 64
-"""Number of names on one rank: each is a number in every meeting."""
-MAX_NAME = 100
-"""Characters of a name."""
-
-
-class Observed:
-    """Numbers that the program of one rank has observed since the last meeting.
-
-    A name gets a column on all ranks after one of them has observed it for the first time, by one more exchange.
-
-    Attributes:
-        columns: names that all ranks know, in the same order.
-    """
-
-    def __init__(self) -> None:
-        self.columns: tuple[str, ...] = ()
-        self._values: dict[str, float] = {}
-        self._names: set[str] = set()
-
-    def observe(self, values: Mapping[str, float]) -> None:
-        """Keep values; the last one of a name counts.
-
-        Raises:
-            ConfigError: a value is not a number, or there are too many names.
-        """
-        for name, value in values.items():
-            number = _number(name, value)
-            if len(name) > MAX_NAME or len(self._names | {name}) > MAX_OBSERVED:
-                raise ConfigError(f"a rank observes up to {MAX_OBSERVED} names of {MAX_NAME} characters: {name!r:.120}")
-            self._names.add(plain_text(name))
-            self._values[plain_text(name)] = number
-
-    def take(self) -> dict[str, float]:
-        """Return the values, and forget them."""
-        taken, self._values = self._values, {}
-        return taken
-
-    def row(self, values: Mapping[str, float]) -> list[float]:
-        """Return a rank's numbers, by column."""
-        return [values.get(name, math.nan) for name in self.columns]
-
-    def has_new(self, values: Mapping[str, float]) -> bool:
-        """Whether a name has no column."""
-        return not values.keys() <= set(self.columns)
-
-    async def shared(
-        self, table: MeetingTable, mine: Mapping[str, float], place: MeetingPlace
-    ) -> dict[str, tuple[float, ...]]:
-        """Return the values of all ranks, by name and by rank; new names cost one more exchange."""
-        found = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(self.columns)}
-        if table.has_news:
-            new = {name: value for name, value in mine.items() if name not in self.columns}
-            said: Sequence[Mapping[str, float]] = await place.tell(new, "observed")
-            names = sorted({name for one in said for name in one})
-            if len(said) == place.size:  # else a rank is lost, and this step comes to nothing
-                found |= {name: tuple(one.get(name, math.nan) for one in said) for name in names}
-            self.columns = (*self.columns, *names)
-        return found
-
-
-def _number(name: str, value: Any) -> float:
-    """Convert a number, or an array of one number."""
-    try:
-        return float(value.item() if hasattr(value, "item") else value + 0.0)
-    except (TypeError, ValueError):
-        raise ConfigError(f"what is observed is a number: {name} is {value!r:.60}") from None
-
 
 MEETING = "meeting"
 OWN_NAMES = "kfcomm/adaptation/"
 """Prefix of calls in the world of an ``Elastic``, which surviving ranks always finish."""
 
 
-class MeetingPlace(ABC):
-    """Communicator in which the ranks of one ``Adaptation`` meet."""
+class MeetingPlace:
+    """Communicator in which the ranks of one ``Adaptation`` meet.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    In an open ``Elastic`` it is the world, with the program's strategy. Otherwise it is a group of all ranks, along a
+    binary tree, so that neither the program's names nor its strategy matter.
+    """
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._comm.size
-
-    @abstractmethod
-    def meet(self, mine: Any) -> Handle[Any]:
-        """Sum the arrays of all ranks."""
-
-    @abstractmethod
-    def all_were_there(self, meeting: Handle[Any]) -> bool:
-        """Whether no rank is missing in a sum."""
-
-    @abstractmethod
-    async def tell(self, value: Any, what: str) -> list[Any]:
-        """Gather a value of each surviving rank, in the order of ranks."""
-
-    @abstractmethod
-    async def take(self, value: Any, givers: Sequence[int]) -> Any:
-        """Broadcast the value of the first of ``givers`` that survives."""
-
-    @abstractmethod
-    def refuse(self, error: BaseException) -> None:
-        """Make the next meeting fail: this rank does not come."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End the meetings."""
-
-
-class GroupPlace(MeetingPlace):
-    """A group along a binary tree, so that neither the program's names nor its strategy matter."""
+    def __init__(self, comm: Communicator, *, is_world: bool) -> None:
+        self.comm = comm
+        self.is_world = is_world
+        self._prefix = OWN_NAMES if is_world else ""
 
     @classmethod
-    async def of(cls, comm: Communicator) -> GroupPlace:
-        """Make the group of all ranks."""
-        return cls(await comm.group(range(comm.size), "adaptation", strategy="binary_tree"))
+    async def of(cls, comm: Communicator) -> MeetingPlace:
+        """Make the place of all ranks, which all call it."""
+        if comm.outlives:
+            return cls(comm, is_world=True)
+        return cls(await comm.group(range(comm.size), "adaptation", strategy="binary_tree"), is_world=False)
 
-    @override
     def meet(self, mine: Any) -> Handle[Any]:
-        return self._comm.all_reduce(mine, MEETING)
+        """Sum the arrays of all ranks."""
+        return self.comm.all_reduce(mine, self._prefix + MEETING)
 
-    @override
     def all_were_there(self, meeting: Handle[Any]) -> bool:
-        return True  # the sum of a group fails without one of its ranks
+        """Whether no rank is missing in a sum; that of a group fails without one."""
+        return not self.is_world or set(meeting.contributors or ()) == set(self.comm.births)
 
-    @override
     async def tell(self, value: Any, what: str) -> list[Any]:
-        said: list[Any] = await self._comm.all_gather_object(value, what)
+        """Gather a value of each surviving rank, in the order of ranks."""
+        said: list[Any] = await self.comm.all_gather_object(value, self._prefix + what)
         return said
 
-    @override
     async def take(self, value: Any, givers: Sequence[int]) -> Any:
-        return await self._comm.broadcast_object(value, givers[0], "state")
-
-    @override
-    def refuse(self, error: BaseException) -> None:
-        self._comm._group.refuse(MEETING, error)
-
-    @override
-    async def close(self) -> None:
-        await self._comm.close()
-
-
-class WorldPlace(MeetingPlace):
-    """The world of an open ``Elastic``, with the program's strategy."""
-
-    @override
-    def meet(self, mine: Any) -> Handle[Any]:
-        return self._comm.all_reduce(mine, f"{OWN_NAMES}{MEETING}")
-
-    @override
-    def all_were_there(self, meeting: Handle[Any]) -> bool:
-        return set(meeting.contributors or ()) == set(self._comm.births)
-
-    @override
-    async def tell(self, value: Any, what: str) -> list[Any]:
-        said: list[Any] = await self._comm.all_gather_object(value, f"{OWN_NAMES}{what}")
-        return said
-
-    @override
-    async def take(self, value: Any, givers: Sequence[int]) -> Any:
+        """Broadcast the value of the first of ``givers`` that survives."""
         # A giver may be lost during its broadcast, which all surviving ranks see alike.
         for giver in givers:
             try:
-                return await self._comm.broadcast_object(value, giver, f"{OWN_NAMES}state/{giver}")
+                return await self.comm.broadcast_object(value, giver, f"{self._prefix}state/{giver}")
             except PeerLost:
                 continue
         raise PeerLost(f"ranks {list(givers)}, which knew what holds, are lost", key=OWN_NAMES, rank=givers[-1])
 
-    @override
     def refuse(self, error: BaseException) -> None:
-        self._comm.refuse(f"{OWN_NAMES}{MEETING}", error)
+        """Make the next meeting fail, to which this rank does not come, so that the others do not wait."""
+        if self.is_world:
+            self.comm.refuse(self._prefix + MEETING, error)
+        else:
+            self.comm._group.refuse(MEETING, error)  # without a check: a loss may have closed the group
 
-    @override
     async def close(self) -> None:
-        return  # the world is the program's
+        """End the meetings; the world is the program's."""
+        if not self.is_world:
+            await self.comm.close()
 
 
 MAX_ROUNDS = 16
@@ -229,20 +101,12 @@ Done: TypeAlias = Mapping[Runner, Held]
 
 
 class Meetings:
-    """Meetings of one ``Adaptation``, on this rank.
+    """Meetings of the policies of one host, on this rank."""
 
-    Args:
-        host: state that policies share.
-        place: communicator for the meetings.
-        runners: policies, in the same order on every rank.
-        observed: numbers that the program observes.
-    """
-
-    def __init__(self, host: PolicyHost, place: MeetingPlace, runners: Sequence[Runner], observed: Observed) -> None:
+    def __init__(self, host: PolicyHost, place: MeetingPlace) -> None:
         self.place = place
         self._host = host
-        self._runners = runners
-        self._observed = observed
+        self._runners = host.runners
         self._meeting: Handle[Any] | None = None
 
     async def introduce(self, every: int, *, knows: bool, wrong: str | None = None) -> list[int]:
@@ -263,10 +127,11 @@ class Meetings:
             CollectiveMismatch: the ranks have different policies, hyperparameters, or values of ``every``.
         """
         names, given = [runner.name for runner in self._runners], self._host.hyperparameters.as_json()
-        said = await self.place.tell([self.place.rank, knows, wrong, names, every, given], "introduction")
+        mine = self.place.comm.rank
+        said = await self.place.tell([mine, knows, wrong, names, every, given], "introduction")
         for rank, _, why, *_ in said:
             if why is not None:
-                raise ConfigError(why if rank == self.place.rank else f"rank {rank}: {why}")
+                raise ConfigError(why if rank == mine else f"rank {rank}: {why}")
         knowing = [rank for rank, knew, *_ in said if knew]
         alike = [one[3:5] if knowing else one[3:] for one in said]
         other = next((place for place, one in enumerate(alike) if one != alike[0]), None)
@@ -293,12 +158,12 @@ class Meetings:
         """
         for runner in self._runners:
             await runner.settle()
-        place, mine = self.place, observed or {}
-        size = place.size
+        place, columns, mine = self.place, self._host.observed.columns, observed or {}
+        rank, size = place.comm.rank, place.comm.size
         signs = [runner.sign for runner in self._runners]
         row = MeetingTable.fill(
-            place.rank, size, step, reading or Reading.nothing(size), signs, self._observed.row(mine),
-            is_new=self._observed.has_new(mine),
+            rank, size, step, reading or Reading.nothing(size), signs, [mine.get(name, math.nan) for name in columns],
+            is_new=not mine.keys() <= set(columns),
         )  # fmt: skip
         self._meeting = place.meet(row)
         table = MeetingTable.read(await self._meeting, size, len(signs))
@@ -309,9 +174,17 @@ class Meetings:
         return table
 
     async def metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
-        """Return the measurements and observations of all ranks."""
-        shared = await self._observed.shared(table, observed, self.place)
-        return table.metrics(self._host.comm.strategy, self._host.hyperparameters, shared)
+        """Return the measurements and observations of all ranks; new names cost one more exchange."""
+        host, known = self._host, self._host.observed.columns
+        shared = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(known)}
+        if table.has_news:
+            new = {name: value for name, value in observed.items() if name not in known}
+            said: Sequence[Mapping[str, float]] = await self.place.tell(new, "observed")
+            names = sorted({name for one in said for name in one})
+            if len(said) == self.place.comm.size:  # else a rank is lost, and this step comes to nothing
+                shared |= {name: tuple(one.get(name, math.nan) for one in said) for name in names}
+            host.observed.columns = (*known, *names)
+        return table.metrics(host.comm.strategy, host.hyperparameters, shared)
 
     async def follow(self, table: MeetingTable, before: Done) -> Done:
         """Carry out the requests of all ranks; switch off policies that have failed, or whose requests differ.
@@ -346,22 +219,14 @@ class Meetings:
                 self._host.recorder.met()
             done = await self.follow(table, done)
 
-    def refuse(self, error: BaseException) -> None:
-        """Make the next meeting fail, to which this rank does not come, so that the others do not wait."""
-        self.place.refuse(error)
-
     def interrupted(self, error: BaseException) -> None:
         """Stop after a cancellation. If the meeting itself was cancelled, it is cancelled on every rank already."""
         if self._meeting is None or not self._meeting.cancelled():
-            self.refuse(error)
-
-    async def close(self) -> None:
-        """End the meetings."""
-        await self.place.close()
+            self.place.refuse(error)
 
     async def _switch_off(self, bad: list[Runner], signs: Mapping[Runner, Sequence[int]], before: Done) -> None:
         said = await self.place.tell([runner.words for runner in bad], "reasons")
-        if len(said) < self.place.size:
+        if len(said) < self.place.comm.size:
             return  # a rank is lost: before the next step the policies begin anew
         for number, runner in enumerate(bad):
             await runner.switch_off()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.common.arguments import plain_text
 from kfcomm.engine.load import Load
+from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import override
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
+MAX_OBSERVED = 64
+"""Number of names on one rank: each is a number in every meeting."""
+MAX_NAME = 100
+"""Characters of a name."""
 LEAST_OWN_PART = 0.05
 """If ranks' own work takes less than this part of a step, their speeds are unknown."""
 
@@ -226,6 +232,47 @@ class MeetingTable:
             hyperparameters=hyperparameters,
             observed=observed,
         )
+
+
+class Observed:
+    """Numbers that the program of one rank has observed since the last meeting.
+
+    A name gets a column on all ranks after one of them has observed it for the first time, by one more exchange.
+
+    Attributes:
+        columns: names that all ranks know, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.columns: tuple[str, ...] = ()
+        self._values: dict[str, float] = {}
+        self._names: set[str] = set()
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Keep values; the last one of a name counts.
+
+        Raises:
+            ConfigError: a value is not a number, or there are too many names.
+        """
+        for name, value in values.items():
+            number = _number(name, value)
+            if len(name) > MAX_NAME or len(self._names | {name}) > MAX_OBSERVED:
+                raise ConfigError(f"a rank observes up to {MAX_OBSERVED} names of {MAX_NAME} characters: {name!r:.120}")
+            self._names.add(plain_text(name))
+            self._values[plain_text(name)] = number
+
+    def take(self) -> dict[str, float]:
+        """Return the values, and forget them."""
+        taken, self._values = self._values, {}
+        return taken
+
+
+def _number(name: str, value: Any) -> float:
+    """Convert a number, or an array of one number."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value + 0.0)
+    except (TypeError, ValueError):
+        raise ConfigError(f"what is observed is a number: {name} is {value!r:.60}") from None
 
 
 class StepMeter(Protocol):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kfcomm.adapt.host import SIZE, STRATEGY
 from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.common.arguments import plain_text
@@ -17,8 +17,7 @@ from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.host import PolicyHost
-    from kfcomm.adapt.runner import Runner
+    from kfcomm.adapt.host import PolicyHost, Runner
     from kfcomm.world.communicator import Communicator
 
 
@@ -26,6 +25,35 @@ T = TypeVar("T")
 
 NOTHING, FAILED = 0, 1
 """Signs of a policy without requests, and of one that has raised."""
+STRATEGY, SIZE = "strategy", "size"
+"""Subjects beside the names of hyperparameters."""
+MAX_SHOWN = 16
+"""Items of a sequence in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision of a policy, with its evidence.
+
+    Attributes:
+        step: number of the step at whose end it was made.
+        policy: name of the policy.
+        what: in words.
+        evidence: the numbers behind it.
+    """
+
+    step: int
+    policy: str
+    what: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
 
 
 class Request(Generic[T]):
@@ -320,3 +348,15 @@ class Context:
 
 def _plain(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _shown(value: Any) -> str:
+    """A value, or several, as the log shows it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (tuple, list)):
+        left_out = len(value) - MAX_SHOWN
+        return "[" + ", ".join(map(_shown, value[:MAX_SHOWN])) + (f", {left_out} more]" if left_out > 0 else "]")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
+    return str(value)

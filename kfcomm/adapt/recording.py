@@ -1,28 +1,31 @@
-"""Record of an ``Adaptation``: metrics, changes and decisions, with one line of JSON for each meeting of the ranks.
+"""Record of an ``Adaptation``, and its replay.
 
-The first line, and another one whenever the ranks have changed, has the ranks and the hyperparameters. Numbers are kept
-to the last bit; null is nan.
+A record has the metrics, changes and decisions of a run, with one line of JSON for each meeting of the ranks. The first
+line, and another one whenever the ranks have changed, has the ranks and the hyperparameters. Numbers are kept to the
+last bit; null is nan. A replay calls a policy with them, whether it was in the run or not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from kfcomm.adapt.host import Decision
+from kfcomm.adapt.host import Named, PolicyHost
+from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.adapt.policy import SIZE, STRATEGY, Decision, Policy, Request
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout
-
-if TYPE_CHECKING:
-    from kfcomm.adapt.host import Named
-    from kfcomm.adapt.runner import Runner
+from kfcomm.strategies.plugins import build
+from kfcomm.types import Costs, Layout, override
 
 logger = logging.getLogger("kfcomm.adapt")
 
@@ -32,17 +35,12 @@ NUMBERS = ("seconds", "busy_s", "nbytes", "counts", "waited_s")
 
 
 class StepRecorder:
-    """Writer of a record, on the first rank.
+    """Writer of a record, on the first rank."""
 
-    Args:
-        path: path of the file.
-        runners: policies, in their order.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], runners: Sequence[Runner]) -> None:
+    def __init__(self, path: str | os.PathLike[str], host: PolicyHost) -> None:
         self._path = Path(path)
-        self._numbers: dict[Named, int] = {runner: number for number, runner in enumerate(runners)}
-        self._names = [runner.name for runner in runners]
+        self._host = host
+        self._numbers: dict[Named, int] = {runner: number for number, runner in enumerate(host.runners)}
         self._file: TextIO | None = None
         self._rounds: list[list[dict[str, Any]]] = [[]]
         self._decisions: list[list[Any]] = []
@@ -56,17 +54,27 @@ class StepRecorder:
                 return f"the steps cannot be recorded: {error}"
         return None
 
-    def begin(self, start: Mapping[str, Any], *, is_new: bool) -> None:
-        """Write a line for new ranks.
-
-        Args:
-            start: the ranks, and the hyperparameters.
-            is_new: the steps are counted from here on, so that the file begins again.
-        """
+    def begin(self, state: Mapping[str, Any] | None) -> None:
+        """Write a line for new ranks, with the state of a rank that was there before, if there is one."""
         self._forget()
-        if self._file is not None and is_new:
-            self._file.truncate(0)
-        self._write({"format": FORMAT, **start, "policies": self._names})
+        if self._file is not None and state is None:
+            self._file.truncate(0)  # the steps are counted from here on
+        comm, known = self._host.comm, state or self._host.state()
+        try:
+            states = [] if state is None else encoded(state["policies"])
+        except ConfigError:
+            states = []
+        layout = comm.layout
+        self._write({
+            "format": FORMAT,
+            "begins": known["num_steps"],
+            "can_change": comm.outlives,
+            "layout": {"hosts": layout.hosts, "num_cpus": layout.num_cpus, "costs": layout.costs},
+            "strategy": strategy_as_json(comm.strategy),
+            "hyperparameters": known["hyperparameters"],
+            "states": states,
+            "policies": [runner.name for runner in self._host.runners],
+        })  # fmt: skip
 
     def changed(self, subject: str, runner: Named | None, what: Mapping[str, Any]) -> None:
         """Note a change for a policy, or (None) its undo."""
@@ -129,11 +137,6 @@ def strategy_as_json(strategy: AnyStrategy) -> list[str]:
     return [strategy.name, strategy.digest.hex()]
 
 
-def layout_as_json(layout: Layout) -> dict[str, Any]:
-    """Encode a layout: hosts of the ranks, their processors and costs."""
-    return {"hosts": layout.hosts, "num_cpus": layout.num_cpus, "costs": layout.costs}
-
-
 def encoded(value: Any) -> Any:
     """Encode a value for strict JSON: null for nan, text for infinities.
 
@@ -187,3 +190,245 @@ def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not lines or "format" not in lines[0]:
         raise ConfigError(f"{os.fspath(path)}: this is not a record of an Adaptation")
     return lines
+
+
+T = TypeVar("T")
+Line = Mapping[str, Any]
+
+
+def replay(policy: Policy, record: str | os.PathLike[str]) -> list[Decision]:
+    """Run a policy on the record of ``Adaptation(..., record=...)``.
+
+    A policy that was in the run, made with the same arguments, makes the same decisions. Another policy decides by the
+    same measurements: its requests count as carried out, and do not change the measurements.
+
+    Args:
+        policy: a new policy.
+        record: path of the file.
+
+    Returns:
+        The policy's decisions.
+
+    Raises:
+        ConfigError: the file is not a record; or it has no result for an action that the policy does together.
+        OSError: the file cannot be read.
+    """
+    return asyncio.run(_Replay(policy, lines_of(record)).run())
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """Policy of the run other than the replayed one."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """Strategy that is known by its name and digest only."""
+
+    name: str
+    digest: bytes
+
+
+class _ReplayHost(PolicyHost):
+    """State of the policies in the run, as the record has it."""
+
+    comm: StaticWorld
+
+    def __init__(self, policy: Policy) -> None:
+        layout = Layout.even(1)
+        super().__init__(StaticWorld(layout, build("star", layout)), Hyperparameters(), [policy])
+        self.results: list[Line] = []
+        self.lacking: ConfigError | None = None
+        self._known: dict[bytes, AnyStrategy] = {}
+
+    def start(self, line: Line) -> None:
+        """Take over the ranks and hyperparameters of a line that begins a record."""
+        layout = line["layout"]
+        self.comm.layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
+        self.comm.outlives = line["can_change"]
+        self.num_steps = line["begins"]
+        self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
+        self.see(line["strategy"])
+
+    def see(self, strategy: Sequence[str]) -> None:
+        """Take over the strategy in force."""
+        self.comm.strategy = self._strategy_of(strategy)
+
+    def measured(self, line: Line) -> StepMetrics:
+        """Measurements of a step."""
+        return StepMetrics(
+            step=line["step"],
+            strategy=self._strategy_of(line["strategy"]),
+            **{name: numbers(line[name]) for name in NUMBERS},
+            hyperparameters=self.hyperparameters,
+            observed={name: numbers(values) for name, values in line["observed"].items()},
+        )
+
+    @override
+    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
+        self._known[chosen.digest] = self.comm.strategy = chosen
+        await super().change_strategy(chosen, runner)
+
+    @override
+    async def together(self, what: str, call: Callable[[Any], Awaitable[T]], runner: Named) -> T:
+        found = next((one for one in self.results if one["together"] == what), None)
+        if found is None or "lacks" in found:
+            why = "" if found is None else f": {found['lacks']}"
+            self.lacking = ConfigError(f"the record has no result of {what!r} for {runner.name}{why}")
+            raise self.lacking
+        self.results.remove(found)
+        result: T = found["result"]
+        return result
+
+    def others_did(self, entry: Line, names: Sequence[str]) -> None:
+        """Repeat a change that was made in the run for another policy, or undone."""
+        subject = entry.get("subject")
+        if not subject or "overruled" in entry:
+            return
+        if subject == STRATEGY:
+            self.see(entry["value"])
+        elif subject != SIZE:
+            self.hyperparameters = self.hyperparameters.having(subject, entry["value"])
+        number = entry["policy"]
+        self.held_by(subject, None if number is None else _Other(names[number]))
+
+    def _strategy_of(self, recorded: Sequence[str]) -> AnyStrategy:
+        name, digest = recorded[0], bytes.fromhex(recorded[1])
+        if digest not in self._known:
+            try:
+                made: Any = build(name, self.comm.layout)
+            except ConfigError:
+                made = None
+            self._known[digest] = made if made is not None and made.digest == digest else _Unknown(name, digest)  # type: ignore[assignment]
+        return self._known[digest]
+
+
+class _Replay:
+    """Replay of one policy on the lines of a record."""
+
+    def __init__(self, policy: Policy, lines: Sequence[Line]) -> None:
+        self._lines = lines
+        self._host = _ReplayHost(policy)
+        (self._runner,) = self._host.runners
+        self._names: Sequence[str] = lines[0]["policies"]
+        self._number = self._names.index(policy.name) if policy.name in self._names else len(self._names)
+
+    async def run(self) -> list[Decision]:
+        for line in self._lines:
+            if "format" in line:
+                await self._start(line)
+            else:
+                await self._step(line)
+            if self._host.lacking is not None:
+                await self._runner.end()
+                raise self._host.lacking
+        await self._runner.end()
+        return self._host.decisions
+
+    async def _start(self, line: Line) -> None:
+        state = None if line is self._lines[0] else self._runner.state()
+        self._host.start(line)
+        if state is None and self._number < len(line["states"]):
+            state = line["states"][self._number]
+        if state is None:
+            await self._runner.call("on_start")
+        else:
+            await self._runner.begin_anew(state)
+
+    async def _step(self, line: Line) -> None:
+        host, runner, rounds = self._host, self._runner, line["rounds"]
+        host.num_steps = line["step"]
+        host.see(line["strategy"])
+        await runner.call("before_step")
+        await runner.settle()
+        host.metrics = host.measured(line)
+        was_done = await self._round(rounds[0])
+        await runner.call("after_step")
+        for number in range(1, MAX_ROUNDS + 1):
+            if number >= len(rounds) and not was_done:
+                break
+            was_done = await self._round(rounds[number] if number < len(rounds) else [])
+        host.num_steps += 1
+
+    async def _round(self, entries: Sequence[Line]) -> bool:
+        """Carry out one meeting; returns whether a request of the policy was carried out."""
+        await self._runner.settle()
+        places = [-1 if entry["policy"] is None else entry["policy"] for entry in entries]
+        for entry, place in zip(entries, places, strict=True):
+            if place < self._number:
+                self._host.others_did(entry, self._names)
+        was_done = await self._own([entry for entry in entries if entry["policy"] == self._number])
+        for entry, place in zip(entries, places, strict=True):
+            if place > self._number:
+                self._host.others_did(entry, self._names)
+        return was_done
+
+    async def _own(self, entries: Sequence[Line]) -> bool:
+        host, runner = self._host, self._runner
+        off = next((entry for entry in entries if "off" in entry), None)
+        if runner.is_off:
+            return False
+        if off is not None or runner.failure:
+            words = [runner.words] * host.comm.size
+            what, evidence = (
+                raised(range(host.comm.size), words) if off is None else (off["off"], _tuples(off["evidence"]))
+            )
+            await runner.switch_off()
+            host.switched_off(runner, what, evidence)
+            return False
+        host.results = [entry for entry in entries if "together" in entry]
+        lost = self._overruled([entry for entry in entries if "overruled" in entry])
+        was_done = bool(runner.requests)
+        await runner.carry_out(lost)
+        return was_done
+
+    def _overruled(self, entries: Sequence[Line]) -> set[Request[Any]]:
+        """Requests of the policy that were overruled in the run; it may make the same one twice."""
+        lost: set[Request[Any]] = set()
+        for entry in entries:
+            asked = [one for one in self._runner.requests if one.words == entry["words"] and one not in lost]
+            if asked:
+                lost.add(asked[0])
+                self._host.overruled(asked[0], entry["by"], entry["overruled"])
+        return lost
+
+
+def _tuples(evidence: Line) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in evidence.items()}
+
+
+@dataclass
+class StaticWorld:
+    """Stand-in for a communicator, for policies without ranks: a replay or a simulation, as rank 0 sees it.
+
+    Attributes:
+        layout: hosts of the ranks.
+        strategy: set or asked for last.
+        outlives: whether the number of ranks can change.
+    """
+
+    layout: Layout
+    strategy: AnyStrategy
+    outlives: bool = True
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.layout.size
+
+    async def set_strategy(self, strategy: AnyStrategy) -> None:
+        """Set the strategy."""
+        self.strategy = strategy
+
+    async def propose_size(self, size: int) -> None:
+        """Accept a size; the layout stays."""
+
+    async def propose_replacement(self, rank: int) -> None:
+        """Accept a replacement; the layout stays."""
+
+    async def broadcast_object(self, value: Any, root: int, name: str) -> Any:
+        """Return the value: there is one rank that speaks."""
+        return value

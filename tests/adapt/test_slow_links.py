@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.adapt import AvoidSlowLinks, Policy
-from kfcomm.adapt.slow_links import fitting
+from kfcomm.adapt.strategy_policies import fitting
 from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
 from kfcomm.types import Layout

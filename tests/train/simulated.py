@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from random import Random
 
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMetrics
-from kfcomm.adapt.host import PolicyHost, StaticWorld
+from kfcomm.adapt.host import PolicyHost
 from kfcomm.adapt.meeting import overrule
-from kfcomm.adapt.runner import Runner
+from kfcomm.adapt.recording import StaticWorld
 from kfcomm.strategies import build
 from kfcomm.train.gradient_statistics import GradientStatistics, efficiency
 from kfcomm.train.pollux import Shape, Throughput
@@ -96,8 +96,8 @@ class Simulation:
     ) -> None:
         self.cluster = cluster
         self.world = SimulatedWorld(cluster, ranks)
-        self.host = PolicyHost(self.world, given)
-        self.runners = [Runner(policy, self.host) for policy in policies]
+        self.host = PolicyHost(self.world, given, policies)
+        self.runners = self.host.runners
         self.progress = 0.0
         self.now_s = 0.0
         self.history: list[tuple[int, int, float | None]] = []
