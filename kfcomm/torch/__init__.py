@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from kfcomm.torch import optimizers
     from kfcomm.torch.attached import Attached, attach
     from kfcomm.torch.compression import Compression
-    from kfcomm.torch.hooks import CompressionState, compression_hook
-    from kfcomm.torch.membership import get_reconfigure_handle, reconfigure, shrink
+    from kfcomm.torch.ddp import CompressionState, compression_hook
     from kfcomm.torch.naming import named
-    from kfcomm.torch.registration import communicator, register
+    from kfcomm.torch.registration import communicator, get_reconfigure_handle, reconfigure, register, shrink
     from kfcomm.torch.state import all_gather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
@@ -25,20 +24,20 @@ else:  # type checkers would take any name for one that is there
         {
             "Attached": "kfcomm.torch.attached",
             "Compression": "kfcomm.torch.compression",
-            "CompressionState": "kfcomm.torch.hooks",
+            "CompressionState": "kfcomm.torch.ddp",
             "all_gather_object": "kfcomm.torch.state",
             "attach": "kfcomm.torch.attached",
             "broadcast_object": "kfcomm.torch.state",
             "broadcast_optimizer_state": "kfcomm.torch.state",
             "broadcast_parameters": "kfcomm.torch.state",
             "communicator": "kfcomm.torch.registration",
-            "compression_hook": "kfcomm.torch.hooks",
-            "get_reconfigure_handle": "kfcomm.torch.membership",
+            "compression_hook": "kfcomm.torch.ddp",
+            "get_reconfigure_handle": "kfcomm.torch.registration",
             "named": "kfcomm.torch.naming",
             "optimizers": "kfcomm.torch.optimizers",
-            "reconfigure": "kfcomm.torch.membership",
+            "reconfigure": "kfcomm.torch.registration",
             "register": "kfcomm.torch.registration",
-            "shrink": "kfcomm.torch.membership",
+            "shrink": "kfcomm.torch.registration",
         },
     )
 

@@ -27,13 +27,12 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
 from kfcomm.sync.put_off import before_close
-from kfcomm.torch.buckets import Bucket, Place, dtype_problem
-from kfcomm.torch.compression import Given, bucket_of, by_parameter, share_out_by
+from kfcomm.torch.buckets import Bucket, Named, Place, dtype_problem, share_out
+from kfcomm.torch.compression import Given, GradientAverage, by_parameter
 from kfcomm.torch.deferred import Deferred
-from kfcomm.torch.exchange import Exchange, Profile
-from kfcomm.torch.passes import Passes
-from kfcomm.torch.state import Buffers, broadcast_parameters, check_alike, described
-from kfcomm.torch.steps import closure_of, is_outermost, mean_loss, with_closure
+from kfcomm.torch.exchange import Exchange
+from kfcomm.torch.state import broadcast_parameters, check_alike, described
+from kfcomm.torch.steps import Passes, hook_steps, mean_loss
 from kfcomm.torch.tensors import read
 
 if TYPE_CHECKING:
@@ -85,22 +84,26 @@ def attach(
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
     name = checked_name(name)
     about: dict[str, str] = {"bucket_nbytes": str(bucket_nbytes), "wire_dtype": str(wire_dtype), "defer": str(defer)}
-    problem, buckets = None, list[Callable[[], Bucket]]()
+    problem, shared = None, list[list[Named]]()
     try:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         parameters = parameters_of(model, optimizer)
         chosen = by_parameter(compression, [one for one, _ in parameters])
         about |= {f"compression of {one}": str(kind) for one, kind in chosen.items() if kind is not None}
-        shared = share_out_by(chosen, parameters[::-1], bucket_nbytes)
-        buckets = [partial(bucket_of, comm, part, title(name, part), chosen[part[0][0]], wire_dtype) for part in shared]
+        shared = share_out(parameters[::-1], bucket_nbytes, chosen)
         about |= described(tensors)[0] | described_optimizer(optimizer, {one: own for own, one in parameters})
     except Exception as error:  # noqa: BLE001  any error is reported to the other ranks
         problem = str(error)
     check_alike(comm, name, about, problem)
     broadcast_parameters(tensors, comm, name=f"{name}/state")
-    made = [make() for make in buckets]
-    buffers, profile = Buffers(model, comm, f"{name}/buffers"), Profile(comm, name)
-    return Attached(comm, optimizer, Exchange(comm, name, made, buffers, profile), profile, defer=defer)
+    buckets = []
+    for part in shared:
+        of_part = title(name, part)
+        kind = chosen[part[0][0]]
+        begin_after = 0 if kind is None else kind.begin_after
+        average = GradientAverage(of_part, kind, wire_dtype=wire_dtype, begin_after=begin_after)
+        buckets.append(Bucket(comm, part, of_part, average))
+    return Attached(comm, optimizer, Exchange(comm, name, buckets, model), defer=defer)
 
 
 class Attached:
@@ -120,10 +123,10 @@ class Attached:
     """
 
     def __init__(
-        self, comm: Communicator, optimizer: torch.optim.Optimizer, exchange: Exchange, profile: Profile, *, defer: bool
+        self, comm: Communicator, optimizer: torch.optim.Optimizer, exchange: Exchange, *, defer: bool
     ) -> None:
+        self._optimizer = optimizer
         self._exchange = exchange
-        self._profile = profile
         self._passes = Passes(self._leave, self._end_of_pass, exchange.fail)
         self._parameters = frozenset(place.parameter for place in exchange.places)
         self._deferred = Deferred(optimizer, exchange) if defer else None
@@ -131,7 +134,7 @@ class Attached:
         self._syncs = True
         self._is_averaged = False
         """Whether a pass has been averaged since the latest step."""
-        self._hooks: list[RemovableHandle] = [optimizer.register_step_pre_hook(self._before_step)]
+        self._hooks: list[RemovableHandle] = [hook_steps(optimizer, self._before_step, self._around_step)]
         if self._deferred is not None:
             self._hooks += self._deferred.hooks(self._hooks[0])
         for bucket in exchange.buckets:
@@ -223,31 +226,31 @@ class Attached:
 
     # ---------------------------------------------------------------- the optimizer's step
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not is_outermost(optimizer):
-            return None
-        found = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
-        if not found <= self._parameters:
-            raise ConfigError("the optimizer has got parameters since it was attached: detach, and attach again")
-        self._profile.stepped()
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            self._finish()
-            self._exchange.steps.made(optimizer)
-            return with_closure(args, kwargs, partial(self._closed, closure))
+    def _before_step(self) -> None:
+        self._begin_step()
         if self._deferred is None or not self._deferred.take():
             self._finish()
             self._check()
         self._is_averaged = False
-        self._exchange.steps.made(optimizer)
-        return None
+        self._exchange.steps.made(self._optimizer)
 
-    def _closed(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure of a step; return the mean of all ranks' losses."""
-        loss = closure()
+    def _around_step(self) -> Callable[[Any], Any]:
+        self._begin_step()
         self._finish()
-        self._check()
-        return None if loss is None else mean_loss(self._comm, loss, f"{self._exchange.name}/loss")
+        self._exchange.steps.made(self._optimizer)
+
+        def settled(loss: Any) -> Any:
+            self._finish()
+            self._check()
+            return mean_loss(self._comm, loss, f"{self._exchange.name}/loss")
+
+        return settled
+
+    def _begin_step(self) -> None:
+        found = {one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad}
+        if not found <= self._parameters:
+            raise ConfigError("the optimizer has got parameters since it was attached: detach, and attach again")
+        self._exchange.profile.stepped()
 
     def _check(self) -> None:
         """Refuse gradients that are not averages.
@@ -266,9 +269,6 @@ class Attached:
                     f"the program has put a gradient of {place.name} into parameter.grad itself, which is not "
                     "averaged: call attached.wait() on all ranks before it is used"
                 )
-
-
-Named = tuple[str, torch.Tensor]
 
 
 def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:

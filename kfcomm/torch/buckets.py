@@ -10,7 +10,8 @@ one; the others are left alone, as a single process leaves them alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,15 @@ import torch
 
 from kfcomm.arrays import adapt, dtype_of
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, unsupported
+from kfcomm.errors import ConfigError
+from kfcomm.torch.compression import Compression, Compressor, GradientAverage
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
     from kfcomm.sync.persistent import PersistentCollective
+
+Named = tuple[str, torch.Tensor]
 
 ALIGNED_NBYTES = 64
 """Gradients begin at multiples of this, as torch's own tensors do."""
@@ -87,14 +93,20 @@ class Place:
         return bool(gradient.data_ptr() == self.view.data_ptr() and gradient.stride() == self.view.stride())
 
 
+COMPRESSED = (torch.float16, torch.float32, torch.float64)
+
+
 class Bucket:
-    """Some gradients of one dtype.
+    """Some gradients of one dtype, averaged together.
 
     Args:
         comm: averages them.
         parameters: with their names.
         name: of the collective.
-        wire_dtype: see ``Communicator.all_reduce``.
+        average: exact or compressed, with a state for these gradients.
+
+    Raises:
+        ConfigError: NumPy cannot calculate with this dtype, which a compressor has to.
 
     Attributes:
         places: by parameter, in order.
@@ -103,19 +115,23 @@ class Bucket:
         is_shared: the ranks share memory, which holds them.
     """
 
-    def __init__(
-        self, comm: Communicator, parameters: Sequence[tuple[str, torch.Tensor]], name: str, *, wire_dtype: Any = None
-    ) -> None:
+    def __init__(self, comm: Communicator, parameters: Sequence[Named], name: str, average: GradientAverage) -> None:
         self._dtype = parameters[0][1].dtype
+        if average.compressor is not None and self._dtype not in COMPRESSED:
+            raise ConfigError(f"{parameters[0][0]} is of {self._dtype}: float16, float32 and float64 can be compressed")
         self._begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
         self._comm = comm
         self.name = name
         self.places = [Place(one, parameter, parameter.detach()) for one, parameter in parameters]
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False
-        self._wire_dtype = wire_dtype
+        self._average = average
         self._missing = len(self.places)
-        self._exchange: PersistentCollective[Any] | None = None
+        self._exchange: PersistentCollective[Any] | CompressedAverage | None = None
+        """Average under way."""
+        self._persistent: PersistentCollective[Any] | None = None
+        self._wire_dtype: Any = None
+        """Of the persistent collective."""
         self._source: np.ndarray[Any, Any] | None = None
         """Source of the latest average. Kept until the next gradient exists: else that gets new pages in each step."""
         self._take_memory()
@@ -131,7 +147,7 @@ class Bucket:
         for place, begin in zip(self.places, self._begins, strict=False):
             parameter = place.parameter
             place.view = self._tensor[begin : begin + parameter.numel()].view(parameter.shape)
-        self._exchange = None
+        self._exchange = self._persistent = None
         # Tensors of the program over this memory raise the number later: see `prepare`.
         self._num_users = self._users()
 
@@ -167,16 +183,27 @@ class Bucket:
             urgency: priority of the collective where ranks share no memory. In shared memory nothing is gained, and
                 links with priorities are slower.
         """
-        source = self._collected()
-        # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
-        if self._exchange is None or source is not self._source:
-            self._source = source
-            priority = 0 if self.is_shared else urgency
-            self._exchange = self._comm.all_reduce_init(
-                source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
-            )
+        wire_dtype, compressor = self._average.now()
+        self._average.stepped()
+        if compressor is None:
+            self._exchange = self._exact(wire_dtype, urgency)
+        else:
+            for place in self.places:
+                place.collect()
+            self._exchange = CompressedAverage(self._comm, self, compressor)
         self._exchange.start()
         self.is_begun = True
+
+    def _exact(self, wire_dtype: Any, urgency: int) -> PersistentCollective[Any]:
+        source = self._collected()
+        # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
+        if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
+            self._source, self._wire_dtype = source, wire_dtype
+            priority = 0 if self.is_shared else urgency
+            self._persistent = self._comm.all_reduce_init(
+                source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=wire_dtype
+            )
+        return self._persistent
 
     def _collected(self) -> np.ndarray[Any, Any]:
         """This rank's contribution: the memory of the bucket, or one gradient where it is."""
@@ -209,9 +236,45 @@ class Bucket:
     def reset(self) -> None:
         """Begin anew, after the average was applied or has failed."""
         self.is_begun = False
+        self._exchange = None
         self._missing = len(self.places)
         for place in self.places:
             place.has_come = place.is_here = False
+
+
+class CompressedAverage(threading.Thread):
+    """Average of one bucket by a compressor, on a thread of its own, as an exact one's persistent collective.
+
+    A compressor makes several blocking calls, which the backward pass must not wait for. So buckets may begin in
+    another order on each rank, as all buckets may.
+    """
+
+    def __init__(self, comm: Communicator, bucket: Bucket, compressor: Compressor) -> None:
+        super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
+        self._comm, self._bucket, self._compressor = comm, bucket, compressor
+        self._error: BaseException | None = None
+
+    @override
+    def run(self) -> None:
+        try:
+            views = {place.name: place.view.numpy() for place in self._bucket.places}  # torch counts no writes to these
+            for name, found in self._compressor.average(self._comm, views, name=self._bucket.name).items():
+                views[name][...] = found
+        except BaseException as error:  # noqa: BLE001  `wait` raises it
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return not self.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; raise the error of one that has failed."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Do nothing: its calls end by their own timeouts."""
 
 
 class Marks:
@@ -277,28 +340,36 @@ def dtype_problem(parameter: torch.Tensor) -> str | None:
     return None if name in SUPPORTED_NAMES else str(unsupported(name))
 
 
-def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Groups of parameters whose gradients travel together: of one dtype, up to ``nbytes``; a larger one alone.
+def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Compression | None]) -> list[list[Named]]:
+    """Groups of parameters whose gradients travel together: alike in dtype and compression, up to ``nbytes``.
 
     Args:
         parameters: with their names, in the order in which their gradients come.
         nbytes: of a bucket; beyond it a gradient has one to itself.
+        kinds: the compression of each.
     """
-    shared: list[list[tuple[str, torch.Tensor]]] = []
-    latest: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
-    left: dict[torch.dtype, int] = {}
+    shared: list[list[Named]] = []
+    # Lists, since a compression with options in a dict cannot be hashed.
+    alike: list[tuple[torch.dtype, Compression | None]] = []
+    latest: list[list[Named]] = []
+    left: list[int] = []
     for name, parameter in parameters:
         size = parameter.numel() * parameter.dtype.itemsize
         if size > nbytes:
             # Its neighbours stay together: else each bias between two large weights would be a collective of its own.
             shared.append([(name, parameter)])
             continue
-        dtype = parameter.dtype
-        if size > left.get(dtype, -1):
-            latest[dtype], left[dtype] = [], nbytes
-            shared.append(latest[dtype])
-        latest[dtype].append((name, parameter))
-        left[dtype] -= size
+        kind = (parameter.dtype, kinds[name])
+        if kind not in alike:
+            alike.append(kind)
+            latest.append([])
+            left.append(-1)
+        place = alike.index(kind)
+        if size > left[place]:
+            latest[place], left[place] = [], nbytes
+            shared.append(latest[place])
+        latest[place].append((name, parameter))
+        left[place] -= size
     return shared
 
 

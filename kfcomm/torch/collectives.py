@@ -14,12 +14,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.errors import as_torch
+from kfcomm.torch.c10d import NOTHING, Ending, Work, add_up_sparse, as_torch, meaning_of, sparse_parts, whole_mean
+from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.naming import Call, Calls, next_name
-from kfcomm.torch.ops import add_up_sparse, meaning_of, sparse_parts, whole_mean
-from kfcomm.torch.reducer import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.tensors import place, places, read, together
-from kfcomm.torch.work import NOTHING, Ending, Work
 
 UNSET = timedelta(0)
 """A timeout that is not above this means the group's."""

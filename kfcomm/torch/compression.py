@@ -1,24 +1,16 @@
-"""Compression of gradients: kinds by name, for all parameters or by patterns of names; and buckets that compress."""
+"""Compression of gradients: kinds by name, for all parameters or by patterns of names; how each is averaged."""
 
 from __future__ import annotations
 
-import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-import torch
+from typing import Any, Protocol, TypeAlias
 
 from kfcomm.common.arguments import hint
 from kfcomm.compression import Averaging, PowerSGD, TopK
 from kfcomm.errors import ConfigError
-from kfcomm.torch.buckets import Bucket, share_out
-from kfcomm.types import override
-
-if TYPE_CHECKING:
-    from kfcomm.sync import Communicator
 
 WIRE_DTYPES = ("float16", "bfloat16")
 MAKERS: dict[str, Any] = {"powersgd": PowerSGD, "topk": TopK}
@@ -96,11 +88,6 @@ Given: TypeAlias = "str | Compression | Mapping[str, str | Compression | None] |
 """One kind for all parameters, or kinds by patterns of names (``fnmatch``), where the first match holds."""
 
 
-def of(given: str | Compression | None) -> Compression | None:
-    """The compression of this name, or the given one."""
-    return Compression(given) if isinstance(given, str) else given
-
-
 def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | None]:
     """The compression of each parameter's gradient.
 
@@ -108,9 +95,8 @@ def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | 
         ConfigError: a kind is unknown, or a pattern matches no name.
     """
     if not isinstance(given, Mapping):
-        one = of(given)
-        return dict.fromkeys(names, one)
-    patterns = {pattern: of(value) for pattern, value in given.items()}
+        return dict.fromkeys(names, Compression(given) if isinstance(given, str) else given)
+    patterns = {pattern: Compression(one) if isinstance(one, str) else one for pattern, one in given.items()}
     found = {name: next((one for one in patterns if fnmatchcase(name, one)), None) for name in names}
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in found)]
     if unused:
@@ -121,115 +107,30 @@ def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | 
     return {name: None if pattern is None else patterns[pattern] for name, pattern in found.items()}
 
 
-Named = tuple[str, torch.Tensor]
-COMPRESSED = (torch.float16, torch.float32, torch.float64)
-
-
-class CompressedBucket(Bucket):
-    """Some gradients of one dtype, averaged by a compressor of their own on a thread of their own.
-
-    So buckets may begin in another order on each rank, as all buckets may.
+class GradientAverage:
+    """The way in which the gradients of one name are averaged, with its state: the same for attach and for DDP.
 
     Args:
-        comm: averages them.
-        parameters: with their names.
-        name: of the collectives.
-        compressor: with a state for these gradients.
-        begin_after: number of first steps that average them uncompressed.
-
-    Raises:
-        ConfigError: NumPy cannot calculate with this dtype.
+        name: of the gradients, the same on all ranks.
+        compression: None for an exact average; or a compressor.
+        wire_dtype: of an exact average; see ``Communicator.all_reduce``.
+        begin_after: number of first steps that average exactly.
     """
 
     def __init__(
-        self, comm: Communicator, parameters: Sequence[Named], name: str, compressor: Compressor, begin_after: int
+        self, name: str, compression: Compression | Compressor | None, *, wire_dtype: Any = None, begin_after: int = 0
     ) -> None:
-        dtype = parameters[0][1].dtype
-        if dtype not in COMPRESSED:
-            raise ConfigError(f"{parameters[0][0]} is of {dtype}: float16, float32 and float64 can be compressed")
-        super().__init__(comm, parameters, name)
-        self._compressor = compressor
+        self.compressor: Compressor | None
+        if isinstance(compression, Compression):
+            self.wire_dtype, self.compressor = compression.wire_dtype, compression.made(name)
+        else:
+            self.wire_dtype, self.compressor = wire_dtype, compression
         self._left = begin_after
-        self._averaging: AverageThread | None = None
 
-    @override
-    def begin(self, urgency: int) -> None:
-        if self._left > 0:
-            self._left -= 1
-            super().begin(urgency)
-            return
-        for place in self.places:
-            place.collect()
-        # A compressor makes several blocking calls, which the backward pass must not wait for.
-        self._averaging = AverageThread(self)
-        self._averaging.start()
-        self.is_begun = True
+    def now(self) -> tuple[Any, Compressor | None]:
+        """Wire dtype of the step under way, and its compressor if it has one."""
+        return (None, None) if self._left > 0 else (self.wire_dtype, self.compressor)
 
-    @override
-    def done(self) -> bool:
-        return super().done() if self._averaging is None else not self._averaging.is_alive()
-
-    @override
-    def wait(self) -> None:
-        if self._averaging is None:
-            super().wait()
-            return
-        self._averaging.join()
-        if self._averaging.error is not None:
-            raise self._averaging.error
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._averaging = None
-
-    def average(self) -> None:
-        """Replace the gradients by the approximation of their mean."""
-        views = {place.name: place.view.numpy() for place in self.places}  # torch does not count writes to these
-        for name, found in self._compressor.average(self._comm, views, name=self.name).items():
-            views[name][...] = found
-
-
-class AverageThread(threading.Thread):
-    """Thread that averages one bucket.
-
-    Attributes:
-        error: why it failed.
-    """
-
-    def __init__(self, bucket: CompressedBucket) -> None:
-        super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
-        self._bucket = bucket
-        self.error: BaseException | None = None
-
-    @override
-    def run(self) -> None:
-        try:
-            self._bucket.average()
-        except BaseException as error:  # noqa: BLE001  ``CompressedBucket.wait`` raises it
-            self.error = error
-
-
-def share_out_by(
-    compression: Mapping[str, Compression | None], parameters: Sequence[Named], nbytes: int
-) -> list[list[Named]]:
-    """Groups of ``share_out`` within each compression, ordered by the first gradient of each."""
-    # A list, since a compression with options in a dict cannot be hashed.
-    kinds: list[Compression | None] = []
-    for name, _ in parameters:
-        if compression[name] not in kinds:
-            kinds.append(compression[name])
-    parts = [share_out([one for one in parameters if compression[one[0]] == kind], nbytes) for kind in kinds]
-    places = {name: place for place, (name, _) in enumerate(parameters)}
-    return sorted((part for group in parts for part in group), key=lambda part: places[part[0][0]])
-
-
-def bucket_of(
-    comm: Communicator, parameters: Sequence[Named], name: str, compression: Compression | None, wire_dtype: Any
-) -> Bucket:
-    """The bucket of gradients that are compressed alike."""
-    compressor = None if compression is None else compression.made(name)
-    if compression is None or compressor is None:
-        wire = wire_dtype if compression is None else compression.wire_dtype
-        return Bucket(comm, parameters, name, wire_dtype=wire)
-    return CompressedBucket(comm, parameters, name, compressor, compression.begin_after)
+    def stepped(self) -> None:
+        """Count a step."""
+        self._left -= 1

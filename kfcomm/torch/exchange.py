@@ -19,13 +19,12 @@ from kfcomm.common.sizes import ranks_in_words
 from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.torch.buckets import Bucket, Marks, Place
+from kfcomm.torch.state import Buffers
 
 if TYPE_CHECKING:
     import torch
 
     from kfcomm.sync import Communicator
-    from kfcomm.torch.buckets import Bucket
-    from kfcomm.torch.state import Buffers
 
 FAILED = (1 << 32) - 1
 """The word of a rank whose backward pass has raised."""
@@ -62,8 +61,7 @@ class Exchange:
         comm: of the ranks.
         name: of the collectives.
         buckets: the gradients.
-        buffers: of the model, which become rank 0's.
-        profile: records the exchange.
+        model: its buffers become rank 0's.
 
     Attributes:
         buckets: see there.
@@ -72,11 +70,10 @@ class Exchange:
         has_left: all gradients of a pass were sent, and the wait for them is not complete.
         urgency: of a bucket's collective; missing if it is unknown.
         steps: of the optimizer.
+        profile: times of the exchange.
     """
 
-    def __init__(
-        self, comm: Communicator, name: str, buckets: Sequence[Bucket], buffers: Buffers, profile: Profile
-    ) -> None:
+    def __init__(self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module) -> None:
         self.buckets = buckets
         self.places: list[Place] = [place for bucket in buckets for place in bucket.places]
         self.has_left = False
@@ -85,8 +82,8 @@ class Exchange:
         self._comm = comm
         self.name = name
         self._marks = Marks(comm, buckets, f"{name}/marks")
-        self._buffers = buffers
-        self._profile = profile
+        self._buffers = Buffers(model, comm, f"{name}/buffers")
+        self.profile = Profile(comm, name)
         self._is_held = False
         """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""
 
@@ -104,7 +101,7 @@ class Exchange:
                 f"the gradient of {place.name} has come after it had left: the parameter is used inside and outside "
                 "of a checkpoint that is re-entrant; give that use_reentrant=False"
             )
-        self._profile.came()
+        self.profile.came()
         if bucket.came(place) and not self._is_held:
             self._begin(bucket)
 
@@ -124,7 +121,7 @@ class Exchange:
 
     def _begin(self, bucket: Bucket) -> None:
         bucket.begin(self.urgency.get(bucket, 0))
-        self._profile.began(bucket)
+        self.profile.began(bucket)
 
     # ---------------------------------------------------------------- to be there
 
@@ -182,7 +179,7 @@ class Exchange:
         if one.done():
             one.wait()
             return
-        with self._profile.waiting(one.name):
+        with self.profile.waiting(one.name):
             one.wait()
 
     def close(self) -> None:

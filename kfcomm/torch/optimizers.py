@@ -27,7 +27,7 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
-from kfcomm.torch.steps import closure_of, is_outermost, mean_loss, with_closure
+from kfcomm.torch.steps import hook_steps, mean_loss
 from kfcomm.train.agreement import Agreement, introduction
 from kfcomm.train.asynchronous import PairAveraging
 from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
@@ -166,7 +166,7 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
             CollectiveError: an exchange failed.
             ConfigError: a gradient is sparse.
         """
-        self._exchange.agree(self)
+        self._exchange.agree()
 
     def detach(self) -> None:
         """Remove the algorithm: become an optimizer of one rank again."""
@@ -180,7 +180,7 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 class StepExchange:
-    """Exchange in a step, before the optimizer's own step.
+    """Run of an algorithm in each step, before the optimizer's own step.
 
     Attributes:
         agreement: the algorithm.
@@ -189,37 +189,45 @@ class StepExchange:
 
     def __init__(self, optimizer: torch.optim.Optimizer, agreement: Agreement) -> None:
         self.agreement = agreement
-        self.hook: RemovableHandle = optimizer.register_step_pre_hook(self.before_step)
+        self.hook: RemovableHandle = hook_steps(optimizer, self._before_step, self._around_step)
+        self._optimizer = optimizer
         self._is_done = False
+        """Whether the program has called ``agree`` for this step."""
         self._is_shared = agreement.shares_gradients
 
-    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+    def agree(self) -> None:
         """Exchange models and gradients now."""
-        self._finish(optimizer, self._begin(optimizer))
+        self._finish(self._begin())
         self._is_done = True
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Exchange, unless the program has; with a closure, each time that it has made gradients."""
-        if not is_outermost(optimizer):
-            return None
+    def _before_step(self) -> None:
         is_done, self._is_done = self._is_done, False
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            if not is_done:
-                self._finish(optimizer, self._begin(optimizer))
-            return None
-        if is_done:
+        if not is_done:
+            self._finish(self._begin())
+
+    def _around_step(self) -> Callable[[Any], Any]:
+        if self._is_done:
+            self._is_done = False
             raise ConfigError("a step with a closure agrees when that has made gradients: agree() is for steps without")
-        return with_closure(args, kwargs, self._agreeing(optimizer, closure))
+        begun = [self._begin()]
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> Pending[Tensors]:
-        return self.agreement.parameters(parameters_of(optimizer))
+        def settled(loss: Any) -> Any:
+            # Gradients each time that the closure has made them, the model the first time.
+            self._finish(begun.pop() if begun else None)
+            if not self.agreement.shares_gradients:
+                return loss
+            return mean_loss(self.agreement.comm, loss, f"{self.agreement.name}/loss")
 
-    def _finish(self, optimizer: torch.optim.Optimizer, model: Pending[Tensors] | None) -> None:
+        return settled
+
+    def _begin(self) -> Pending[Tensors]:
+        return self.agreement.parameters(parameters_of(self._optimizer))
+
+    def _finish(self, model: Pending[Tensors] | None) -> None:
         """Exchange gradients, and put the resulting ones and the resulting model in their places."""
-        parameters, given = parameters_of(optimizer), gradients_of(optimizer)
+        parameters, given = parameters_of(self._optimizer), gradients_of(self._optimizer)
         gradients = self.agreement.gradients(given).wait()
-        of = dict(zip(parameters, _each(optimizer), strict=True))
+        of = dict(zip(parameters, _each(self._optimizer), strict=True))
         for name, found in gradients.items():
             # An algorithm that leaves gradients alone returns the very tensors.
             if found is not given[name]:
@@ -231,20 +239,7 @@ class StepExchange:
                     parameters[name].copy_(found)
         if self.agreement.shares_gradients and not self._is_shared:
             self._is_shared = True  # models are equal now, and stay so with equal states
-            broadcast_optimizer_state(optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
-
-    def _agreeing(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that exchanges gradients each time it is called, and the model the first time."""
-        begun = [self._begin(optimizer)]
-
-        def agreed() -> Any:
-            loss = closure()
-            self._finish(optimizer, begun.pop() if begun else None)
-            if loss is None or not self.agreement.shares_gradients:
-                return loss
-            return mean_loss(self.agreement.comm, loss, f"{self.agreement.name}/loss")
-
-        return agreed
+            broadcast_optimizer_state(self._optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
 
 
 def agreeing(

@@ -1,21 +1,121 @@
-"""Steps of an optimizer: hooks that run once per step, steps with a closure, and steps of some of its parameters.
+"""The points of a training step at which torch calls us: the ends of backward passes, and an optimizer's steps.
 
-torch calls the hooks on steps in the ``step`` of every class: a subclass that calls ``super().step()`` runs them twice.
+*Backward passes.* Autograd calls a callback that a hook has queued when the graph task is complete, and drops it
+uncalled when the pass raises, which the callback's destructor notices. A pass within a pass (activation checkpointing
+with ``use_reentrant=True``) is a graph task of its own on the same stack. Its callbacks are dropped when it is
+complete, at which time the outer task is the current one again, and are queued on that.
 
-A step can be divided by parameters if the update of each needs only its gradient and the optimizer's state of it. That
-holds for all optimizers of torch that need no closure, and for subclasses without a ``step`` of their own.
+*Steps.* torch calls the hooks on steps in the ``step`` of every class: a subclass that calls ``super().step()`` runs
+them twice. A step can be divided by parameters if the update of each needs only its gradient and the optimizer's state
+of it. That holds for all optimizers of torch that need no closure, and for subclasses without a ``step`` of their own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from kfcomm.torch.buckets import Place
+
+BACKWARD_CODE = _engine_run_backward.__code__
+NO_TASK = -1
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Passes:
+    """The backward passes of one thread.
+
+    Args:
+        end: called when the outermost pass is complete; ``backward()`` raises its errors.
+        settle: called after every registered ``end`` of this pass, in the same way.
+        fail: called when the outermost pass has raised; must not raise.
+    """
+
+    def __init__(self, end: Callable[[], None], settle: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._end, self._settle, self._fail = end, settle, fail
+        self._is_inner: dict[int, bool] = {}
+        """By the id of a graph task."""
+
+    def join(self) -> bool:
+        """Register the end of this pass, within a hook; returns whether it is a pass within another."""
+        task = torch._C._current_graph_task_id()
+        known = self._is_inner.get(task)
+        return self._queue(task, _depth() > 1) if known is None else known
+
+    def _queue(self, task: int, is_inner: bool) -> bool:
+        # A graph task has hooks for each of its gradients, and one callback.
+        self._is_inner[task] = is_inner
+        queue_callback(_Ending(self, is_inner))
+        return is_inner
+
+    def over(self) -> None:
+        """Handle the end of the outermost pass."""
+        self._is_inner.clear()
+        self._end()
+        queue_callback(_Settling(self._settle, self._fail))
+
+    def dropped(self, *, is_inner: bool, is_over: bool) -> None:
+        """Handle the end of a graph task, complete or not."""
+        if not is_inner:
+            if not is_over:
+                self._is_inner.clear()
+                self._fail()
+            return
+        task = torch._C._current_graph_task_id()
+        if task != NO_TASK and task not in self._is_inner:
+            self._queue(task, _depth() > 2)  # the inner one is still on the stack
+
+
+class _Ending:
+    """Callback that autograd keeps until a graph task is complete."""
+
+    def __init__(self, passes: Passes, is_inner: bool) -> None:
+        self._passes = passes
+        self._is_inner = is_inner
+        self._is_over = False
+
+    def __call__(self) -> None:
+        self._is_over = True
+        if not self._is_inner:
+            self._passes.over()
+
+    def __del__(self) -> None:
+        self._passes.dropped(is_inner=self._is_inner, is_over=self._is_over)
+
+
+class _Settling:
+    """Callback that autograd calls after all registered ends of a pass, unless one of these has raised."""
+
+    def __init__(self, settle: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._settle, self._fail = settle, fail
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._settle()
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._fail()
+
+
+def _depth() -> int:
+    """Number of backward passes on the stack of this thread."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code is BACKWARD_CODE
+        frame = frame.f_back
+    return count
+
 
 HOOKED_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -37,17 +137,36 @@ def is_divisible(optimizer: torch.optim.Optimizer) -> bool:
     return step.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step, as a pre-hook gets them (``args[0]`` is the optimizer)."""
-    found: Callable[[], Any] | None = kwargs.get("closure") if len(args) < 2 else args[1]
-    return found
+def hook_steps(
+    optimizer: torch.optim.Optimizer, before: Callable[[], object], around: Callable[[], Callable[[Any], Any]]
+) -> RemovableHandle:
+    """Take part in each step that the program makes: the one place where an exchange meets an optimizer.
 
+    Args:
+        optimizer: any of torch's.
+        before: called before a step without a closure; after it gradients and parameters are final.
+        around: called before a step with a closure. It returns a function that is called each time the closure has
+            made gradients, with the loss, and returns the loss that the optimizer sees.
+    """
 
-def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> tuple[Any, Any]:
-    """The arguments of a step with another closure in the place of the program's, for a pre-hook to return."""
-    if len(args) < 2:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs
+    def hook(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not is_outermost(optimizer):
+            return None
+        # As torch calls pre-hooks: args[0] is the optimizer.
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            before()
+            return None
+        settled = around()
+
+        def closed() -> Any:
+            return settled(closure())
+
+        if len(args) < 2:
+            return args, {**kwargs, "closure": closed}
+        return (args[0], closed, *args[2:]), kwargs
+
+    return optimizer.register_step_pre_hook(hook)
 
 
 def mean_loss(comm: Any, loss: Any, name: str) -> Any:
@@ -55,6 +174,8 @@ def mean_loss(comm: Any, loss: Any, name: str) -> Any:
 
     Code that looks at a loss, as a line search does, has to reach the same decision on all ranks.
     """
+    if loss is None:
+        return None
     found = comm.all_reduce(torch.as_tensor(loss).detach(), name=name, op="avg")
     return found if isinstance(loss, torch.Tensor) else float(found)
 

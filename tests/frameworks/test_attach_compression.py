@@ -72,15 +72,16 @@ def trained(comm: Any, compression: Any, **options: Any) -> list[Any]:
         Compression("powersgd", rank=40, min_rate=0.01),
         Compression("topk", share=1.0),
         Compression("powersgd", begin_after=STEPS),
+        Compression("float16", begin_after=STEPS),
     ],
-    ids=["rank", "share", "begin_after"],
+    ids=["rank", "share", "begin_after", "rounded after"],
 )
 def test_lossless_compression_equals_the_plain_average(compression: Compression) -> None:
     first, second = each(lambda comm: trained(comm, compression))
     plain, _ = each(lambda comm: trained(comm, None))
     for one, other, wanted in zip(first, second, plain, strict=True):
         assert torch.equal(one, other)
-        torch.testing.assert_close(one, wanted)
+        torch.testing.assert_close(one, wanted, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("bucket_nbytes", [1, 1 << 20], ids=["alone", "together"])
