@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
 from ssl import SSLCertVerificationError, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from kfcomm.rendezvous.authentication import (
 )
 from kfcomm.rendezvous.host import host_and_port
 from kfcomm.rendezvous.http1 import HttpClient, Response
-from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, NotSet, StoreClosed
+from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, MeetRequest, NotSet, StoreClosed
 from kfcomm.types import override
 
 if TYPE_CHECKING:
@@ -117,22 +118,14 @@ class StoreClient(KeyValue):
             if len(values) >= count or unless in values or loop_now_s() >= deadline_s:
                 return values
 
-    async def meet(
-        self, folder: str, rank: int, count: int, *, unless: str, heeds_ends: bool, timeout_s: float
-    ) -> tuple[dict[str, bytes], list[Exit]]:
-        """As `collect`, for a rank that joins there; also returns exits, the first of which ends the wait.
-
-        Without ``heeds_ends`` there are none. If this process disconnects meanwhile, the others are notified.
-        """
+    async def meet(self, request: MeetRequest, timeout_s: float) -> tuple[dict[str, bytes], list[Exit]]:
+        """Return values and exits, see `MeetRequest`. If this process disconnects meanwhile, others are notified."""
         deadline_s = loop_now_s() + timeout_s
         while True:
-            fields = {
-                "folder": folder, "rank": rank, "count": count, "unless": unless, "heeds_ends": heeds_ends,
-                "wait_s": _poll_s(deadline_s),
-            }  # fmt: skip
+            fields = {**asdict(request), "wait_s": _poll_s(deadline_s)}
             answer = _expect(list, await self._call("meet", fields, timeout_s=deadline_s - loop_now_s()))
             values, ends = _expect(dict, answer[0]), [_exit(row) for row in _expect(list, answer[1])]
-            if len(values) >= count or unless in values or ends or loop_now_s() >= deadline_s:
+            if len(values) >= request.count or request.unless in values or ends or loop_now_s() >= deadline_s:
                 return values, ends
 
     async def arrive(self, host: int, *, timeout_s: float | None = None) -> None:
@@ -161,11 +154,7 @@ class StoreClient(KeyValue):
                 yield _exit(row)
 
     async def want_size(self, size: int) -> None:
-        """Request a number of ranks, by ``PUT /v1/size``.
-
-        Raises:
-            ConfigError: it is out of the job's bounds.
-        """
+        """Request a number of ranks, by ``PUT /v1/size``. Raises `ConfigError`: it is out of the job's bounds."""
 
         async def attempt() -> _Reply:
             return await self._exchange("size", b"%d" % size, _ANSWER_WITHIN_S, "PUT")

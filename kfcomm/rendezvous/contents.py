@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from kfcomm.errors import LocalProtocolError
-from kfcomm.rendezvous.keyvalue import ENDS, MAX_KEY_LENGTH, MAX_VALUE_NBYTES, Exit, StoreClosed
+from kfcomm.rendezvous.keyvalue import ENDS, MAX_KEY_LENGTH, MAX_VALUE_NBYTES, Exit, MeetRequest, StoreClosed
 
 T = TypeVar("T")
 
@@ -24,6 +24,50 @@ GONE_AFTER_S = 0.7
 """Time for a rank whose connection ended while it joined to ask again."""
 
 _EXITS = "\0exits"
+
+
+class _Waits:
+    """Waits for changes, by folder: a change wakes only waiters that it can concern."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+
+    def wake(self, folder: str) -> None:
+        for waiter in self._waiters.pop(folder, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def close(self) -> None:
+        self.is_closed = True
+        for folder in list(self._waiters):
+            self.wake(folder)
+
+    async def wait(self, folders: tuple[str, ...], look: Callable[[], T | None], wait_s: float) -> T | None:
+        """Return what ``look`` finds, once that is not None; None if time is up."""
+        try:
+            async with asyncio.timeout(wait_s):
+                # Looked at again after every change: another waiter may have been meant, or a value may be gone.
+                while (found := look()) is None:
+                    await self._changed(folders)
+                return found
+        except TimeoutError:
+            return None
+
+    async def _changed(self, folders: tuple[str, ...]) -> None:
+        if self.is_closed:
+            raise StoreClosed("the store is closed")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for folder in folders:
+            self._waiters.setdefault(folder, set()).add(waiter)
+        try:
+            await waiter
+        finally:
+            for folder in folders:
+                waiters = self._waiters.get(folder, set())
+                waiters.discard(waiter)
+                if not waiters:
+                    self._waiters.pop(folder, None)
 
 
 class Contents:
@@ -43,14 +87,13 @@ class Contents:
         self._nbytes = 0
         self._exits: dict[int, Exit] = {}
         self._asked: dict[tuple[str, int], int] = {}
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-        self._closed = False
+        self._waits = _Waits()
         self.later: Callable[[str, bytes], object] = self.claim
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` has been called."""
-        return self._closed
+        return self._waits.is_closed
 
     @property
     def exits(self) -> Mapping[int, Exit]:
@@ -66,7 +109,7 @@ class Contents:
         folder, name = self._checked(key, value)
         self._num_keys, self._nbytes = self._size_with(folder, name, value)
         self._folders.setdefault(folder, {})[name] = value
-        self._wake(folder)
+        self._waits.wake(folder)
 
     def _size_with(self, folder: str, name: str, value: bytes) -> tuple[int, int]:
         old = self._folders.get(folder, {}).get(name)
@@ -126,7 +169,7 @@ class Contents:
     async def get(self, key: str, wait_s: float) -> bytes | None:
         """The value of ``key``, waiting for it up to ``wait_s`` seconds; None if it is not set."""
         folder, name = self._checked(key)
-        return await self._wait((folder,), lambda: self._folders.get(folder, {}).get(name), wait_s)
+        return await self._waits.wait((folder,), lambda: self._folders.get(folder, {}).get(name), wait_s)
 
     async def collect(self, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
         """All values of ``folder`` by name, once there are ``count`` or one named ``unless``, or time is up."""
@@ -136,7 +179,7 @@ class Contents:
             values = self._folders.get(folder, {})
             return True if len(values) >= count or unless in values else None
 
-        await self._wait((folder,), enough, wait_s)
+        await self._waits.wait((folder,), enough, wait_s)
         return dict(self._folders.get(folder, {}))
 
     @property
@@ -144,68 +187,63 @@ class Contents:
         """Number of ranks that have asked whether the world is complete."""
         return len(self._asked)
 
-    async def meet(
-        self, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
-    ) -> tuple[dict[str, bytes], list[Exit]]:
-        """As `collect`, for a rank that joins there: also returns once a process has ended, and returns the exits.
+    async def meet(self, request: MeetRequest, wait_s: float) -> tuple[dict[str, bytes], list[Exit]]:
+        """Return values and exits, see `MeetRequest`.
 
-        Without ``heeds_ends`` there are no exits. Only those of the first ``count`` ranks matter: those started later,
-        or spare, may end. If the caller disconnects meanwhile, and does not ask again, the others are notified by the
-        value named ``unless``.
+        Later exits, of ranks from ``count`` on, do not matter: those started later, or spare, may end. If the caller
+        disconnects meanwhile, and does not ask again, the others are notified by the value named ``unless``.
         """
+        folder, count, unless = request.folder, request.count, request.unless
         self._checked(f"{folder}/{unless}")
-        asker = folder, rank
+        asker = folder, request.rank
         self._asked[asker] = number = self._asked.get(asker, 0) + 1
 
         def ends() -> list[Exit]:
-            return [end for end in self._exits.values() if end.rank < count] if heeds_ends else []
+            return [end for end in self._exits.values() if end.rank < count] if request.heeds_ends else []
 
         def enough() -> bool | None:
             values = self._folders.get(folder, {})
             return True if len(values) >= count or unless in values or ends() else None
 
         try:
-            await self._wait((folder, _EXITS), enough, wait_s)
+            await self._waits.wait((folder, _EXITS), enough, wait_s)
         except asyncio.CancelledError:
             # The client has disconnected. It may have lost one connection only, and ask again over another one.
-            loop = asyncio.get_running_loop()
-            loop.call_later(GONE_AFTER_S, self._gone, asker, number, count, unless)
+            asyncio.get_running_loop().call_later(GONE_AFTER_S, self._gone, request, number)
             raise
         return dict(self._folders.get(folder, {})), ends()
 
-    def _gone(self, asker: tuple[str, int], number: int, count: int, unless: str) -> None:
-        folder, rank = asker
-        is_complete = len(self._folders.get(folder, {})) >= count
-        if self._closed or is_complete or self._asked.get(asker) != number:
+    def _gone(self, request: MeetRequest, number: int) -> None:
+        folder, rank = request.folder, request.rank
+        is_complete = len(self._folders.get(folder, {})) >= request.count
+        if self.is_closed or is_complete or self._asked.get((folder, rank)) != number:
             return
         text = f"{rank}: rank {rank} went away while the world was joined: its connection to the store ended"
         with contextlib.suppress(LocalProtocolError):
-            self.later(f"{folder}/{unless}", text.encode())
+            self.later(f"{folder}/{request.unless}", text.encode())
 
     def report_exit(self, end: Exit) -> None:
         """Record the exit of a rank; the first report of a rank stands."""
-        if self._closed:
+        if self.is_closed:
             raise StoreClosed("the store is closed")
         # The first report stands: later ones are repetitions, or guesses of launchers that gave the host up.
         if end.rank not in self._exits and len(self._exits) < MAX_EXITS:
             self._exits[end.rank] = end
-            self._wake(_EXITS)
+            self._waits.wake(_EXITS)
 
     async def exits_since(self, since: int, wait_s: float, host: int | None = None) -> list[Exit]:
         """Exits after the first ``since``, waiting up to ``wait_s`` seconds for one; ``host``: the asker's."""
         if host is not None and len(self.heard_s) < MAX_EXITS:
             self.heard_s[host] = asyncio.get_running_loop().time()
-        await self._wait((_EXITS,), lambda: True if len(self._exits) > since else None, wait_s)
+        await self._waits.wait((_EXITS,), lambda: True if len(self._exits) > since else None, wait_s)
         return list(self._exits.values())[since:]
 
     def close(self) -> None:
         """End every wait with `StoreClosed`, and refuse later calls."""
-        self._closed = True
-        for folder in list(self._waiters):
-            self._wake(folder)
+        self._waits.close()
 
     def _checked(self, key: str, value: bytes = b"") -> tuple[str, str]:
-        if self._closed:
+        if self.is_closed:
             raise StoreClosed("the store is closed")
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
             raise LocalProtocolError(f"a key must have 1 to {MAX_KEY_LENGTH} printable characters")
@@ -213,37 +251,3 @@ class Contents:
             raise LocalProtocolError(f"a value has {len(value)} bytes, more than {MAX_VALUE_NBYTES}")
         folder, _, name = key.rpartition("/")
         return folder, name
-
-    def _wake(self, folder: str) -> None:
-        for waiter in self._waiters.pop(folder, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def _wait(self, folders: tuple[str, ...], look: Callable[[], T | None], wait_s: float) -> T | None:
-        try:
-            async with asyncio.timeout(wait_s):
-                # Looked at again after every change: another waiter may have been meant, or a value may be gone.
-                while (found := look()) is None:
-                    await self._changed(folders)
-                return found
-        except TimeoutError:
-            return None
-
-    async def _changed(self, folders: tuple[str, ...]) -> None:
-        if self._closed:
-            raise StoreClosed("the store is closed")
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for folder in folders:
-            self._waiters.setdefault(folder, set()).add(waiter)
-        try:
-            await waiter
-        finally:
-            for folder in folders:
-                self._forget(folder, waiter)
-
-    def _forget(self, folder: str, waiter: asyncio.Future[None]) -> None:
-        waiters = self._waiters.get(folder)
-        if waiters is not None:
-            waiters.discard(waiter)
-            if not waiters:
-                del self._waiters[folder]

@@ -138,11 +138,7 @@ def _listed() -> str:
 
 
 def host_and_port(url: str, name: str = "store") -> tuple[str, int]:
-    """Host and port of a store's URL.
-
-    Raises:
-        ConfigError: the URL is not ``http://host:port``.
-    """
+    """Host and port of a store's URL. Raises `ConfigError`: the URL is not ``http://host:port``."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

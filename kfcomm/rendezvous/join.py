@@ -21,7 +21,7 @@ from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
-from kfcomm.rendezvous.keyvalue import Exit, Why
+from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.worlds import Source
 
@@ -130,11 +130,10 @@ async def _meet(
     deadline_s, report_s = begun_s + wait_s, begun_s + settings.stall_after_s
     # if the program assigns ranks itself, they differ from those of the launcher
     heeds_ends = settings.source == Source.KFCOMM
+    request = MeetRequest(folder, settings.rank, settings.size, _FAULT, heeds_ends)
     while True:
         left_s = max(0.0, min(deadline_s, report_s) - loop_now_s())
-        found, ends = await client.meet(
-            folder, settings.rank, settings.size, unless=_FAULT, heeds_ends=heeds_ends, timeout_s=left_s
-        )
+        found, ends = await client.meet(request, left_s)
         world = {claim.peer.rank: claim.peer for claim in await _agree_on_size(found, client, folder)}
         if len(world) >= settings.size or loop_now_s() >= deadline_s:
             return world

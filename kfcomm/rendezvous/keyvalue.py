@@ -10,6 +10,7 @@ import asyncio
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -64,6 +65,20 @@ class NotSet(RendezvousError):
     """A key was not set in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeetRequest:
+    """Question of a rank that joins: are there ``count`` values in the folder, or one named ``unless``?
+
+    Exits of processes among the first ``count`` ranks end the wait, too, if it ``heeds_ends``.
+    """
+
+    folder: str
+    rank: int
+    count: int
+    unless: str
+    heeds_ends: bool
+
+
 class Why(StrEnum):
     """Why the process of a rank ended, as far as its launcher knows."""
 
@@ -97,11 +112,7 @@ class Exit(NamedTuple):
 
     @classmethod
     def from_wire(cls, rank: str, told: bytes) -> Exit:
-        """The inverse of `to_wire`.
-
-        Raises:
-            LocalProtocolError: the value is malformed.
-        """
+        """The inverse of `to_wire`. Raises `LocalProtocolError`: the value is malformed."""
         try:
             code, why = msgpack.unpackb(told)
             return cls(int(rank), int(code), Why(why))

@@ -31,11 +31,7 @@ class ForeignStore(Protocol):
         """Give a key a value."""
 
     def find(self, key: str) -> bytes | None:
-        """Return the value of a key now, or None.
-
-        Raises:
-            RendezvousError: the store does not answer.
-        """
+        """Return the value of a key now, or None. Raises `RendezvousError`: the store does not answer."""
 
 
 @dataclass(slots=True)

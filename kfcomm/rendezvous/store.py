@@ -39,7 +39,7 @@ from kfcomm.rendezvous.authentication import (
 )
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.host import listen, url_of
-from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, StoreClosed, Why
+from kfcomm.rendezvous.keyvalue import BOUNDS, MAX_BODY_NBYTES, Exit, MeetRequest, StoreClosed, Why
 from kfcomm.rendezvous.worlds import MAX_RANKS
 from kfcomm.transports.tls import Tls
 from kfcomm.types import override
@@ -275,11 +275,12 @@ class _Calls:
     async def _collect(self, *, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
         return await self._store.contents.collect(_text(folder), int(count), unless, _wait_s(wait_s))
 
-    async def _meet(
-        self, *, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
-    ) -> tuple[dict[str, bytes], list[Exit]]:
-        asker = _text(folder), _rank(rank)
-        return await self._store.contents.meet(*asker, int(count), _text(unless), bool(heeds_ends), _wait_s(wait_s))
+    async def _meet(self, *, wait_s: float, **fields: Any) -> tuple[dict[str, bytes], list[Exit]]:
+        asked = MeetRequest(**fields)
+        checked = MeetRequest(
+            _text(asked.folder), _rank(asked.rank), int(asked.count), _text(asked.unless), bool(asked.heeds_ends)
+        )
+        return await self._store.contents.meet(checked, _wait_s(wait_s))
 
     async def _exit(self, *, rank: int, code: int, why: str) -> None:
         await self._store.report_exit(Exit(int(rank), int(code), Why(why)))

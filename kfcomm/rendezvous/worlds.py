@@ -72,11 +72,7 @@ class World:
             _check_rank(self.source, "local rank", *self.local)
 
     def check_local(self) -> None:
-        """Check the local size of an initial process.
-
-        Raises:
-            ConfigError: it exceeds the size.
-        """
+        """Check the local size of an initial process. Raises `ConfigError`: it exceeds the size."""
         if self.local is not None and self.local[1] > self.size:
             raise ConfigError(f"{self.source}: local size {self.local[1]} exceeds size {self.size} ({self.because})")
 

@@ -85,7 +85,7 @@ async def test_a_cancelled_wait_leaves_nothing() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert not contents._waiters
+    assert not contents._waits._waiters
 
 
 @pytest.mark.parametrize("key", ["", "x" * 257, "a\nb", "\0exits"])

@@ -16,7 +16,7 @@ from kfcomm.rendezvous.authentication import GREETING
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
 from kfcomm.rendezvous.host import host_and_port, listen, url_of
-from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, Why
+from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, MeetRequest, Why
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.types import Wanted
 from tests.cutting import cutting
@@ -111,7 +111,7 @@ def told(event: asyncio.Event, wait: Callable[[str], Awaitable[None]]) -> Callab
 async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreClient) -> None:
     await client.set("a", b"")
     asked = asyncio.Event()
-    server.store.contents._changed = told(asked, server.store.contents._changed)  # type: ignore[method-assign]
+    server.store.contents._waits._changed = told(asked, server.store.contents._waits._changed)  # type: ignore[method-assign]
     waiting = asyncio.create_task(client.get("never", 1e6))
     await asked.wait()
     await server.close()
@@ -378,7 +378,7 @@ async def _spoken(url: str, launcher: StoreClient) -> list[object]:
             await client.get("silent/0", 60),
             await client.find("nothing"),
             await client.collect("world/0", 1, timeout_s=60),
-            await client.meet("world/0", 0, 1, unless="fault", heeds_ends=True, timeout_s=60),
+            await client.meet(MeetRequest("world/0", 0, 1, "fault", True), 60),
             await client.arrive(1),
             await client.report_exit(Exit(3, -9)),
             await client.ask_size(2),

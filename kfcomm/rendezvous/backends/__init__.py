@@ -122,11 +122,7 @@ def backends() -> list[Backend]:
 
 
 def backend_of(address: str) -> Backend:
-    """The backend of an address.
-
-    Raises:
-        ConfigError: its scheme is unknown.
-    """
+    """The backend of an address. Raises `ConfigError`: its scheme is unknown."""
     scheme, mark, _ = address.partition("://")
     found = backends()
     for backend in found:

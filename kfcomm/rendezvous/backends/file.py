@@ -224,11 +224,7 @@ class FileStore(LocalStore):
 
 
 def _read(path: Path, contents: Contents) -> int:
-    """Read the complete records of a file; return their bytes.
-
-    Raises:
-        ConfigError: it is not a store's.
-    """
+    """Read the complete records of a file; return their bytes. Raises `ConfigError`: it is not a store's."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
