@@ -148,6 +148,7 @@ class Link(Protocol):
 
     def descriptors(self) -> Sequence[int]:
         """Return file descriptors that a forked child must close."""
+        return ()
 
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""

@@ -35,11 +35,7 @@ class MemoryNetwork:
         self._inbound[rank] = inbound
 
     def connect(self, rank: int, peer: int) -> MemoryLink:
-        """Open a link from ``rank`` to ``peer``.
-
-        Raises:
-            TransportError: the peer is not there, or was cut off.
-        """
+        """Open a link from ``rank`` to ``peer``. Raises `TransportError`: the peer is not there, or was cut off."""
         if peer not in self._inbound or rank not in self._inbound:
             raise TransportError(f"rank {peer} is not in this world")
         near = MemoryLink(self.wire(rank, peer), self._inbound[rank], peer)
@@ -121,10 +117,6 @@ class MemoryLink(Link):
     def close(self) -> None:
         self._closing = True
         self.flush()
-
-    def descriptors(self) -> Sequence[int]:
-        """Return an empty sequence."""
-        return ()
 
     @override
     def abort(self) -> None:

@@ -274,11 +274,7 @@ def _at(flat: Flat | None) -> int:
 
 
 def _load() -> Any:
-    """Import ``cupy.cuda`` with NCCL.
-
-    Raises:
-        TransportError: CuPy or its NCCL is missing.
-    """
+    """Import ``cupy.cuda`` with NCCL. Raises `TransportError`: CuPy or its NCCL is missing."""
     try:
         cuda = importlib.import_module("cupy.cuda")
         nccl = importlib.import_module("cupy.cuda.nccl")

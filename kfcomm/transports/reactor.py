@@ -143,11 +143,7 @@ class Reactor:
             self.woken()
 
     def call_soon_threadsafe(self, callback: Callback, *arguments: Any) -> None:
-        """Call back soon, from any thread.
-
-        Raises:
-            RuntimeError: the reactor is closed.
-        """
+        """Call back soon, from any thread. Raises `RuntimeError`: the reactor is closed."""
         if self._epoll.closed:
             raise RuntimeError("this reactor is closed")
         self.deferred.append((callback, arguments))

@@ -94,11 +94,7 @@ TRANSPORT_NAMES = (*LINKS, *(transport.name for transport in TRANSPORTS if not t
 
 
 def named(name: str) -> Transport:
-    """Return the transport of this name.
-
-    Raises:
-        KeyError: unknown name.
-    """
+    """Return the transport of this name. Raises `KeyError`: unknown name."""
     return {transport.name: transport for transport in TRANSPORTS}[name]
 
 

@@ -147,11 +147,7 @@ class SealedReader:
         return decode_header(data[begin:digest]), payload_nbytes, body
 
     def check(self, payload: memoryview) -> None:
-        """Check the payload of the head that was decoded last.
-
-        Raises:
-            RemoteProtocolError: it was changed.
-        """
+        """Check the payload of the head that was decoded last. Raises `RemoteProtocolError`: it was changed."""
         if self._digest is None:
             raise RemoteProtocolError("a payload came where none is sent")
         if self._digest(payload) != self._due:

@@ -277,11 +277,7 @@ class Connection:
 
 
 async def send_all(sock: Stream, data: bytes) -> None:
-    """Send all of ``data``, waiting whenever the socket is full.
-
-    Raises:
-        OSError: the system's reason.
-    """
+    """Send all of ``data``, waiting whenever the socket is full. Raises `OSError`: the system's reason."""
     rest = memoryview(data)
     while rest:
         try:

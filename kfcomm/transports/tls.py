@@ -167,11 +167,7 @@ class TlsSocket:
         self._unsent: bytes | None = None
 
     async def shake_hands(self) -> None:
-        """The handshake of TLS.
-
-        Raises:
-            OSError: it failed.
-        """
+        """The handshake of TLS. Raises `OSError`: it failed."""
         while True:
             try:
                 return self._sock.do_handshake()

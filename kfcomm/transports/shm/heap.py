@@ -228,11 +228,7 @@ class PeerHeap:
         return self._writable is not None
 
     def array(self, at: int, dtype: np.dtype[Any], count: int, *, writable: bool = False) -> Array:
-        """Return an array in it, for reading or writing.
-
-        Raises:
-            RemoteProtocolError: it would go beyond the heap.
-        """
+        """Return an array in it, for reading or writing. Raises `RemoteProtocolError`: it would go beyond the heap."""
         mapping = self._writable if writable else self._mapping
         if mapping is None or not 0 <= at <= self._nbytes - count * dtype.itemsize:
             raise RemoteProtocolError(f"an array of {count} elements at {at} of a heap of {self._nbytes} bytes")

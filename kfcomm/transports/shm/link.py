@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
@@ -41,17 +42,7 @@ _BELL_AFTER_LOOKS = 16
 
 
 class Wire(NamedTuple):
-    """Parts of a link, once both sides have mapped everything.
-
-    Attributes:
-        sock: connected to the peer.
-        reactor: drives the link.
-        inbound: receives what arrives.
-        peer: world rank of the other end.
-        shared: the segment of this link.
-        keeper: polls it.
-        slots: see ``transports.base.Link``.
-    """
+    """Parts of a link to a ``peer``, once both sides have mapped everything; ``keeper`` polls it."""
 
     sock: socket.socket
     reactor: Readiness
@@ -63,12 +54,9 @@ class Wire(NamedTuple):
 
 
 class ShmLink(Link, ABC):
-    """One end; see `ShmSender` and `ShmReceiver`. Made when both sides have mapped everything.
-
-    Payloads are never placed, so there is nothing to disown.
+    """One end; see `ShmSender` and `ShmReceiver`. Payloads are never placed, so there is nothing to disown.
 
     Attributes:
-        peer, state: see ``transports.base.Link``.
         news: counter of the peer's writes (words, index), and the reader that counts how much of it was read.
         owes_bell: the peer may sleep through a stored record.
         is_closing: this side has said goodbye, or is about to, or the link has ended.
@@ -76,6 +64,8 @@ class ShmLink(Link, ABC):
 
     kind = "shm"
     needs_flush = False
+    queue: list[Any] | deque[Any]
+    """Frames that wait for space."""
     _near: Word
     _far: Word
     _tail: Word
@@ -123,11 +113,6 @@ class ShmLink(Link, ABC):
     @abstractmethod
     def _advance(self) -> None:
         """Move what waits, as far as it fits."""
-
-    @property
-    @abstractmethod
-    def has_queue(self) -> bool:
-        """Whether something waits for space."""
 
     @abstractmethod
     def _let_go(self) -> None:
@@ -179,7 +164,7 @@ class ShmLink(Link, ABC):
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to send, a goodbye included."""
-        return not self.has_queue and (self._said_bye or not self.is_closing)
+        return not self.queue and (self._said_bye or not self.is_closing)
 
     def park(self, what: Parked) -> None:
         """Have the peer wake this side from now on; a fence and a poll must follow.
@@ -230,7 +215,7 @@ class ShmLink(Link, ABC):
         if self._fd < 0 or self._said_bye:
             return
         self._advance()
-        if self.has_queue or not self._out.put_encoded(self._packed((BYE,))):
+        if self.queue or not self._out.put_encoded(self._packed((BYE,))):
             return
         self._said_bye = True
         with contextlib.suppress(OSError):  # the peer is gone: reading will say so

@@ -35,7 +35,7 @@ class ShmReceiver(ShmLink):
         self._lent_nbytes = 0
         self._shown: tuple[int, int] | None = None
         self._num_returned = 0
-        self._answers: deque[bytes] = deque()
+        self.queue: deque[bytes] = deque()
         super().__init__(wire, wire.shared.receiver_rings())
         self._into.take_chunk = partial(wire.inbound.receive, self)
 
@@ -48,8 +48,8 @@ class ShmReceiver(ShmLink):
             return True
         data = self._packed(header)
         try:
-            if self._answers or not self._out.put_encoded(data):
-                self._answers.append(data)
+            if self.queue or not self._out.put_encoded(data):
+                self.queue.append(data)
                 self._keeper.wake()
             self.owes_bell = True
             self._restless.add(self)
@@ -61,16 +61,6 @@ class ShmReceiver(ShmLink):
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         # Answers have no owner.
         return ()
-
-    @override
-    def reserve(self, nbytes: int, priority: int) -> None:
-        # Answers have no payload.
-        return
-
-    @override
-    def set_low_latency(self) -> None:
-        # Answers are small.
-        return
 
     @override
     def lend(self) -> int | None:
@@ -100,7 +90,7 @@ class ShmReceiver(ShmLink):
         if self._fd < 0:
             return False
         try:
-            if self._answers:
+            if self.queue:
                 self._advance()
             if self.is_closing and not self._said_bye:
                 self._say_bye()
@@ -124,7 +114,7 @@ class ShmReceiver(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        if not (self._answers or self.owes_bell or self.is_closing):
+        if not (self.queue or self.owes_bell or self.is_closing):
             self._restless.discard(self)
         return False
 
@@ -174,17 +164,12 @@ class ShmReceiver(ShmLink):
         self._words[Word.RETURNED] = number + 1
 
     def _advance(self) -> None:
-        while self._answers and self._out.put_encoded(self._answers[0]):
-            self._answers.popleft()
+        while self.queue and self._out.put_encoded(self.queue[0]):
+            self.queue.popleft()
             self.owes_bell = True
 
-    @property
-    @override
-    def has_queue(self) -> bool:
-        return bool(self._answers)
-
     def _let_go(self) -> None:
-        self._answers.clear()
+        self.queue.clear()
         self._say_closed()
         if self.slots is not None:
             self.slots.close()

@@ -92,11 +92,7 @@ def check(descriptor: int, nbytes: int) -> None:
 
 
 def size_of(descriptor: int) -> int:
-    """Return the bytes of a segment.
-
-    Raises:
-        RemoteProtocolError: not a segment, or it could still change its size.
-    """
+    """Return the bytes of a segment. Raises `RemoteProtocolError`: not a segment, or it could still change its size."""
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
@@ -108,11 +104,7 @@ def size_of(descriptor: int) -> int:
 
 
 def make(name: str, nbytes: int) -> int:
-    """Make a segment; returns its descriptor.
-
-    Raises:
-        OSError: the system refuses the memory.
-    """
+    """Make a segment; returns its descriptor. Raises `OSError`: the system refuses the memory."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)

@@ -56,7 +56,7 @@ class ShmSender(ShmLink):
         self._nbytes = 0
         self._num_returned = 0
         self._defined: set[int] = set()
-        self._waiting: list[_Waiting] = []
+        self.queue: list[_Waiting] = []
         self._stuck: tuple[int, int, int, int] | None = None
         self._numbers = count()
         self._done: deque[Owner] = deque()
@@ -78,7 +78,7 @@ class ShmSender(ShmLink):
             return True
         nbytes = 0 if payload is None else len(payload)
         try:
-            if nbytes <= INLINE_NBYTES and not self._waiting:
+            if nbytes <= INLINE_NBYTES and not self.queue:
                 is_put = self._out.put(header, 0, nbytes, payload)
             elif nbytes <= SLAB_NBYTES:
                 is_put = not self._is_behind(header, payload, priority) and self._put(header, payload)
@@ -99,7 +99,7 @@ class ShmSender(ShmLink):
         # A reserved piece is freed by the next publication, so a payload that must wait there needs a copy.
         if payload is not None and self._arena.is_reserved(payload):
             payload = memoryview(bytes(payload))
-        heapq.heappush(self._waiting, (-2 * priority - header[5], next(self._numbers), header, payload, owner))
+        heapq.heappush(self.queue, (-2 * priority - header[5], next(self._numbers), header, payload, owner))
         self._stuck = None
         self._restless.add(self)
         self._keeper.wake()
@@ -109,7 +109,7 @@ class ShmSender(ShmLink):
     def reserve(self, nbytes: int, priority: int) -> memoryview | None:
         if nbytes <= INLINE_NBYTES or nbytes > SLAB_NBYTES or self.is_closing:
             return None
-        if self._waiting and self._waiting[0][0] < -2 * priority:
+        if self.queue and self.queue[0][0] < -2 * priority:
             return None
         try:
             return self._arena.reserve(nbytes) if self._has_room(nbytes, self._large_window) else None
@@ -122,19 +122,11 @@ class ShmSender(ShmLink):
         self._window = self._large_window = LOW_LATENCY_WINDOW_NBYTES
 
     @override
-    def lend(self) -> None:
-        # Answers have no payload to lend.
-        return
-
-    def give_back(self, loan: None) -> None:
-        """Nothing is lent: answers have no payload."""
-
-    @override
     def withdraw(self, owner: Owner) -> Sequence[Header]:
-        dropped = [entry for entry in self._waiting if entry[4] is owner]
+        dropped = [entry for entry in self.queue if entry[4] is owner]
         if dropped:
-            self._waiting = [entry for entry in self._waiting if entry[4] is not owner]
-            heapq.heapify(self._waiting)
+            self.queue = [entry for entry in self.queue if entry[4] is not owner]
+            heapq.heapify(self.queue)
             self._stuck = None
         if self._done:
             self._done = deque(other for other in self._done if other is not owner)
@@ -153,10 +145,10 @@ class ShmSender(ShmLink):
                 self._hear()
                 self._tell_of_room()
                 moved = True
-            if self._waiting and self._stuck != self._room():
-                before = len(self._waiting)
+            if self.queue and self._stuck != self._room():
+                before = len(self.queue)
                 self._advance()
-                moved = moved or len(self._waiting) != before
+                moved = moved or len(self.queue) != before
             if self.is_closing and not self._said_bye:
                 self._say_bye()
         except RemoteProtocolError as error:
@@ -167,14 +159,9 @@ class ShmSender(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        if not (self._pieces or self._waiting or self.owes_bell or self.is_closing):
+        if not (self._pieces or self.queue or self.owes_bell or self.is_closing):
             self._restless.discard(self)
         return moved
-
-    @property
-    def pieces(self) -> Sequence[int]:
-        """Pieces that the peer may still read."""
-        return tuple(self._pieces)
 
     def _say(self, header: Header) -> None:
         """Send another frame than a chunk, ahead of all chunks that wait."""
@@ -186,8 +173,8 @@ class ShmSender(ShmLink):
         elif header[0] == _LEFT:
             self._hold_all_behind()
         try:
-            if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
-                heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
+            if (self.queue and self.queue[0][0] == _FRONT) or not self._out.put_encoded(data):
+                heapq.heappush(self.queue, (_FRONT, next(self._numbers), data, None, None))
                 self._stuck = None
                 self._keeper.wake()
         except RemoteProtocolError as error:
@@ -198,7 +185,7 @@ class ShmSender(ShmLink):
 
     def _hold_all_behind(self) -> None:
         """Let no later chunk overtake those that wait now."""
-        self._waiting = [(_FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self._waiting)]
+        self.queue = [(_FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self.queue)]
 
     def _put(self, header: Any, payload: memoryview | None) -> bool:
         if type(header) is bytes:
@@ -225,9 +212,9 @@ class ShmSender(ShmLink):
 
     def _is_behind(self, header: Header, payload: memoryview | None, priority: int) -> bool:
         """Return whether waiting chunks go before this one. A payload in the arena goes first of its level."""
-        if not self._waiting:
+        if not self.queue:
             return False
-        first: int = self._waiting[0][0]
+        first: int = self.queue[0][0]
         level: int = -2 * priority - header[5]
         if payload is not None and self._arena.is_there(payload):
             return first < level
@@ -248,7 +235,7 @@ class ShmSender(ShmLink):
         return words[Word.LENT], words[Word.FORTH_HEAD], self._num_returned, self._arena.num_freed
 
     def _advance(self) -> None:
-        waiting = self._waiting
+        waiting = self.queue
         if waiting:
             self._stuck = self._room()
         while waiting and self._put(waiting[0][2], waiting[0][3]):
@@ -258,11 +245,6 @@ class ShmSender(ShmLink):
                 self._done.append(owner)
         while self._done:
             self._done.popleft().sent()
-
-    @property
-    @override
-    def has_queue(self) -> bool:
-        return bool(self._waiting)
 
     def _take_back(self) -> None:
         """Free the pieces that the peer has read."""
@@ -296,8 +278,8 @@ class ShmSender(ShmLink):
             self._inbound.receive(self, header, payload[:0])
 
     def _let_go(self) -> None:
-        self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)
-        self._waiting.clear()
+        self._done.extend(entry[4] for entry in self.queue if entry[4] is not None)
+        self.queue.clear()
 
     def may_reuse(self) -> bool:
         """Return whether the peer of a link that has ended has released the arena."""

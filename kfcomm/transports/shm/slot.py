@@ -66,7 +66,7 @@ class Slot:
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
         number, at, members, rank, hub, dtype, cut, combine = spec
-        places, root = memory.places_of(members), members[hub]
+        places, root = tuple(memory.places[world] for world in members), members[hub]
         self.memory = memory
         self.number = number
         self.at, self.room = at, cut.room
@@ -88,7 +88,7 @@ class Slot:
         self._fence = fence()
         self.parked = memory.parked
         self._posted_at = POSTED + number
-        self._words = memory.own_words()
+        self._words = memory.own_words
         length = len(places) * cut.piece if cut.is_turned else cut.count
         shows, (begin, end) = (cut.shows, cut.reads) if cut.is_whole else (length, (0, length))
         self._buffers_end = at + 2 * lines(length * dtype.itemsize)

@@ -202,6 +202,8 @@ class SlotMemory:
         descriptor: see above; -1 when it is closed.
         heaps: see above.
         num_slots: number of slots ever handed out here.
+        places: of the regions, by world rank.
+        own_words: those that this process stores, by ``POSTED`` or another kind, plus slot.
 
     Raises:
         RemoteProtocolError: the segment has another size.
@@ -211,12 +213,12 @@ class SlotMemory:
         self.descriptor = descriptor
         self.heaps = heaps
         self._is_own = is_own
-        self._places = {world: place for place, world in enumerate(ranks)}
-        self._own_place = self._places[heaps.rank]
+        self.places = {world: place for place, world in enumerate(ranks)}
+        self._own_place = self.places[heaps.rank]
         self._everywhere = tuple(range(len(ranks)))
         self._stride = nbytes_of_regions(len(ranks))
         self._mapping: tuple[mmap.mmap, mmap.mmap] | None = None
-        self._words = memoryview(b"").cast("q")
+        self.own_words = memoryview(b"").cast("q")
         self.parked: Words = list
         self.num_slots = 0
         self._next_at = _BUFFERS_AT
@@ -225,11 +227,7 @@ class SlotMemory:
 
     @classmethod
     def make(cls, ranks: Sequence[int], heaps: Heaps) -> SlotMemory:
-        """Make the memory of this process.
-
-        Raises:
-            LinkRefused: the system refuses the memory.
-        """
+        """Make the memory of this process. Raises `LinkRefused`: the system refuses the memory."""
         descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         mapping.close()
         return cls(descriptor, ranks, heaps, is_own=True)
@@ -248,23 +246,23 @@ class SlotMemory:
         """
         if self._mapping is None:
             stride, descriptor = self._stride, self.descriptor
-            everything = attach(descriptor, stride * len(self._places), writable=False)
+            everything = attach(descriptor, stride * len(self.places), writable=False)
             own = mmap.mmap(descriptor, stride, offset=stride * self._own_place)
             self._mapping = everything, own
             if not self._is_own:
                 self.close()
-            self._words = memoryview(own)[:_BUFFERS_AT].cast("q")
+            self.own_words = memoryview(own)[:_BUFFERS_AT].cast("q")
             self.parked = self._words_at(0, self._everywhere)
         return self._mapping
 
     def park(self, *, is_parked: bool) -> None:
         """Set whether peers must wake this process when they post; see ``Slot.post``."""
-        self._words[0] = is_parked
+        self.own_words[0] = is_parked
 
     def sleeping(self) -> list[int]:
         """Return the world ranks that must be woken."""
         parked = self.parked()
-        return [world for world, place in self._places.items() if parked[place]]
+        return [world for world, place in self.places.items() if parked[place]]
 
     def hand_out(self, cut: Cut) -> tuple[int, int] | None:
         """Return number and offset of a new slot for messages of this cut; None if the memory is full."""
@@ -290,7 +288,7 @@ class SlotMemory:
         """Clear the words of this process for a slot."""
         if self._mapping is not None:
             for kind in _KINDS:
-                self._words[kind + number] = 0
+                self.own_words[kind + number] = 0
 
     def _is_clear(self, number: int) -> bool:
         return not any(any(self.words(kind, number, self._everywhere)()) for kind in _KINDS)
@@ -300,7 +298,7 @@ class SlotMemory:
         last_at = self._stride - spec.cut.room
         if spec.number >= MAX_SLOTS or not _BUFFERS_AT <= spec.at <= last_at or spec.at % _LINE:
             return None
-        if not all(world in self._places for world in spec.members):
+        if not all(world in self.places for world in spec.members):
             return None
         if self.descriptor < 0 and self._mapping is None:  # the link that brought the memory has ended
             return None
@@ -324,14 +322,6 @@ class SlotMemory:
         return slot.places == self._everywhere
 
     # Parts of slots.
-
-    def own_words(self) -> memoryview:
-        """Return the words that this process stores, by ``POSTED`` or another kind, plus slot."""
-        return self._words
-
-    def places_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the places of the regions of these world ranks."""
-        return tuple(self._places[world] for world in members)
 
     def words(self, kind: int, number: int, places: tuple[int, ...]) -> Words:
         """Return the function that reads the words of one slot."""

@@ -209,7 +209,7 @@ def answers(link):
 
 
 def flushes(link):
-    link._waiting = [(0, number, chunk(0), HALF[:4000], None) for number in range(999)]
+    link.queue = [(0, number, chunk(0), HALF[:4000], None) for number in range(999)]
     link.flush()
 
 
@@ -229,7 +229,7 @@ async def test_a_sender_that_meets_a_wrong_counter_ends_its_link_from_the_loop(w
 @pytest.mark.asyncio
 async def test_a_goodbye_that_meets_a_wrong_counter_ends_the_link():
     async with two_pairs() as (bad, _):
-        while not bad.link.has_queue:
+        while not bad.link.queue:
             bad.link.send(chunk(0), HALF[:4000], filler := Owner())
         bad.link.withdraw(filler)
         bad.words[Word.FORTH_HEAD] = MAX

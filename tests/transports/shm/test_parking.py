@@ -183,7 +183,7 @@ def test_answers_beyond_the_ring_all_arrive_when_the_sender_looks_again(in_turns
         far.do(pair.other.flush)
         threads.run_side(1)
         assert not there.hub.is_awake
-        assert pair.other.has_queue
+        assert pair.other.queue
         threads.run(in_turns=in_turns)
         assert [header[1] for header, _ in pair.notes.frames] == list(range(2000))
 
@@ -193,7 +193,7 @@ def test_a_goodbye_that_finds_no_room_is_said_later(filling):
     with stepped(lambda: 0) as (threads, here, _, (pair,)):
         near, _ = threads.sides
         count = 0
-        while near.do(pair.link.send, chunk(count), BIG[:4000]) or not pair.link.has_queue:
+        while near.do(pair.link.send, chunk(count), BIG[:4000]) or not pair.link.queue:
             count += 1
         if not filling:  # exactly full, and nothing waits
             assert pair.link.withdraw(None)

@@ -29,7 +29,7 @@ async def test_a_payload_can_be_made_where_it_is_sent_from():
         made = pair.link.reserve(len(HALF), 0)
         made[:] = HALF
         assert pair.link.send(chunk(0), made, Owner())
-        assert pair.link.pieces == (pair.link._arena._last_piece,)
+        assert [*pair.link._pieces] == [pair.link._arena._last_piece]
         pair.link.flush()
         await pair.heard.until(lambda heard: heard.frames)
         assert pair.heard.frames == [(chunk(0), HALF)]
