@@ -10,6 +10,7 @@ import socket
 import tempfile
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import Keys
@@ -144,6 +145,20 @@ async def both_ends(kind, buffer_nbytes=None):
     return await asyncio.gather(secured(socks[0], client, is_server=False), secured(socks[1], server, is_server=True))
 
 
+class Ends(NamedTuple):
+    """Two links to each other, and what each hears."""
+
+    link: StreamLink
+    notes: Notes
+    other: StreamLink
+    heard: Notes
+
+    async def ended(self):
+        """Wait until both ends have been reported."""
+        await self.link.wait_closed()
+        await self.other.wait_closed()
+
+
 @contextlib.asynccontextmanager
 async def linked(kind="pair", *, options=None, buffer_nbytes=None):
     """Two links to each other, and the notes of each; at the end nothing is open any more."""
@@ -154,7 +169,7 @@ async def linked(kind="pair", *, options=None, buffer_nbytes=None):
     link = StreamLink(socks[0], loop, notes, 1, options=options, seals=seals)
     other = StreamLink(socks[1], loop, other_notes, 0, options=options, seals=theirs)
     try:
-        yield link, notes, other, other_notes
+        yield Ends(link, notes, other, other_notes)
     finally:
         for end in (link, other):
             end.abort()

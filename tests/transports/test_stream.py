@@ -26,46 +26,6 @@ async def kernel_is_full(link):
         await asyncio.sleep(0)
 
 
-lengths = st.one_of(st.integers(0, 40), st.integers(0, 5000), st.sampled_from([65_000, 65_536, 200_000]))
-
-
-# Frames arrive whole and in order
-
-
-@on_every_loop
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from(["send", "flush", "answer"]), lengths), max_size=30), st.data())
-async def test_frames_arrive_whole_and_in_order(script, data):
-    kind = data.draw(st.sampled_from(LINKS))
-    options = data.draw(st.sampled_from([None, BUSY]))
-    sent, answered, owner = [], [], Owner()
-    async with linked(kind, options=options, buffer_nbytes=1 if options else None) as (link, notes, other, heard):
-        for index, (verb, nbytes) in enumerate(script):
-            if verb == "send":
-                sent.append((chunk(index), bytes(noise(nbytes))))
-                link.send(*sent[-1][:1], memoryview(sent[-1][1]), owner)
-            elif verb == "answer":
-                answered.append(([6, index, nbytes], b""))
-                other.send(answered[-1][0])
-            else:
-                link.flush()
-                other.flush()
-        link.flush()
-        other.flush()
-        await notes.until(lambda notes: len(notes.frames) == len(answered))
-        await heard.until(lambda heard: len(heard.frames) == len(sent))
-        link.close()
-        await link.wait_closed()
-        await other.wait_closed()
-    assert heard.frames == sent
-    assert notes.frames == answered
-    assert owner.times == len(sent)
-    assert heard.ends == notes.ends == [None]
-    assert (link.bytes_out, link.frames_out) == (other.bytes_in, other.frames_in)
-    assert link.frames_out == len(sent) + 1
-    assert link.queued_nbytes == 0
-
-
 @on_every_loop
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_peer_may_write_byte_by_byte(kind):
@@ -320,23 +280,6 @@ async def test_ten_thousand_garbage_frames_cost_one_connection_and_no_memory():
 
 
 @on_every_loop
-async def test_the_user_of_a_link_may_judge_a_frame():
-    async with linked() as (link, notes, _, heard):
-
-        def judge(link, header):
-            raise RemoteProtocolError("no such key")
-
-        heard.on_frame = judge
-        link.send(chunk(1))
-        link.send(chunk(2))
-        link.flush()
-        await heard.until(lambda heard: heard.ends)
-        assert str(heard.ends[0]) == "no such key"
-        assert len(heard.frames) == 1
-        await notes.until(lambda notes: notes.ends)
-
-
-@on_every_loop
 @pytest.mark.parametrize("what", ["frame", "placement"])
 async def test_a_defect_of_the_user_ends_the_link_and_is_not_hidden(what):
     unheard = []
@@ -452,44 +395,6 @@ async def test_a_failed_write_is_reported_from_the_loop_and_once():
 
 
 @on_every_loop
-@pytest.mark.parametrize("kind", LINKS)
-async def test_closing_sends_what_is_queued_and_reads_the_answers(kind):
-    async with linked(kind, buffer_nbytes=1) as (link, notes, other, heard):
-        payload = noise(1 << 20)
-
-        def answer(link, header):
-            link.send([6, header[1], 0])
-            link.flush()
-
-        heard.on_frame = answer
-        for index in range(5):
-            link.send(chunk(index), memoryview(payload))
-        link.close()
-        link.close()
-        assert link.is_closing
-        assert not heard.frames
-        await link.wait_closed()
-        await other.wait_closed()
-        assert heard.frames == [(chunk(index), bytes(payload)) for index in range(5)]
-        assert notes.frames == [([6, index, 0], b"") for index in range(len(notes.frames))]
-        assert len(notes.frames) >= 4
-        assert notes.ends == heard.ends == [None]
-
-
-@on_every_loop
-async def test_both_sides_may_close_at_once():
-    async with linked() as (link, notes, other, heard):
-        link.send(chunk(1))
-        other.send(chunk(2))
-        link.close()
-        other.close()
-        await link.wait_closed()
-        await other.wait_closed()
-        assert (notes.frames, heard.frames) == ([(chunk(2), b"")], [(chunk(1), b"")])
-        assert notes.ends == heard.ends == [None]
-
-
-@on_every_loop
 async def test_frames_after_goodbye_are_dropped():
     async with linked() as (link, _, other, heard):
         link.close()
@@ -523,18 +428,6 @@ async def test_aborting_frees_everything_at_once_and_tells_each_owner_once():
         assert notes.ends == [None]
         await heard.until(lambda heard: heard.ends)
         assert isinstance(heard.ends[0], TransportError)
-
-
-@on_every_loop
-async def test_a_link_may_be_aborted_while_it_hands_over_frames():
-    async with linked() as (link, _, other, heard):
-        heard.on_frame = lambda link, header: link.abort()
-        for index in range(3):
-            link.send(chunk(index))
-        link.flush()
-        await other.wait_closed()
-        assert heard.frames == [(chunk(0), b"")]
-        assert heard.ends == [None]
 
 
 @on_every_loop

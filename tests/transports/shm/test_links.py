@@ -2,11 +2,9 @@ import asyncio
 import socket
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES
-from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from kfcomm.errors import LocalProtocolError, TransportError
 from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, Word
 from kfcomm.transports.shm.segment import SLAB_NBYTES
 from kfcomm.transports.shm.sender import INLINE_NBYTES, LOW_LATENCY_WINDOW_NBYTES, WINDOW_NBYTES
@@ -15,43 +13,6 @@ from tests.transports.shm.pairs import HALF, MIB, Pair, fill, linked, processes,
 from tests.transports.streams import Owner, chunk, noise
 
 CREDIT = 6
-
-
-# Frames arrive whole and in order
-
-lengths = st.one_of(
-    st.integers(0, 40), st.integers(0, 9000), st.sampled_from([INLINE_NBYTES, INLINE_NBYTES + 1, 200_000, SLAB_NBYTES])
-)
-
-
-@on_every_loop
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from(["send", "flush", "answer", "turn"]), lengths), max_size=30))
-async def test_frames_arrive_whole_and_in_order(script):
-    sent, answered, owner, read = [], [], Owner(), 0
-    async with linked(slabs=2) as pair:
-        for index, (verb, nbytes) in enumerate(script):
-            if verb == "send":
-                sent.append((chunk(index), bytes(noise(nbytes))))
-                read += pair.link.send(sent[-1][0], memoryview(sent[-1][1]), owner)
-            elif verb == "answer":
-                answered.append(([CREDIT, index, nbytes], b""))
-                assert pair.other.send(answered[-1][0])
-            elif verb == "turn":
-                await asyncio.sleep(0)
-            else:
-                pair.link.flush()
-                pair.other.flush()
-        pair.link.flush()
-        pair.other.flush()
-        await pair.notes.until(lambda notes: len(notes.frames) == len(answered))
-        await pair.heard.until(lambda heard: len(heard.frames) == len(sent))
-        pair.link.close()
-        await pair.ended()
-    assert pair.heard.frames == sent
-    assert pair.notes.frames == answered
-    assert read + owner.times == len(sent)
-    assert pair.heard.ends == pair.notes.ends == [None]
 
 
 @pytest.mark.asyncio
@@ -374,38 +335,6 @@ async def test_an_arena_that_is_used_up_is_enough_for_many_links():
 # The end
 
 
-@on_every_loop
-async def test_closing_sends_what_waits_and_reads_the_answers():
-    async with linked() as pair:
-
-        def answer(link, header):
-            link.send([CREDIT, header[1], 0])
-
-        pair.heard.on_frame = answer
-        for index in range(20):
-            pair.link.send(chunk(index), memoryview(HALF)[:])
-        pair.link.close()
-        pair.link.close()
-        assert pair.link.is_closing
-        assert not pair.heard.frames
-        await pair.ended()
-        assert pair.heard.frames == [(chunk(index), bytes(HALF)) for index in range(20)]
-        assert pair.notes.frames == [([CREDIT, index, 0], b"") for index in range(20)]
-        assert pair.notes.ends == pair.heard.ends == [None]
-
-
-@on_every_loop
-async def test_both_sides_may_close_at_once():
-    async with linked() as pair:
-        pair.link.send(chunk(1))
-        pair.other.send([CREDIT, 2, 0])
-        pair.link.close()
-        pair.other.close()
-        await pair.ended()
-        assert (pair.notes.frames, pair.heard.frames) == ([([CREDIT, 2, 0], b"")], [(chunk(1), b"")])
-        assert pair.notes.ends == pair.heard.ends == [None]
-
-
 @pytest.mark.asyncio
 async def test_the_receiver_may_close_alone():
     async with linked() as pair:
@@ -461,26 +390,6 @@ async def test_aborting_frees_everything_at_once_and_tells_each_owner_once():
         assert len(pair.heard.frames) == count
         assert isinstance(pair.heard.ends[0], TransportError)
         assert "without a goodbye" in str(pair.heard.ends[0])
-
-
-@on_every_loop
-async def test_a_link_may_be_aborted_while_it_hands_over_frames():
-    async with linked() as pair:
-        pair.heard.on_frame = lambda link, header: link.abort()
-        for index in range(3):
-            pair.link.send(chunk(index), memoryview(HALF))
-        pair.link.flush()
-        await pair.ended()
-        assert pair.heard.frames == [(chunk(0), HALF)]
-        assert pair.heard.ends == [None]
-    async with linked() as pair:
-        pair.notes.on_frame = lambda link, header: link.abort()
-        for index in range(3):
-            pair.other.send([CREDIT, index, 0])
-        pair.other.flush()
-        await pair.ended()
-        assert len(pair.notes.frames) == 1
-        assert pair.notes.ends == [None]
 
 
 @on_every_loop
@@ -578,22 +487,6 @@ async def test_pieces_are_not_free_while_the_call_that_ended_the_link_still_read
 
 
 # What is wrong on one link ends that one
-
-
-@on_every_loop
-async def test_the_user_of_a_link_may_judge_a_frame():
-    async with linked() as pair:
-
-        def judge(link, header):
-            raise RemoteProtocolError("no such key")
-
-        pair.heard.on_frame = judge
-        pair.link.send(chunk(1))
-        pair.link.send(chunk(2))
-        pair.link.flush()
-        await pair.ended()
-        assert str(pair.heard.ends[0]) == "no such key"
-        assert len(pair.heard.frames) == 1
 
 
 @on_every_loop
