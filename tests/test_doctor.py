@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.doctor import Diagnosis, as_text, diagnose, read
-from kfcomm.monitor.doctor.findings import Finding, Kind, findings
+from kfcomm.monitor.doctor import Diagnosis, diagnose, read
+from kfcomm.monitor.findings import Finding, Kind, as_text, findings
 from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ, launched
 

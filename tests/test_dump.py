@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.monitor import dump_record as record
-from kfcomm.monitor.dump_record import steady
-from kfcomm.monitor.dumps import install_signal
+from kfcomm.engine.meter import steady
+from kfcomm.monitor import dumps
+from kfcomm.monitor.doctor import checked
+from kfcomm.monitor.dumps import Record, install_signal
 from kfcomm.sync import Communicator
 from kfcomm.testing import sync_world, world
 
@@ -45,7 +45,8 @@ def test_a_dump_says_what_waits_and_what_was_done(tmp_path: Path) -> None:
         settled(comms)
         said = comms[0].dump(tmp_path / "dump.json")
     assert json.loads((tmp_path / "dump.json").read_text()) == [json.loads(json.dumps(said))]
-    assert set(said) == set(re.findall(r"``([a-z_]+)``", record.__doc__ or ""))
+    checked(said, Record)
+    assert set(said) == Record.__required_keys__ | Record.__optional_keys__
     assert (said["rank"], said["size"], said["pid"], said["lost"]) == (0, 3, os.getpid(), {})
     (group,) = said["groups"]
     assert said["groups"][group] == {"name": "world", "members": [0, 1, 2]}
@@ -137,7 +138,7 @@ async def test_a_loop_without_a_turn_is_noticed() -> None:
 
 
 def test_only_the_newest_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "MAX_USES", 2)
+    monkeypatch.setattr(dumps, "MAX_USES", 2)
     with kfcomm.sync.init() as comm:
         for name in ("a", "b", "c"):
             comm.all_reduce(1, name)
@@ -177,12 +178,12 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_dumps_may_be_made_while_the_engine_works() -> None:
     """On another thread than the engine's, and without an end to it before the engine is done."""
-    dumps = 0
+    num_dumps = 0
     with sync_world(2) as comms:
         handles = [comm.all_reduce_async(n, f"{n % 7}/{n}") for n in range(1500) for comm in comms]
-        while not handles[-1].done() or not dumps:
+        while not handles[-1].done() or not num_dumps:
             said = kfcomm.dump()
-            dumps += 1
+            num_dumps += 1
             assert {one["rank"] for one in said} == {0, 1}
         assert [int(one.wait()) for one in handles[::2]] == [2 * n for n in range(1500)]
 

@@ -4,9 +4,9 @@ A process pays for what it uses: the launcher not for the engine, a rank not for
 package says its names twice, to type checkers by imports, to the interpreter by a table::
 
     if TYPE_CHECKING:
-        from kfcomm.monitor.records import Statistics
+        from kfcomm.monitor.statistics import Statistics
     else:  # type checkers would take any name for one that is there
-        __getattr__ = imported_when_used(__name__, {"Statistics": "kfcomm.monitor.records"})
+        __getattr__ = imported_when_used(__name__, {"Statistics": "kfcomm.monitor.statistics"})
 """
 
 from __future__ import annotations

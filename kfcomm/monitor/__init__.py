@@ -1,7 +1,7 @@
 """Observation of a process's communication: statistics, metrics, timelines, dumps, and tools that read them.
 
 The figures are kept by the engine (``engine.meter``, ``engine.traffic``); this layer reads them and makes records of
-them. Invariants: reading happens on any thread, stops nobody, and changes nothing that others read.
+them. Invariants: reading happens on any thread, stops no rank, and changes nothing that others read.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
-    from kfcomm.monitor.records import (
+    from kfcomm.monitor.statistics import (
         KeyStatistics,
         PeerStatistics,
         Statistics,
@@ -21,7 +21,7 @@ else:  # type checkers would take any name for one that is there
         __name__,
         dict.fromkeys(
             ("KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"),
-            "kfcomm.monitor.records",
+            "kfcomm.monitor.statistics",
         ),
     )
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from kfcomm.common.sizes import shortened
 from kfcomm.common.sockets import credentials_of, listening_names
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.attendant import PATIENCE_S, Attendant
+from kfcomm.monitor.serving import PATIENCE_S, Attendant
 
 if TYPE_CHECKING:
-    from kfcomm.monitor.records import Statistics
+    from kfcomm.monitor.statistics import Statistics
 
 logger = logging.getLogger("kfcomm")
 
@@ -136,7 +136,7 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
 
 
 def _ask(name: str) -> Statistics | None:
-    from kfcomm.monitor.records import Statistics  # here: this is done by those who watch, not by a rank
+    from kfcomm.monitor.statistics import Statistics  # here: this is done by those who watch, not by a rank
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(PATIENCE_S)

@@ -17,9 +17,8 @@ from kfcomm.common.imports import is_installed, lacking
 from kfcomm.engine.meter import PER_OCTAVE, Meter, Tally, bound_s
 from kfcomm.engine.traffic import added
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.attendant import PATIENCE_S, Attendant
-from kfcomm.monitor.records import Statistics
-from kfcomm.monitor.statistics import OTHERS, OWN, is_own, tallies_of
+from kfcomm.monitor.serving import PATIENCE_S, Attendant
+from kfcomm.monitor.statistics import OTHERS, OWN, Statistics, is_own, tallies_of
 from kfcomm.transports.base import Counts
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from kfcomm.collectives.blobs import as_array
 from kfcomm.common.tracebacks import bare, terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.joining import Init, is_full, prepare
-from kfcomm.monitor.whereabouts import program_line
+from kfcomm.monitor.dumps import program_line
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import StrategySpec

@@ -24,7 +24,7 @@ from typing import Any
 
 from kfcomm.collectives.group import IN_ORDER
 from kfcomm.common.arguments import checked_name
-from kfcomm.monitor.whereabouts import OTHERS
+from kfcomm.monitor.dumps import OTHERS
 
 _names = threading.local()
 """Of this thread: the current name, and the number of calls that have used it."""

@@ -20,8 +20,8 @@ import kfcomm
 from kfcomm.common import sockets
 from kfcomm.common.sockets import Credentials
 from kfcomm.monitor import live
-from kfcomm.monitor.attendant import MAX_AT_ONCE, Attendant
 from kfcomm.monitor.live import Job, job_name, jobs, read
+from kfcomm.monitor.serving import MAX_AT_ONCE, Attendant
 from tests.launch.launched import environ
 
 HEAD = "Num       RefCount Protocol Flags    Type St Inode Path\n"
@@ -221,7 +221,7 @@ def test_silent_client_has_no_thread_and_closed_ones_free_their_place(place: tup
 def test_slow_client_is_disconnected(place: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not keep a connection open."""
     path, listener = place
-    monkeypatch.setattr("kfcomm.monitor.attendant.PATIENCE_S", 0.2)
+    monkeypatch.setattr("kfcomm.monitor.serving.PATIENCE_S", 0.2)
 
     def read(sock: socket.socket) -> None:
         while sock.recv(1):

@@ -23,9 +23,11 @@ def doctor(files: tuple[str, ...], as_json: bool) -> None:
     """  # noqa: D301  click wants the character, not its name
     import json
 
-    from kfcomm.monitor.doctor import diagnose, read, report
+    from kfcomm.monitor.doctor import diagnose, read
+    from kfcomm.monitor.findings import as_json as for_machines
+    from kfcomm.monitor.findings import as_text
 
     with reported_errors():
         diagnosis = diagnose(read(files))
-    click.echo(json.dumps(report.as_json(diagnosis), indent=1) if as_json else report.as_text(diagnosis))
+    click.echo(json.dumps(for_machines(diagnosis), indent=1) if as_json else as_text(diagnosis))
     sys.exit(1 if diagnosis.waits else 0)

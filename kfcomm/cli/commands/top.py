@@ -91,7 +91,7 @@ def _described(job: Job) -> str:
 
 def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:
     """Print views as plain text; the first look only initialises rates."""
-    from kfcomm.monitor.top import view
+    from kfcomm.monitor.screen import view
 
     change = watcher.look()
     while not change.has_ended:
@@ -112,8 +112,7 @@ def _width() -> int:
 
 def _show(watcher: Watcher, interval_s: float) -> None:
     """Redraw the view until the user leaves or the job ends."""
-    from kfcomm.monitor.top import view
-    from kfcomm.monitor.top.screen import screen
+    from kfcomm.monitor.screen import screen, view
 
     with screen() as terminal:
         while True:

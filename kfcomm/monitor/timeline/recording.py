@@ -25,19 +25,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from kfcomm.core.collective import shown
 from kfcomm.engine.observer import Observer
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.timeline.layout import END, FIRST, LAST, NEXT, About, metadata
 from kfcomm.monitor.timeline.translation import (
     ARRIVED,
     COUNTER,
+    END,
     ENDED,
+    FIRST,
     INSTANT,
+    LAST,
+    NEXT,
     POSTED,
     SAMPLED,
     SENT,
     SPAN,
+    About,
     Groups,
     Note,
     Translator,
+    metadata,
 )
 from kfcomm.rendezvous.host import hostname
 from kfcomm.types import override

@@ -1,4 +1,13 @@
-"""From what the engine tells to the events of the trace: pure, in the order in which things happened.
+"""From what the engine tells to the lines of a trace file: pure, in the order in which things happened.
+
+A file is one JSON array in the Trace Event Format, one event to a line, the comma before it: whatever of it has been
+written is a whole trace but for the closing bracket, which viewers do without. So a killed process leaves a file that
+opens. Times are microseconds of the rank's own monotonic clock, with three decimals. A rank is a process of the trace,
+its number one more than the rank (0 means something else to viewers); the numbers of its tracks are unlike those of all
+other ranks, since viewers do not keep tracks of different processes apart. Besides the events there are three metadata
+events of our own, which viewers pass over: ``kfcomm`` on the first line (whose trace this is), ``kfcomm clock`` (how
+the clock relates to that of rank 0) and ``kfcomm end`` on the last. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
 The engine's side notes tuples, which are cheap; here they get their names, ids and tracks, and here it is worked out
 who is waited for: while a collective is in flight, its program says how many chunks each peer still owes it. The tracks
@@ -15,24 +24,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kfcomm.core.program import ABSENT
-from kfcomm.monitor.timeline.layout import (
-    CLOCK,
-    metadata,
-    microseconds,
-    plain,
-    process_of,
-    quoted,
-    track_of,
-)
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.core.program import Program
     from kfcomm.core.signature import Signature
     from kfcomm.engine.control.clock import ClockSample
+
 
 POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED, SPAN = range(8)
 """Kinds of notes: the first of the tuple. The second is the time in nanoseconds; for the rest see the methods."""
@@ -288,3 +290,98 @@ def _take(owed: dict[int, int], peer: int, count: int) -> bool:
         return False
     del owed[peer]
     return True
+
+
+FORMAT = 1
+SUFFIX = ".trace.json"
+ABOUT, CLOCK, END = "kfcomm", "kfcomm clock", "kfcomm end"
+FIRST, NEXT, LAST = "[", "\n,", "\n]\n"
+MAX_TEXT_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Whose trace a file is.
+
+    Attributes:
+        job: the same on all ranks of one world, different in any other.
+        rank: in the world.
+        size: of the world.
+        host: number of the rank's host in the world.
+        hostname: for people.
+        pid: process id.
+        started_ns: when it began, by the rank's monotonic clock.
+        time_s: the same moment by the wall clock.
+    """
+
+    job: str
+    rank: int
+    size: int
+    host: int
+    hostname: str
+    pid: int
+    started_ns: int
+    time_s: float
+
+    @property
+    def file_name(self) -> str:
+        """Of this trace in its folder."""
+        return f"kfcomm-{self.job}-rank{self.rank}{SUFFIX}"
+
+    @property
+    def title(self) -> str:
+        """The rank, for people."""
+        return f"rank {self.rank} on host {self.hostname}"
+
+    def as_lines(self) -> list[str]:
+        """The first lines of the file."""
+        return [
+            metadata(ABOUT, self.rank, {"format": FORMAT, **asdict(self)}),
+            metadata("process_name", self.rank, {"name": self.title}),
+            metadata("process_labels", self.rank, {"labels": f"pid {self.pid}, job {self.job}"}),
+            metadata("process_sort_index", self.rank, {"sort_index": self.rank}),
+        ]
+
+
+def process_of(rank: int) -> int:
+    """The number of a rank's process in the trace."""
+    return rank + 1
+
+
+def track_of(rank: int, number: int) -> int:
+    """The number of a rank's track in the trace: of no other rank, and of no process. ``number`` is below ``2**15``."""
+    return (1 << 17) + (rank << 15) + number
+
+
+def microseconds(ns: int) -> str:
+    """Nanoseconds as the format has them."""
+    return f"{ns // 1000}.{ns % 1000:03d}"
+
+
+def metadata(name: str, rank: int, args: dict[str, Any], *, track: int | None = None) -> str:
+    """A metadata event."""
+    where = {} if track is None else {"tid": track}
+    return json.dumps({"ph": "M", "name": name, "pid": process_of(rank), **where, "args": args}, ensure_ascii=False)
+
+
+def quoted(text: str) -> str:
+    """A JSON string of bounded length, without control characters: one viewer refuses files with their escapes."""
+    clipped = text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"
+    return json.dumps(clipped if clipped.isprintable() else "".join(map(_shown, clipped)), ensure_ascii=False)
+
+
+def plain(value: Any) -> Any:
+    """A detail as JSON can carry it: texts bounded, what JSON does not know in words."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)  # neither infinite nor not a number
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return json.loads(quoted(str(value)))
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.monitor.timeline import merge, read_files
-from kfcomm.monitor.timeline.clocks import RankClock, clocks_of
-from kfcomm.monitor.timeline.files import Sample
+from kfcomm.monitor.timeline.files import RankClock, Sample, clocks_of
 from kfcomm.testing import run_ranks, world
 from tests.monitor.timeline.traces import about, check, record, sampled, written
 

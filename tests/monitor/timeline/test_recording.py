@@ -17,7 +17,7 @@ import pytest
 
 import kfcomm
 from kfcomm.monitor.timeline import check_folder, merge, read_files, recording
-from kfcomm.monitor.timeline.layout import END
+from kfcomm.monitor.timeline.translation import END
 from kfcomm.testing import run_ranks, world
 from tests.launch.launched import environ
 from tests.monitor.timeline.traces import check, events_of, named, record

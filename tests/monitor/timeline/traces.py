@@ -10,7 +10,7 @@ from typing import Any
 
 from kfcomm import Communicator
 from kfcomm.monitor.timeline import Timeline
-from kfcomm.monitor.timeline.layout import ABOUT, CLOCK, END, FORMAT
+from kfcomm.monitor.timeline.translation import ABOUT, CLOCK, END, FORMAT
 
 Event = dict[str, Any]
 Clock = Callable[[], int]

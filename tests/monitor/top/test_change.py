@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kfcomm.monitor.live import Job
-from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics
-from kfcomm.monitor.top import Watcher
-from kfcomm.monitor.top.change import LinkRate
+from kfcomm.monitor.statistics import KeyStatistics, PeerStatistics, Statistics
+from kfcomm.monitor.top import LinkRate, Watcher
 
 
 def key(name="grad", count=0, total_s=0.0, **changes):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.monitor.top import Style, view
-from kfcomm.monitor.top.view import clipped, shares, size, span
+from kfcomm.monitor.screen import Style, clipped, shares, size, span, view
 from tests.monitor.top.test_change import Ranks, key, peer, says
 
 

@@ -9,8 +9,7 @@ from statistics import median
 
 from kfcomm.monitor import live
 from kfcomm.monitor.live import Job
-from kfcomm.monitor.records import KeyStatistics, Statistics
-from kfcomm.monitor.statistics import DATA, OWN, is_own
+from kfcomm.monitor.statistics import DATA, OWN, KeyStatistics, Statistics, is_own
 
 MAX_AT_ONCE = 32
 """Ranks that are asked at a time."""

@@ -1,24 +1,28 @@
-"""Likely causes in a diagnosis, each in a sentence, the likeliest first."""
+"""A diagnosis in words and for machines: likely causes, each in a sentence, the likeliest first."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import combinations
+from typing import Any
 
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.core.collective import shown
-from kfcomm.monitor.doctor.diagnosis import Diagnosis, Wait
+from kfcomm.monitor.doctor import Diagnosis, Last, Wait, key_of, name_of_group, num_uses
 
 ALIKE = 0.75
 """From this ratio on, two names that are waited for on different ranks may be one, misspelt."""
 MAX_COMPARED = 200
 """Of so many waits, the longest, the names are compared with each other."""
 BLOCKED_S = 1.0
+MAX_WAITS = 50
+MAX_RANKS = 16
 
 
 class Kind(StrEnum):
@@ -99,11 +103,12 @@ def _other_tags(diagnosis: Diagnosis) -> Iterator[Finding]:
         if wait.verb != "recv" or not wait.missing:
             continue
         (receiver,), (sender,) = wait.waiting, wait.missing
-        for other in diagnosis.records[sender].waiting:
-            if other.verb == "send" and other.members == (sender, receiver) and other.key.name != wait.key.name:
+        for other in diagnosis.records[sender]["waiting"]:
+            is_between = other["verb"] == "send" and other["members"] == [sender, receiver]
+            if is_between and other["name"] != wait.key.name:
                 text = (
                     f"rank {receiver} waits for a message of rank {sender} with {wait.key.name}, "
-                    f"and rank {sender} sends it one with {other.key.name}"
+                    f"and rank {sender} sends it one with {other['name']}"
                 )
                 yield Finding(Kind.TAG, (receiver, sender), text)
 
@@ -143,11 +148,8 @@ def _behind(diagnosis: Diagnosis) -> Iterator[Finding]:
     """A missing rank is still in an earlier use of the same name."""
     for wait in diagnosis.waits:
         for rank in wait.missing:
-            earlier = [
-                other.key.seq
-                for other in diagnosis.records[rank].waiting
-                if (other.key.group, other.key.name) == (wait.key.group, wait.key.name) and other.key.seq < wait.key.seq
-            ]
+            used = map(key_of, diagnosis.records[rank]["waiting"])
+            earlier = [key.seq for key in used if replace(key, seq=wait.key.seq) == wait.key and key.seq < wait.key.seq]
             if earlier:
                 behind = wait.key.seq - max(earlier)
                 text = (
@@ -201,10 +203,79 @@ def _is_misspelt(one: str, other: str) -> bool:
 
 
 def _in_group(diagnosis: Diagnosis, wait: Wait) -> str:
-    groups = (record.groups.get(wait.key.group) for record in diagnosis.records.values())
-    name = next((group for group in groups if group is not None), "another")
+    name = name_of_group(diagnosis.records.values(), wait.key.group) or "another"
     return f"{_waits(wait)} for {shown(wait.key.name)} in group {name!r}"
 
 
 def _waits(wait: Wait) -> str:
     return f"{ranks_in_words(list(wait.waiting))} wait{'' if len(wait.waiting) > 1 else 's'}"
+
+
+def as_text(diagnosis: Diagnosis) -> str:
+    """The whole diagnosis, for people."""
+    lines = [_head(diagnosis)]
+    if not diagnosis.waits:
+        lines.append("Nothing waits.")
+    for wait in diagnosis.waits[:MAX_WAITS]:
+        lines += ["", *_wait(diagnosis, wait)]
+    if len(diagnosis.waits) > MAX_WAITS:
+        lines += ["", f"... and {len(diagnosis.waits) - MAX_WAITS} more, which have waited for less long"]
+    found = findings(diagnosis)
+    if found:
+        lines += ["", "What stands out:", *(f"- {one.text}" for one in found)]
+    return "\n".join(lines)
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The whole diagnosis as JSON-able values: the fields of ``Diagnosis`` but for its records, and ``findings``."""
+    return {
+        "size": diagnosis.size,
+        "dumps": sorted(diagnosis.records),
+        "absent": list(diagnosis.absent),
+        "waits": [asdict(wait) for wait in diagnosis.waits],
+        "last": {rank: asdict(last) for rank, last in diagnosis.last.items()},
+        "lost": diagnosis.lost,
+        "findings": [asdict(one) for one in findings(diagnosis)],
+    }
+
+
+def _head(diagnosis: Diagnosis) -> str:
+    dumps = f"dumps of {ranks_in_words(list(diagnosis.records))}"
+    absent = f", none of {ranks_in_words(diagnosis.absent)}" if diagnosis.absent else ""
+    return f"A world of {diagnosis.size}: {dumps}{absent}."
+
+
+def _wait(diagnosis: Diagnosis, wait: Wait) -> list[str]:
+    waited_s = max(wait.waiting.values())
+    lines = [wait.title, f"  waiting: {ranks_in_words(list(wait.waiting))}, for {waited_s:.1f} s"]
+    for how in sorted(set(wait.finished.values())):
+        ranks = [rank for rank, end in wait.finished.items() if end == how]
+        lines.append(f"  {how}: {ranks_in_words(ranks)}")
+    if wait.heard:
+        lines.append(f"  posted, by what the others have heard: {ranks_in_words(wait.heard)}")
+    verb = {"recv": "not sent", "send": "not received"}.get(wait.verb, "not posted")
+    lines.extend(
+        f"  {verb}: rank {rank}, {_used(diagnosis, wait, rank)}{_last(diagnosis.last[rank])}"
+        for rank in wait.missing[:MAX_RANKS]
+    )
+    if len(wait.missing) > MAX_RANKS:
+        lines.append(f"  {verb}: {len(wait.missing) - MAX_RANKS} more, {ranks_in_words(wait.missing[MAX_RANKS:])}")
+    if wait.unknown:
+        lines.append(f"  no dump: {ranks_in_words(wait.unknown)}")
+    return lines
+
+
+def _used(diagnosis: Diagnosis, wait: Wait, rank: int) -> str:
+    """How far a missing rank has come with the name."""
+    if not wait.key.name or wait.verb in ("recv", "send"):
+        return ""
+    uses = num_uses(diagnosis.records[rank], wait.key)
+    return f"whose last use of the name was #{uses - 1}; " if uses else "which has not used the name; "
+
+
+def _last(last: Last) -> str:
+    places = f"; at {'; '.join(last.places[:3])}" if last.places else ""
+    if last.time_s is None:
+        return f"it {last.did}{places}"
+    clock = time.strftime("%H:%M:%S", time.localtime(last.time_s))
+    return f"it last {last.did} at {clock}, {last.before_dump_s:.1f} s before its dump{places}"
