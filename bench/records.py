@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from kfcomm.bench.machine import fields_of
+from kfcomm.bench.harness import fields_of
 
 FORMAT = 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kfcomm.bench.table import Column
+from kfcomm.bench.report import Column
 from kfcomm.common.html import Section, document, table_html
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from kfcomm.bench.events import Event, to_line
 from kfcomm.bench.measure import run_rank
-from kfcomm.bench.suite import Suite
+from kfcomm.bench.suite import Event, Suite, to_line
 
 
 def _write(event: Event) -> None:

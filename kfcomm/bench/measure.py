@@ -8,22 +8,27 @@ ranks raise.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kfcomm.bench import machine
-from kfcomm.bench.caller import Caller, opened
-from kfcomm.bench.devices import described, memory_of
-from kfcomm.bench.events import Begun, Emit, Failed, Measured, Starting
-from kfcomm.bench.figures import Result
-from kfcomm.bench.harness import loop_factory
-from kfcomm.bench.load import Load
-from kfcomm.bench.memory import HostMemory, Memory
-from kfcomm.bench.suite import Case, Suite
+import kfcomm.sync
+from kfcomm.bench.harness import describe_host, loop_factory
+from kfcomm.bench.load import Call, Load
+from kfcomm.bench.memory import HostMemory, Memory, described, memory_of
+from kfcomm.bench.suite import Begun, Case, Emit, Failed, Measured, Mode, Place, Result, Starting, Suite
+from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.types import Layout
+from kfcomm.joining import init
+from kfcomm.rendezvous.host import host_and_port, store_url
+from kfcomm.rendezvous.settings import detect
+from kfcomm.types import Layout, override
 
 
 class WrongResult(KfcommError):
@@ -119,7 +124,7 @@ async def _agree(caller: Caller, case: Case, fault: str | None, emit: Emit) -> N
 async def _hosts(caller: Caller) -> tuple[dict[str, Any], ...]:
     """Description of each host, with the ranks on it."""
     layout: Layout = caller.layout
-    described = await caller.do("all_gather_object", machine.describe())
+    described = await caller.do("all_gather_object", describe_host())
     return tuple({"ranks": layout.ranks_of(host), **described[master]} for host, master in enumerate(layout.masters))
 
 
@@ -133,3 +138,159 @@ def _devices(caller: Caller, suite: Suite) -> dict[str, Any] | None:
 def _tell(caller: Caller, emit: Emit, event: Any) -> None:
     if caller.rank == 0:
         emit(event)
+
+
+Run = Callable[[], Awaitable[Sequence[Any]]]
+
+
+class Caller(ABC):
+    """The world of one rank, through one of the interfaces.
+
+    Attributes:
+        session: of the communicator; its ``devices`` are those of the ranks.
+    """
+
+    def __init__(self, comm: Any, session: Session) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.layout: Layout = comm.layout
+        self.session = session
+        self._comm = comm
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Make an array in symmetric memory, as ``Communicator.empty`` does."""
+        return self._comm.empty(shape, dtype)
+
+    def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
+        """Return a function that makes the calls once, in order; ``mode``: whether each waits for the one before."""
+        makers = {Mode.FUSED: self._fused, Mode.ALL_AT_ONCE: self._all_at_once, Mode.ONE_BY_ONE: self._one_by_one}
+        return makers[mode or Mode.ONE_BY_ONE](calls)
+
+    def _bound(self, calls: Sequence[Call], suffix: str = "") -> list[Callable[[], Any]]:
+        return [partial(getattr(self._comm, f"{call.verb}{suffix}"), **call.arguments) for call in calls]
+
+    def _many(self, calls: Sequence[Call]) -> Callable[[], Any]:
+        """All calls as one ``all_reduce_many``, whose results have memory of their own."""
+        return partial(self._comm.all_reduce_many, {call.name: call.x for call in calls}, **calls[0].options)
+
+    @abstractmethod
+    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        """Make any call of the communicator, and return its result."""
+
+    @abstractmethod
+    def _one_by_one(self, calls: Sequence[Call]) -> Run: ...
+
+    @abstractmethod
+    def _all_at_once(self, calls: Sequence[Call]) -> Run: ...
+
+    @abstractmethod
+    def _fused(self, calls: Sequence[Call]) -> Run: ...
+
+
+class AsyncCaller(Caller):
+    """The verbs of ``kfcomm.Communicator``, which are begun and then awaited."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm, comm._session)
+
+    @override
+    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        return await getattr(self._comm, verb)(*arguments, **options)
+
+    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls)
+
+        async def run() -> Sequence[Any]:
+            return [await begin() for begin in begins]
+
+        return run
+
+    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls)
+
+        async def run() -> Sequence[Any]:
+            handles = [begin() for begin in begins]
+            return [await handle for handle in handles]
+
+        return run
+
+    def _fused(self, calls: Sequence[Call]) -> Run:
+        many = self._many(calls)
+
+        async def run() -> Sequence[Any]:
+            return [*(await many()).values()]
+
+        return run
+
+
+class BlockingCaller(Caller):
+    """The verbs of ``kfcomm.sync.Communicator``, which return when they are done."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm, comm._inner._session)
+
+    @override
+    async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._comm, verb)(*arguments, **options)
+
+    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+        verbs = self._bound(calls)
+
+        async def run() -> Sequence[Any]:
+            return [verb() for verb in verbs]
+
+        return run
+
+    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+        begins = self._bound(calls, "_async")
+
+        async def run() -> Sequence[Any]:
+            handles = [begin() for begin in begins]
+            return [handle.wait() for handle in handles]
+
+        return run
+
+    def _fused(self, calls: Sequence[Call]) -> Run:
+        many = self._many(calls)
+
+        async def run() -> Sequence[Any]:
+            return [*many().values()]
+
+        return run
+
+
+@asynccontextmanager
+async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Caller]:
+    """Join the world of this process over one kind of links, for the ``number``-th time.
+
+    Raises:
+        ConfigError, RendezvousError: as from ``kfcomm.init``.
+    """
+    device, (store, token) = _device(suite.device), _store(number)
+    if suite.blocking:
+        with kfcomm.sync.init(transport=transport, device=device, store=store, token=token) as comm:
+            yield BlockingCaller(comm)
+    else:
+        async with init(transport=transport, device=device, store=store, token=token) as comm:
+            yield AsyncCaller(comm)
+
+
+def _device(place: Place) -> str:
+    """The device to ask for: none unless arrays are on it, so that no library is loaded."""
+    if place is not Place.GPU:
+        return "none"
+    asked = detect(os.environ).device
+    return "cuda" if asked in ("auto", "none") else asked
+
+
+def _store(number: int) -> tuple[str | None, bytes | None]:
+    """Store and token of the world; None for those of the environment.
+
+    A store that rank 0 serves ends with each world. Each is served at its own port, so that no early rank of the next
+    world joins the store of the last one.
+    """
+    settings = detect(os.environ)
+    if settings.store is None or not settings.serve:
+        return None, None
+    host, port = host_and_port(settings.store)
+    return store_url(host, port + number), settings.token

@@ -1,31 +1,45 @@
-"""Memory of a benchmark's arrays, with a fitting clock: host, symmetric memory or device.
+"""Memory of a benchmark's arrays, with a fitting clock: host, symmetric memory or device; and the devices in words.
 
 A benchmark makes, overwrites, reads and times arrays through a `Memory`, so that it does not depend on where they are.
 
 On a CUDA device everything is done by CuPy, which is imported when it is needed, on its current stream: the caller's
 stream of every collective. Time is taken by events on that stream, from before the first call to where the last result
-is ready. Only copies and fills are used: no kernel is compiled.
+is ready. Only copies and fills are used: no kernel is compiled. No device is queried for the
+report: each rank described its own to the others when it joined.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.arrays.devices.cuda import INSTALL
-from kfcomm.bench.pattern import Array, spoil
+from kfcomm.arrays.devices.routes import backend_in_words, choose, driver_version
+from kfcomm.bench.suite import Place
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
-from kfcomm.types import override
+from kfcomm.types import Layout, override
 
 _ALL_ONES = 0xFF
 """In every byte: not a number in all floating-point formats, -1 or the largest integer in the others."""
+
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+def spoil(array: Array) -> None:
+    """Overwrite with values that no result has, so that an old result is not taken for a new one."""
+    if array.dtype.kind in "iu":
+        array.fill(np.iinfo(array.dtype).max)
+    else:
+        array.fill(False if array.dtype.kind == "b" else np.nan)
 
 
 class Stopwatch(Protocol):
@@ -205,3 +219,54 @@ class _EventStopwatch(Stopwatch):
         # Not on this thread: other ranks may need this rank's loop before their calls, and so this one, can end.
         await asyncio.to_thread(self._last.synchronize)
         return float(self._cuda.get_elapsed_time(self._first, self._last)) / 1e3
+
+
+def memory_of(place: Place, device: Device | None, empty: Callable[..., Array]) -> Memory:
+    """Return the memory for the arrays of this rank, which has this device; ``empty``: of its ``Communicator``.
+
+    Raises:
+        ConfigError: CuPy cannot use the device.
+    """
+    if place is Place.SYMMETRIC:
+        return SymmetricMemory(empty)
+    return HostMemory() if place is Place.CPU or device is None else CudaMemory(device.ordinal)
+
+
+def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:
+    """Describe the devices of all ranks, and the routes of their memory, for the report.
+
+    Returns:
+        ``devices``, alike ones together, each with its ranks; ``routes`` by transport, each with its reason.
+    """
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        backend = backend_in_words(report.backend, report.backend_version) if report.backend else ""
+        alike.setdefault((report.model, driver_version(report.driver), backend), []).append(rank)
+    routes = {transport: choose(reports, layout, transport) for transport in transports}
+    return {
+        "devices": [
+            {
+                "ranks": ranks,
+                "model": model,
+                "physical": len({reports[rank].uuid for rank in ranks}),  # ranks may share one
+                "driver": driver,
+                "backend": backend,
+            }
+            for (model, driver, backend), ranks in alike.items()
+        ],
+        "routes": {name: {"route": str(one.route), "because": one.because} for name, one in routes.items()},
+    }
+
+
+def in_words(devices: dict[str, Any]) -> str:
+    """One line for the result of `described`."""
+    kinds = [f"{one['physical']} {one['model']}, {one['backend'] or 'no NCCL'}" for one in devices["devices"]]
+    routes = {name: route_in_words(one) for name, one in devices["routes"].items()}
+    if len(set(routes.values())) == 1:
+        return f"{'; '.join(kinds)}; route {next(iter(routes.values()))}"
+    return f"{'; '.join(kinds)}; routes: {', '.join(f'{name} {route}' for name, route in routes.items())}"
+
+
+def route_in_words(route: dict[str, Any]) -> str:
+    """One route of `described` in words."""
+    return f"{route['route']} ({route['because']})"

@@ -11,8 +11,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.bench import plots
-from kfcomm.bench.devices import route_in_words
-from kfcomm.bench.table import COLUMNS, Table
+from kfcomm.bench.memory import route_in_words
+from kfcomm.bench.report import COLUMNS, Table
 from kfcomm.bench.topologies import LEGEND, Findings, times
 from kfcomm.common.drawing import Drawing
 from kfcomm.common.html import Section, document, fields_html, preformatted_html, quiet_html, table_html
@@ -20,8 +20,7 @@ from kfcomm.common.sizes import ranges, show_size
 
 if TYPE_CHECKING:
     from kfcomm.bench.report import Report
-    from kfcomm.bench.simulated import Simulations
-    from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies
+    from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies, Simulations
 
 _MEASURED = (
     "Times are those of the slowest rank; every result of every iteration was compared with the expected one. "

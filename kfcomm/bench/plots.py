@@ -14,9 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kfcomm.bench.figures import Result
-from kfcomm.bench.grid import Grid
-from kfcomm.bench.simulated import worlds_of
+from kfcomm.bench.suite import Result
+from kfcomm.bench.topologies import Grid, worlds_of
 from kfcomm.common.drawing import COLORS, LINE_WIDTH, MARKS, STYLE, Drawing, as_svg, mark_axis, size_axis
 from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Result as Simulated
@@ -190,23 +189,14 @@ def _finished(figure: Figure, axes: Any, handles: list[Line2D], salt: str) -> st
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """A horizontal bar of milliseconds.
+    """A horizontal bar of milliseconds."""
 
-    Attributes:
-        label: to the left of it.
-        ms: its length.
-        end_ms: where its text begins.
-        text: to the right of it.
-        mark: a line on it, as milliseconds and places across the bar.
-        marker: at both ends of that line.
-    """
-
-    label: str
-    ms: float
-    end_ms: float
-    text: str
-    mark: tuple[tuple[float, float], tuple[float, float]]
-    marker: str
+    label: str  # to the left of it
+    ms: float  # its length
+    end_ms: float  # where its text begins
+    text: str  # to the right of it
+    mark: tuple[tuple[float, float], tuple[float, float]]  # a line on it, as milliseconds and places across the bar
+    marker: str  # at both ends of that line
 
     @classmethod
     def measured(cls, series: _Series) -> _Bar:

@@ -1,39 +1,118 @@
-"""Report of a benchmark: results so far, as text, JSON and page."""
+"""Report of a benchmark: progress while it runs; then the results as a table, as JSON and as a page.
+
+The table has the same cells for the terminal and for a page. Settings that are equal in all lines stand once, above
+them.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Generic, Protocol, TextIO, TypeVar
 
-from kfcomm.bench.devices import in_words
-from kfcomm.bench.events import Begun, Event, Failed, Measured
-from kfcomm.bench.figures import Result
-from kfcomm.bench.suite import Place, Suite
-from kfcomm.bench.table import COLUMNS, Table
+from kfcomm.bench.memory import in_words
+from kfcomm.bench.suite import Begun, Event, Failed, Measured, Place, Result, Starting, Suite
 from kfcomm.common.imports import is_installed, lacking
+from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """One column."""
+
+    title: str
+    unit: str  # of its numbers; empty for words
+    cell: Callable[[Row], str]  # the text for a row
+    is_setting: bool = True  # it shows an option, not a result
+    is_word: bool = False  # it shows words, which are set to the left
+    always: bool = False  # it is shown even if all rows say the same
+
+
+def show_number(value: float) -> str:
+    """Four digits: enough for what can be measured, and easy to compare down a column; of small numbers, two."""
+    if value >= 1000:
+        return f"{value:.0f}"
+    if value < 0.01:
+        return f"{value:.2g}"
+    return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}"
+
+
+COLUMNS: Final[tuple[Column[Result], ...]] = (
+    Column("collective", "", lambda result: result.case.workload or result.case.collective.value, is_word=True),
+    Column("mode", "", lambda result: result.case.mode or "", is_word=True),
+    Column("op", "", lambda result: result.case.op or "", is_word=True),
+    Column("dtype", "", lambda result: result.case.dtype, is_word=True),
+    Column("strategy", "", lambda result: result.case.strategy, is_word=True),
+    Column("transport", "", lambda result: result.case.transport, is_word=True),
+    Column("size", "", lambda result: show_size(result.case.nbytes), always=True),
+    Column("iterations", "", lambda result: str(result.case.iterations)),
+    Column("p50", "µs", lambda result: show_number(result.p50_s * 1e6), is_setting=False),
+    Column("p99", "µs", lambda result: show_number(result.p99_s * 1e6), is_setting=False),
+    Column("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
+    Column("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The cells."""
+
+    common: tuple[tuple[str, str], ...]  # title and value of each setting that is the same in all lines
+    columns: tuple[Column[Any], ...]  # the columns that are left
+    rows: tuple[tuple[str, ...], ...]  # their texts, by line
+
+    @classmethod
+    def of(cls, results: Sequence[Row], among: Sequence[Column[Row]]) -> Table:
+        """The table of at least one result, with those of the columns in which there is something to see."""
+        common: list[tuple[str, str]] = []
+        columns: list[Column[Row]] = []
+        for column in among:
+            cells = {column.cell(result) for result in results}
+            if len(cells) > 1 or not column.is_setting or column.always:
+                columns.append(column)
+            elif cells != {""}:
+                common.append((column.title, column.cell(results[0])))
+        rows = tuple(tuple(column.cell(result) for column in columns) for result in results)
+        return cls(tuple(common), tuple(columns), rows)
+
+    def as_text(self) -> str:
+        """Lines with words to the left, numbers to the right."""
+        heads = [tuple(column.title for column in self.columns), tuple(column.unit for column in self.columns)]
+        widths = [max(map(len, cells)) for cells in zip(*heads, *self.rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column.is_word else cell.rjust(width)
+                for cell, width, column in zip(cells, widths, self.columns, strict=True)
+            ).rstrip()
+            for cells in (*heads, *self.rows)
+        ]
+        above = self.settings()
+        return "\n".join([above, *lines] if above else lines)
+
+    def settings(self) -> str:
+        """Settings that are equal in all lines."""
+        return ", ".join(f"{title} {value}" for title, value in self.common)
+
 
 _FORMAT = 1
 
 
 @dataclass(slots=True)
 class Report:
-    """Report of the events so far.
+    """Report of the events so far."""
 
-    Attributes:
-        suite: the cases asked for.
-        begun: the world, once it is complete.
-        results: so far.
-        failure: the wrong result, if there is one.
-    """
-
-    suite: Suite
-    begun: Begun | None = None
-    results: list[Result] = field(default_factory=list)
-    failure: str | None = None
+    suite: Suite  # the cases asked for
+    begun: Begun | None = None  # the world, once it is complete
+    results: list[Result] = field(default_factory=list)  # so far
+    failure: str | None = None  # the wrong result, if there is one
 
     def note(self, event: Event) -> None:
         """Take in an event."""
@@ -155,3 +234,104 @@ def _as_json(result: Result) -> dict[str, Any]:
         "correct": True,
         "times_s": result.times_s,
     }
+
+
+_WIPE = "\r\x1b[K"
+_WIDTH = 20
+
+
+class Watch:
+    """Progress goes to standard error, the table to standard output, the rest to files."""
+
+    def __init__(self, report: Report, files: Files) -> None:
+        self._report = report
+        self._files = files
+        self._progress = Progress(sys.stderr)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a result was wrong."""
+        return self._report.failure is not None
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        self._report.note(event)
+        self._progress.show(event)
+        if self.has_failed:
+            # At once: a launcher ends this process, too, after another rank has ended with the failure.
+            self._tell()
+
+    def say(self, text: str) -> None:
+        """Write a line of a rank or the launcher."""
+        self._progress.say(text)
+
+    def finish(self, exit_code: int) -> int:
+        """Show the results, and write files if the benchmark is complete. Returns the exit code.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        if self.has_failed:
+            return exit_code or 1
+        self._tell()
+        if exit_code == 0:
+            self._files.write(self._report)
+        return exit_code
+
+    def _tell(self) -> None:
+        self._progress.close()
+        sys.stdout.write(self._report.as_text())
+        sys.stdout.flush()
+        if self.has_failed:
+            self.say(f"kfcomm: error: {self._report.failure}")
+
+
+class Progress:
+    """Progress of a benchmark: one line that changes on a terminal, else a line for each case.
+
+    To be closed before the report is written.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._done = self._total = 0
+        self._shown = ""
+
+    def show(self, event: Event) -> None:
+        """Show an event."""
+        match event:
+            case Begun(total=total):
+                self._total = total
+            case Measured():
+                self._done += 1
+                if not self._live:
+                    self.say(_line(event))
+            case Starting(case=case) if self._live:
+                filled = _WIDTH * self._done // max(self._total, 1)
+                bar = "█" * filled + "░" * (_WIDTH - filled)
+                self._draw(f"{bar} {self._done + 1}/{self._total}  {case.describe()}")
+            case _:
+                pass
+
+    def say(self, text: str) -> None:
+        """Write a line of its own above the live one."""
+        self._stream.write((_WIPE if self._shown else "") + text + "\n" + self._shown)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Remove the live line."""
+        if self._shown:
+            self._draw("")
+
+    def _draw(self, text: str) -> None:
+        # A line that wraps could not be wiped.
+        self._shown = text[: shutil.get_terminal_size().columns - 1]
+        self._stream.write(_WIPE + self._shown)
+        self._stream.flush()
+
+
+def _line(event: Measured) -> str:
+    result = event.result
+    figures = (f"{column.title} {column.cell(result)} {column.unit}" for column in COLUMNS if not column.is_setting)
+    return f"{result.case.describe()}: {', '.join(figures)}"

@@ -1,17 +1,24 @@
-"""Options of a benchmark as a `Suite`, and the `Case`s that it unfolds into.
+"""What is measured and what is found: a `Suite` of options, its `Case`s, the `Result` of each, and events on the way.
 
-A case fixes everything but the results. Every rank derives the same cases from the same suite and
-the size of the world. Pure: nothing is measured or allocated here.
+A case fixes everything but the results. Every rank derives the same cases from the same suite and the size of the
+world. Pure: nothing is measured or allocated here.
+
+Bandwidths are those of nccl-tests: algbw is the size of the message by the time, busbw is algbw times a factor of the
+collective (`COLLECTIVES`), which makes it comparable to what the links can carry, whatever the number of ranks. Both
+are of the median time. Rank 0 writes each event as a line of JSON; other lines, such as the output of a library, read
+as None.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.arrays.reduce import kernel
@@ -47,17 +54,11 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a collective.
+    """Properties of a collective."""
 
-    Attributes:
-        reduces: it combines values, by an op.
-        shares: a rank sends or gets one of n parts, so that the size must divide among them.
-        factor: busbw / algbw among n ranks, as nccl-tests define it (their doc/PERFORMANCE.md).
-    """
-
-    reduces: bool
-    shares: bool
-    factor: Callable[[int], float]
+    reduces: bool  # it combines values, by an op
+    shares: bool  # a rank sends or gets one of n parts, so that the size must divide among them
+    factor: Callable[[int], float]  # busbw / algbw among n ranks, as nccl-tests define it (their doc/PERFORMANCE.md)
 
 
 def _twice_all_but_one(size: int) -> float:
@@ -86,31 +87,18 @@ COLLECTIVES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        transport: kind of links, one of `TRANSPORT_NAMES`.
-        strategy: name of the strategy.
-        dtype: name of the element type.
-        collective: the verb.
-        op: how values are combined; None where they are not.
-        workload: name of the workload; None for one tensor.
-        mode: how the workload's tensors are exchanged; None for one tensor.
-        nbytes: size of the message: of the largest buffer that a rank sends from or receives into.
-        iterations: number of timed runs.
-        warmup: number of runs before them.
-    """
-
-    transport: str
+    transport: str  # kind of links, one of `TRANSPORT_NAMES`
     strategy: str
     dtype: str
     collective: Verb
-    op: Op | None
-    workload: str | None
-    mode: Mode | None
-    nbytes: int
+    op: Op | None  # how values are combined; None where they are not
+    workload: str | None  # name of the workload; None for one tensor
+    mode: Mode | None  # how the workload's tensors are exchanged; None for one tensor
+    nbytes: int  # size of the message: of the largest buffer that a rank sends from or receives into
     iterations: int
-    warmup: int
+    warmup: int  # number of runs before them
 
     def describe(self) -> str:
         """The case in a few words."""
@@ -141,35 +129,20 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Options of a benchmark; every combination is measured.
+    """Options of a benchmark; every combination is measured."""
 
-    Attributes:
-        collectives: the verbs to measure at each of ``sizes``.
-        sizes: bytes of the messages; see `Case.nbytes`.
-        workloads: names of the workloads to measure, by all_reduce, in each of ``modes``.
-        modes: how their tensors are exchanged.
-        strategies: names of strategies.
-        transports: kinds of links, of `TRANSPORT_NAMES`.
-        dtypes: names of element types.
-        op: how values are combined.
-        iterations: timed runs of each case; None for as many as its size makes reasonable.
-        warmup: runs before them.
-        blocking: measure ``kfcomm.sync`` instead of the asynchronous interface.
-        device: memory of the arrays.
-    """
-
-    collectives: tuple[Verb, ...] = (Verb.ALL_REDUCE,)
-    sizes: tuple[int, ...] = (1 << 10, 1 << 20)
-    workloads: tuple[str, ...] = ()
-    modes: tuple[Mode, ...] = tuple(Mode)
+    collectives: tuple[Verb, ...] = (Verb.ALL_REDUCE,)  # the verbs to measure at each of ``sizes``
+    sizes: tuple[int, ...] = (1 << 10, 1 << 20)  # bytes of the messages; see `Case.nbytes`
+    workloads: tuple[str, ...] = ()  # names of the workloads to measure, by all_reduce, in each of ``modes``
+    modes: tuple[Mode, ...] = tuple(Mode)  # how their tensors are exchanged
     strategies: tuple[str, ...] = ("auto",)
     transports: tuple[str, ...] = ("auto",)
     dtypes: tuple[str, ...] = ("float32",)
-    op: Op = Op.SUM
-    iterations: int | None = None
-    warmup: int = 3
-    blocking: bool = False
-    device: Place = Place.CPU
+    op: Op = Op.SUM  # how values are combined
+    iterations: int | None = None  # timed runs of each case; None for as many as its size makes reasonable
+    warmup: int = 3  # runs before them
+    blocking: bool = False  # measure ``kfcomm.sync`` instead of the asynchronous interface
+    device: Place = Place.CPU  # memory of the arrays
 
     @property
     def is_on_device(self) -> bool:
@@ -254,3 +227,114 @@ def _rounded(verb: Verb, nbytes: int, dtype: str, size: int) -> int:
     """``nbytes`` without what makes no whole element, for each rank where they have a part each."""
     unit = dtype_of(dtype).itemsize * (size if COLLECTIVES[verb].shares else 1)
     return nbytes // unit * unit
+
+
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A case and the times of its iterations."""
+
+    case: Case  # what was measured
+    size: int
+    times_s: tuple[float, ...]  # seconds that the slowest rank took, for each iteration
+
+    @property
+    def p50_s(self) -> float:
+        """The median time."""
+        return statistics.median(self.times_s)
+
+    @property
+    def p99_s(self) -> float:
+        """The time that 99 of 100 iterations do not exceed; the longest, if there are fewer."""
+        return _reached_by(0.99, self.times_s)
+
+    @property
+    def factor(self) -> float:
+        """The factor of the collective: busbw / algbw."""
+        return COLLECTIVES[self.case.collective].factor(self.size)
+
+    @property
+    def algbw(self) -> float:
+        """Algorithm bandwidth, in 10⁹ bytes per second."""
+        return self.bandwidth(self.p50_s)
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth, in 10⁹ bytes per second."""
+        return self.algbw * self.factor
+
+    def bandwidth(self, time_s: float) -> float:
+        """The algbw if it took ``time_s``, in 10⁹ bytes per second."""
+        return self.case.nbytes / time_s / _GIGA
+
+
+def _reached_by(share: float, times_s: Sequence[float]) -> float:
+    """The shortest measured time that at least ``share`` of all do not exceed (nearest rank)."""
+    return sorted(times_s)[max(0, math.ceil(share * len(times_s)) - 1)]
+
+
+_TAG = "kfcomm-bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The world is complete.
+
+    Attributes:
+        devices: those that hold the arrays, and their routes; None where the arrays are on the hosts.
+    """
+
+    size: int
+    total: int  # number of cases
+    hosts: tuple[dict[str, Any], ...]  # descriptions of the hosts, each with the ``ranks`` on it
+    devices: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A case is about to be measured."""
+
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A case has been measured, and its results were right."""
+
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The benchmark ended: a result was wrong."""
+
+    message: str
+
+
+Event: TypeAlias = Begun | Starting | Measured | Failed
+Emit: TypeAlias = Callable[[Event], None]
+
+
+def to_line(event: Event) -> str:
+    """The event as a line, without its line break."""
+    return json.dumps({_TAG: type(event).__name__, **asdict(event)})
+
+
+def from_line(line: str) -> Event | None:
+    """The event of a line; None if it is another line."""
+    if not line.startswith('{"' + _TAG):
+        return None
+    fields = json.loads(line)
+    kind = fields.pop(_TAG)
+    match kind:
+        case "Begun":
+            return Begun(fields["size"], fields["total"], tuple(fields["hosts"]), fields["devices"])
+        case "Starting":
+            return Starting(Case.from_wire(fields["case"]))
+        case "Measured":
+            result = fields["result"]
+            return Measured(Result(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
+        case _:
+            return Failed(fields["message"])

@@ -14,13 +14,11 @@ from pathlib import Path
 import click
 
 import kfcomm
-from kfcomm.bench.events import from_line
-from kfcomm.bench.machine import available_nbytes
+from kfcomm.bench.harness import available_nbytes
 from kfcomm.bench.measure import run_rank
 from kfcomm.bench.memory import num_devices
-from kfcomm.bench.report import Files, Report
-from kfcomm.bench.suite import Suite
-from kfcomm.bench.watch import Watch
+from kfcomm.bench.report import Files, Report, Watch
+from kfcomm.bench.suite import Suite, from_line
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
 from kfcomm.launch.job import RunOptions

@@ -10,10 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kfcomm.bench.grid import distinct
 from kfcomm.bench.report import Files
 from kfcomm.bench.suite import Suite
-from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies
+from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies, distinct
 from kfcomm.cli import options
 from kfcomm.cli.commands.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.cli.errors import reported_errors

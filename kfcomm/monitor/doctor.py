@@ -131,67 +131,39 @@ class CollectiveKey:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective, or a message, that at least one rank waits for. Ranks are those of the world.
+    """A collective, or a message, that at least one rank waits for. Ranks are those of the world."""
 
-    Attributes:
-        key: use of a name; the name of a receive is its tag, its number -1.
-        title: what it is, in words.
-        verb: ``recv`` for a receive whose message has not shown up.
-        waiting: for how long each rank that has posted it has waited, in seconds.
-        finished: ranks on which it is over: how it ended there.
-        missing: ranks whose dump shows that they have not posted it.
-        heard: ranks without a dump, known from others' to have posted it.
-        unknown: ranks without a dump and without any sign of theirs.
-    """
-
-    key: CollectiveKey
-    title: str
-    verb: str
-    waiting: dict[int, float]
-    finished: dict[int, str]
-    missing: tuple[int, ...]
-    heard: tuple[int, ...]
-    unknown: tuple[int, ...]
+    key: CollectiveKey  # use of a name; the name of a receive is its tag, its number -1
+    title: str  # what it is, in words
+    verb: str  # ``recv`` for a receive whose message has not shown up
+    waiting: dict[int, float]  # for how long each rank that has posted it has waited, in seconds
+    finished: dict[int, str]  # ranks on which it is over: how it ended there
+    missing: tuple[int, ...]  # ranks whose dump shows that they have not posted it
+    heard: tuple[int, ...]  # ranks without a dump, known from others' to have posted it
+    unknown: tuple[int, ...]  # ranks without a dump and without any sign of theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Latest known activity of a rank.
+    """Latest known activity of a rank."""
 
-    Attributes:
-        did: its latest event, in words.
-        time_s: when, in seconds of the wall clock; None if it has done nothing.
-        before_dump_s: how long before its dump.
-        places: the user's own lines at which its program is.
-        loop_blocked_s: for how long its event loop has had no turn.
-    """
-
-    did: str
-    time_s: float | None
-    before_dump_s: float
-    places: tuple[str, ...]
-    loop_blocked_s: float
+    did: str  # its latest event, in words
+    time_s: float | None  # when, in seconds of the wall clock; None if it has done nothing
+    before_dump_s: float  # how long before its dump
+    places: tuple[str, ...]  # the user's own lines at which its program is
+    loop_blocked_s: float  # for how long its event loop has had no turn
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that a set of dumps says.
+    """Everything that a set of dumps says."""
 
-    Attributes:
-        size: number of ranks of the job.
-        records: the record of each rank that has one.
-        absent: ranks without a dump.
-        waits: what is waited for, the longest wait first.
-        last: what each rank with a dump did last.
-        lost: ranks that are gone, and why.
-    """
-
-    size: int
-    records: dict[int, Record] = field(repr=False)
-    absent: tuple[int, ...]
-    waits: tuple[Wait, ...]
-    last: dict[int, Last]
-    lost: dict[int, str]
+    size: int  # number of ranks of the job
+    records: dict[int, Record] = field(repr=False)  # the record of each rank that has one
+    absent: tuple[int, ...]  # ranks without a dump
+    waits: tuple[Wait, ...]  # what is waited for, the longest wait first
+    last: dict[int, Last]  # what each rank with a dump did last
+    lost: dict[int, str]  # ranks that are gone, and why
 
 
 def diagnose(records: list[Record]) -> Diagnosis:

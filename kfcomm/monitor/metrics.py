@@ -113,17 +113,14 @@ class Scrape:
     """Figures at one scrape.
 
     Attributes:
-        now: the statistics of the world of this epoch.
-        meter: of this epoch.
         totals: traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows.
-        waited_s: the same, of the waiting for each rank.
         keys: what became of the calls by name, of all epochs; the names beyond ``MAX_LABELLED_KEYS`` together.
     """
 
-    now: Statistics
-    meter: Meter
+    now: Statistics  # the statistics of the world of this epoch
+    meter: Meter  # of this epoch
     totals: Totals
-    waited_s: dict[int, float]
+    waited_s: dict[int, float]  # the same, of the waiting for each rank
     keys: dict[str, Tally]
 
     @classmethod
@@ -146,23 +143,14 @@ Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: a line of ``METRICS``.
+    """One metric: a line of ``METRICS``."""
 
-    Attributes:
-        name: without ``kfcomm_``, and ``_total`` where it grows.
-        text: for people.
-        read: gives its values at a scrape.
-        labels: their names.
-        grows: it is a counter, else a gauge.
-        is_optional: it is left out where it has no values.
-    """
-
-    name: str
-    text: str
-    read: Callable[[Scrape], Values]
-    labels: tuple[str, ...] = ()
-    grows: bool = False
-    is_optional: bool = False
+    name: str  # without ``kfcomm_``, and ``_total`` where it grows
+    text: str  # for people
+    read: Callable[[Scrape], Values]  # gives its values at a scrape
+    labels: tuple[str, ...] = ()  # their names
+    grows: bool = False  # it is a counter, else a gauge
+    is_optional: bool = False  # it is left out where it has no values
 
 
 def _of_process(name: str, text: str, field: str) -> Metric:

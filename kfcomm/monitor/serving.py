@@ -39,15 +39,10 @@ BREATHER_S = 0.1
 
 @dataclass(slots=True)
 class _Guest:
-    """A connection that is open.
+    """A connection that is open."""
 
-    Attributes:
-        until_s: when it is hung up on, by the monotonic clock; infinite once it was.
-        thread: which serves it; None until it says something.
-    """
-
-    until_s: float
-    thread: threading.Thread | None = None
+    until_s: float  # when it is hung up on, by the monotonic clock; infinite once it was
+    thread: threading.Thread | None = None  # which serves it; None until it says something
 
 
 class Attendant:

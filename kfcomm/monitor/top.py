@@ -20,17 +20,14 @@ class RankChange:
     """One rank.
 
     Attributes:
-        now: what it says; None if it does not answer.
-        calls_per_s: collectives that it has completed.
         sent_rate, received_rate: bytes per second, over all links.
-        waited_s: seconds for which it has waited for each peer, since the last look.
     """
 
-    now: Statistics | None
-    calls_per_s: float = 0.0
+    now: Statistics | None  # what it says; None if it does not answer
+    calls_per_s: float = 0.0  # collectives that it has completed
     sent_rate: float = 0.0
     received_rate: float = 0.0
-    waited_s: Mapping[int, float] | None = None
+    waited_s: Mapping[int, float] | None = None  # seconds for which it has waited for each peer, since the last look
 
     @property
     def waits_for(self) -> int | None:
@@ -43,23 +40,17 @@ class KeyChange:
     """One name, over all ranks that answer.
 
     Attributes:
-        name: of the calls.
-        calls_per_s: of the rank with most.
-        nbytes_per_s: of the same, of results.
-        p50_s: of the middle rank, since the beginning.
         p99_s, max_s: of the slowest rank, since the beginning.
-        failures: of all ranks.
-        busy_s: seconds that all ranks have spent in it since the last look.
     """
 
-    name: str
-    calls_per_s: float
-    nbytes_per_s: float
-    p50_s: float
+    name: str  # of the calls
+    calls_per_s: float  # of the rank with most
+    nbytes_per_s: float  # of the same, of results
+    p50_s: float  # of the middle rank, since the beginning
     p99_s: float
     max_s: float
-    failures: int
-    busy_s: float
+    failures: int  # of all ranks
+    busy_s: float  # seconds that all ranks have spent in it since the last look
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +65,17 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A job, and what it did since the last look.
-
-    Attributes:
-        job: its name.
-        size: of its world; 0 while no rank has answered.
-        ranks: those of this host, by rank, in the latest epoch that one knows of.
-        gone: ranks of that epoch that were here and are not any more.
-        passed_s: since the last look; 0 for the first.
-        keys: the busiest first.
-        links: the fastest first.
-        has_ended: whether no process of it is left on this host.
-        program: what it runs, if that is known.
-    """
+    """A job, and what it did since the last look."""
 
     job: str
-    size: int
-    ranks: Mapping[int, RankChange]
-    gone: Sequence[int]
-    passed_s: float
-    keys: Sequence[KeyChange]
-    links: Sequence[LinkRate]
-    has_ended: bool = False
-    program: str = ""
+    size: int  # of its world; 0 while no rank has answered
+    ranks: Mapping[int, RankChange]  # those of this host, by rank, in the latest epoch that one knows of
+    gone: Sequence[int]  # ranks of that epoch that were here and are not any more
+    passed_s: float  # since the last look; 0 for the first
+    keys: Sequence[KeyChange]  # the busiest first
+    links: Sequence[LinkRate]  # the fastest first
+    has_ended: bool = False  # whether no process of it is left on this host
+    program: str = ""  # what it runs, if that is known
 
     @property
     def answers(self) -> list[Statistics]:
@@ -184,17 +163,11 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process of the job, known by its socket: the ranks change from one epoch to the next.
+    """One process of the job, known by its socket: the ranks change from one epoch to the next."""
 
-    Attributes:
-        rank: as it says, or said last.
-        now: what it says; None if it does not answer.
-        before: what it said last, in the same epoch.
-    """
-
-    rank: int
-    now: Statistics | None
-    before: Statistics | None
+    rank: int  # as it says, or said last
+    now: Statistics | None  # what it says; None if it does not answer
+    before: Statistics | None  # what it said last, in the same epoch
 
     @property
     def last(self) -> Statistics | None:

@@ -1,7 +1,7 @@
 """Probing: how long it takes between every two ranks of a group, and how much goes through, measured live.
 
-`record` is what comes out; `schedule` says who measures when, so that probes don't disturb each other; `wire` measures
-one way; `live` brings them together. `report` and `page` are for people.
+`record` is the result; `live` has ranks measure in turns, so that pairs do not disturb each other; `wire` measures one
+way; `report` is for people.
 """
 
 from kfcomm.probe.live import Prober

@@ -9,6 +9,8 @@ to the next. The graphs are the probe's own: strategies are swapped meanwhile as
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +24,47 @@ from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Array
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.probe.record import Probe
-from kfcomm.probe.schedule import Slot, slots_of
 from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, fold_s_per_byte, follow, lead, pair_id
 from kfcomm.strategies import build
 from kfcomm.types import Layout, Seconds
+
+Slot = tuple[tuple[int, int], ...]
+"""Pairs of ranks that measure at the same time."""
+
+
+def slots_of(layout: Layout) -> list[Slot]:
+    """Slots in which every two ranks meet once, such that no two pairs of a slot share a port.
+
+    Between hosts, rounds are those of a tournament (the circle method): in each, every host meets one other, and each
+    of its ranks meets each of the other's, one pair after the other. Inside of hosts there is one pair at a time, on
+    all hosts at once. With h hosts of p ranks that makes (h-1)·p² + p(p-1)/2 slots, where h is even, else
+    h·p² + p(p-1)/2.
+    """
+    groups = [layout.ranks_of(host) for host in range(layout.num_hosts)]
+    slots: list[Slot] = []
+    for meetings in _tournament(layout.num_hosts):
+        slots += _side_by_side([list(itertools.product(groups[a], groups[b])) for a, b in meetings])
+    slots += _side_by_side([list(itertools.combinations(ranks, 2)) for ranks in groups])
+    return slots
+
+
+def _tournament(size: int) -> Iterator[list[tuple[int, int]]]:
+    """Rounds in which every two of ``size`` meet once, one pair each per round; one rests if the number is odd."""
+    even = size + size % 2
+    seats = list(range(even))
+    for _ in range(even - 1):
+        meetings = [(seats[k], seats[-1 - k]) for k in range(even // 2)]
+        yield [(a, b) for a, b in meetings if a < size and b < size]
+        seats[1:] = [seats[-1], *seats[1:-1]]
+
+
+def _side_by_side(rows: Sequence[Sequence[tuple[int, int]]]) -> Iterator[Slot]:
+    """The first of each row, then the second of each, and so on."""
+    for slot in itertools.zip_longest(*rows):
+        pairs = tuple(pair for pair in slot if pair is not None)
+        if pairs:
+            yield pairs
+
 
 _GRACE = 1.5
 """Ranks wait for a pair this many times as long as the pair itself may take: it has more to tell when it fails."""

@@ -63,14 +63,13 @@ class Way:
 
     Attributes:
         source, target: ranks of the group.
-        deadline_s: until when all must be over, by ``loop.time``.
     """
 
     group: Group
     source: int
     target: int
     next_seq: int
-    deadline_s: float
+    deadline_s: float  # until when all must be over, by ``loop.time``
     under_way: list[Handle[None]] = field(default_factory=list)
 
     @classmethod

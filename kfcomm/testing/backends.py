@@ -332,21 +332,13 @@ FOLDS = {op: reduction.ufunc for op, reduction in REDUCTIONS.items() if reductio
 
 
 class Launched(NamedTuple):
-    """Launch of one rank at one place of its group; the same on all ranks.
+    """Launch of one rank at one place of its group; the same on all ranks."""
 
-    Attributes:
-        verb: what is done.
-        op: how, or None.
-        root: rank in the group, or -1.
-        dtype: of all parts.
-        sizes: elements of each part: ``n`` in the table of `kfcomm.transports.base.Part`.
-    """
-
-    verb: Verb
-    op: Op | None
-    root: int
-    dtype: np.dtype[Any]
-    sizes: tuple[int, ...]
+    verb: Verb  # what is done
+    op: Op | None  # how, or None
+    root: int  # rank in the group, or -1
+    dtype: np.dtype[Any]  # of all parts
+    sizes: tuple[int, ...]  # elements of each part: ``n`` in the table of `kfcomm.transports.base.Part`
 
     def __str__(self) -> str:
         op = "" if self.op is None else f" {self.op}"

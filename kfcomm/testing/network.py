@@ -118,17 +118,11 @@ Links: TypeAlias = InMemory | InSharedMemory
 
 
 class Welcome(NamedTuple):
-    """Answer to an admitted process.
+    """Answer to an admitted process."""
 
-    Attributes:
-        epoch: which it belongs to from now on.
-        num_old: so many of its ranks, the first ones, were there before.
-        strategy: its name.
-    """
-
-    epoch: Epoch
-    num_old: int
-    strategy: str
+    epoch: Epoch  # which it belongs to from now on
+    num_old: int  # so many of its ranks, the first ones, were there before
+    strategy: str  # its name
 
 
 class MemoryStore:

@@ -12,14 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.bench import devices, memory
-from kfcomm.bench.caller import AsyncCaller
-from kfcomm.bench.events import Begun, Event, Measured, from_line, to_line
-from kfcomm.bench.measure import WrongResult, measure
-from kfcomm.bench.memory import CudaMemory, HostMemory, num_devices
+from kfcomm.bench.measure import AsyncCaller, WrongResult, measure
+from kfcomm.bench.memory import CudaMemory, HostMemory, described, in_words, num_devices
 from kfcomm.bench.pages import surroundings
 from kfcomm.bench.report import Report
-from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
+from kfcomm.bench.suite import COLLECTIVES, Begun, Event, Measured, Mode, Place, Suite, from_line, to_line
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
@@ -206,7 +203,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     )
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr(memory, "find_spec", lambda _: object())
+    monkeypatch.setattr("kfcomm.bench.memory.find_spec", lambda _: object())
     return made
 
 
@@ -258,7 +255,7 @@ def test_devices_are_counted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("arguments", [["--device", "gpu"], ["--device", "gpu", "-n", "2", "--blocking"]])
 def test_without_cupy_one_line_says_what_to_install(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda _: None)
+    monkeypatch.setattr("kfcomm.bench.memory.find_spec", lambda _: None)
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == 2
     assert "kfcomm[cuda13]" in done.stderr.splitlines()[-1]
@@ -273,7 +270,7 @@ REPORTS = (
 
 
 def test_the_report_says_devices_backend_and_route() -> None:
-    found = devices.described(REPORTS, Layout((0, 0, 0)), ("auto", "tcp"))
+    found = described(REPORTS, Layout((0, 0, 0)), ("auto", "tcp"))
     suite = Suite(transports=("auto", "tcp"), device=Place.GPU)
     begun = Begun(3, 1, ({"ranks": [0, 1, 2], "processor": "P", "usable_cores": 2},), found)
     assert from_line(to_line(begun)) == begun
@@ -301,8 +298,8 @@ def test_the_report_says_that_memory_is_symmetric() -> None:
 
 
 def test_one_route_is_said_once() -> None:
-    found = devices.described(REPORTS[:1], Layout((0,)), ("auto",))
-    assert devices.in_words(found).startswith("1 Tesla <T>, NCCL 2.28.3; route backend (")
+    found = described(REPORTS[:1], Layout((0,)), ("auto",))
+    assert in_words(found).startswith("1 Tesla <T>, NCCL 2.28.3; route backend (")
 
 
 def test_a_suite_keeps_its_device_on_the_way_to_another_process() -> None:

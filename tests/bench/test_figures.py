@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kfcomm.bench.figures import Result
-from kfcomm.bench.suite import Case, Suite
+from kfcomm.bench.suite import Case, Result, Suite
 from kfcomm.types import Verb
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.bench.grid import TOLERANCE, Advice, Grid, distinct
+from kfcomm.bench.topologies import TOLERANCE, Advice, Grid, distinct
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.bench.caller import AsyncCaller, BlockingCaller
-from kfcomm.bench.devices import memory_of
-from kfcomm.bench.events import Event, Failed, Measured, Starting
 from kfcomm.bench.load import Load
-from kfcomm.bench.measure import WrongResult, measure
-from kfcomm.bench.memory import HostMemory
-from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
+from kfcomm.bench.measure import AsyncCaller, BlockingCaller, WrongResult, measure
+from kfcomm.bench.memory import HostMemory, memory_of
+from kfcomm.bench.suite import COLLECTIVES, Event, Failed, Measured, Mode, Place, Starting, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.types import Op, Verb

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
-from kfcomm.bench.pattern import PERIOD, contributions, first_wrong, reduced, spoil, tiled
+from kfcomm.bench.load import PERIOD, contributions, first_wrong, reduced, tiled
+from kfcomm.bench.memory import spoil
 from kfcomm.types import Op
 
 EXACT = {

@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.bench.events import Begun, Event, Failed, Measured, Starting, from_line, to_line
-from kfcomm.bench.figures import Result
 from kfcomm.bench.pages import measured as page
-from kfcomm.bench.report import Files, Report
-from kfcomm.bench.suite import Suite
-from kfcomm.bench.table import COLUMNS, Table
-from kfcomm.bench.watch import Progress, Watch
+from kfcomm.bench.report import COLUMNS, Files, Progress, Report, Table, Watch
+from kfcomm.bench.suite import Begun, Event, Failed, Measured, Result, Starting, Suite, from_line, to_line
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 

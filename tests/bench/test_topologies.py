@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kfcomm.bench.grid import Grid
 from kfcomm.bench.plots import heat_map
-from kfcomm.bench.topologies import LEGEND, times
+from kfcomm.bench.topologies import LEGEND, Grid, times
 from kfcomm.cli import main
 from tests.launch.launched import finished
 

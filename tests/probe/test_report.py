@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.probe import Probe
-from kfcomm.probe.page import page
-from kfcomm.probe.report import as_text, findings, forecasts
+from kfcomm.probe.report import as_text, findings, forecasts, page
 from kfcomm.types import Layout
 
 

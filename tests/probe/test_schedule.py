@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from kfcomm.probe.schedule import slots_of
+from kfcomm.probe.live import slots_of
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS
 

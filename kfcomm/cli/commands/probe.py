@@ -159,7 +159,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
         if files.json is not None:
             found.save(files.json)
         if files.html is not None:
-            from kfcomm.probe.page import page  # imports matplotlib
+            from kfcomm.probe.report import page
 
             files.html.write_text(page(found), "utf-8")
     except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from kfcomm.bench.report import Files
-from kfcomm.bench.simulated import Simulations
+from kfcomm.bench.topologies import Simulations
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import WithSizes

@@ -30,36 +30,22 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How a rank's clock relates to rank 0's at one moment: the latter is ``offset_ns`` more.
+    """How a rank's clock relates to rank 0's at one moment: the latter is ``offset_ns`` more."""
 
-    Attributes:
-        at_ns: the moment, by the rank's clock.
-        offset_ns: rank 0's clock less the rank's.
-        uncertainty_ns: by how much that can be wrong.
-    """
-
-    at_ns: int
-    offset_ns: int
-    uncertainty_ns: int
+    at_ns: int  # the moment, by the rank's clock
+    offset_ns: int  # rank 0's clock less the rank's
+    uncertainty_ns: int  # by how much that can be wrong
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """The trace of one rank.
+    """The trace of one rank."""
 
-    Attributes:
-        path: of the file.
-        about: whose it is.
-        samples: of its clock, oldest first.
-        is_whole: its end was written; else the process was killed, or still runs.
-        left_out: notes that were not taken; -1 where the end is missing.
-    """
-
-    path: Path
-    about: About
-    samples: tuple[Sample, ...]
-    is_whole: bool
-    left_out: int
+    path: Path  # of the file
+    about: About  # whose it is
+    samples: tuple[Sample, ...]  # of its clock, oldest first
+    is_whole: bool  # its end was written; else the process was killed, or still runs
+    left_out: int  # notes that were not taken; -1 where the end is missing
 
     def events(self) -> Iterator[Event]:
         """All events but ours of this file's own, checked.
@@ -226,15 +212,10 @@ TIMES_THE_BEST = 3
 
 @dataclass(frozen=True, slots=True)
 class RankClock:
-    """One rank's clock.
+    """One rank's clock."""
 
-    Attributes:
-        samples: those that count, oldest first; without any, the clock is rank 0's.
-        how: where it comes from, in words.
-    """
-
-    samples: tuple[Sample, ...]
-    how: str
+    samples: tuple[Sample, ...]  # those that count, oldest first; without any, the clock is rank 0's
+    how: str  # where it comes from, in words
 
     def on_rank_0(self, ns: int) -> int:
         """A time of this rank, by the clock of rank 0."""

@@ -26,21 +26,13 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Result of a merge.
+    """Result of a merge."""
 
-    Attributes:
-        traces: the ranks', by rank.
-        clocks: how each was aligned, by rank.
-        missing: ranks without a trace.
-        unfinished: of each rank, how many collectives have no end, where there are any.
-        num_events: in the result.
-    """
-
-    traces: Sequence[TraceFile]
-    clocks: Mapping[int, RankClock]
-    missing: Sequence[int]
-    unfinished: Mapping[int, int]
-    num_events: int
+    traces: Sequence[TraceFile]  # the ranks', by rank
+    clocks: Mapping[int, RankClock]  # how each was aligned, by rank
+    missing: Sequence[int]  # ranks without a trace
+    unfinished: Mapping[int, int]  # of each rank, how many collectives have no end, where there are any
+    num_events: int  # in the result
 
 
 def merge(traces: Sequence[TraceFile], output: Path) -> Merged:
@@ -143,25 +135,15 @@ MAX_WORDS = 48
 
 @dataclass(slots=True)
 class Collective:
-    """One collective, as all ranks saw it; times in nanoseconds by the clock of rank 0.
+    """One collective, as all ranks saw it; times in nanoseconds by the clock of rank 0."""
 
-    Attributes:
-        what: verb, name and use.
-        nbytes: of its first rank.
-        strategy: its name.
-        size: of the group.
-        posted: when, by rank.
-        ended: when, by rank.
-        failed: ranks on which it failed.
-    """
-
-    what: str
-    nbytes: int
+    what: str  # verb, name and use
+    nbytes: int  # of its first rank
     strategy: str
-    size: int
-    posted: dict[int, int] = field(default_factory=dict)
-    ended: dict[int, int] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)
+    size: int  # of the group
+    posted: dict[int, int] = field(default_factory=dict)  # when, by rank
+    ended: dict[int, int] = field(default_factory=dict)  # when, by rank
+    failed: list[int] = field(default_factory=list)  # ranks on which it failed
 
     @property
     def is_complete(self) -> bool:
@@ -194,36 +176,22 @@ class Collective:
 
 @dataclass(slots=True)
 class WaitedFor:
-    """How one rank was waited for: it alone had not posted what all others had.
+    """How one rank was waited for: it alone had not posted what all others had."""
 
-    Attributes:
-        count: how often.
-        total_ns: for how long, together.
-        most: the longest.
-    """
-
-    count: int = 0
-    total_ns: int = 0
-    most: Collective | None = None
+    count: int = 0  # how often
+    total_ns: int = 0  # for how long, together
+    most: Collective | None = None  # the longest
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Findings in the traces.
+    """Findings in the traces."""
 
-    Attributes:
-        traces: the ranks'.
-        collectives: all of which every rank's part is known, the slowest first.
-        num_failed: that failed on some rank.
-        num_unfinished: that did not end on some rank, or of which some rank's part is missing.
-        waited_for: by rank.
-    """
-
-    traces: Sequence[TraceFile]
-    collectives: Sequence[Collective]
-    num_failed: int
-    num_unfinished: int
-    waited_for: Mapping[int, WaitedFor]
+    traces: Sequence[TraceFile]  # the ranks'
+    collectives: Sequence[Collective]  # all of which every rank's part is known, the slowest first
+    num_failed: int  # that failed on some rank
+    num_unfinished: int  # that did not end on some rank, or of which some rank's part is missing
+    waited_for: Mapping[int, WaitedFor]  # by rank
 
 
 def summarize(traces: Sequence[TraceFile]) -> Summary:

@@ -301,27 +301,16 @@ MAX_TEXT_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Whose trace a file is.
+    """Whose trace a file is."""
 
-    Attributes:
-        job: the same on all ranks of one world, different in any other.
-        rank: in the world.
-        size: of the world.
-        host: number of the rank's host in the world.
-        hostname: for people.
-        pid: process id.
-        started_ns: when it began, by the rank's monotonic clock.
-        time_s: the same moment by the wall clock.
-    """
-
-    job: str
-    rank: int
-    size: int
-    host: int
-    hostname: str
-    pid: int
-    started_ns: int
-    time_s: float
+    job: str  # the same on all ranks of one world, different in any other
+    rank: int  # in the world
+    size: int  # of the world
+    host: int  # number of the rank's host in the world
+    hostname: str  # for people
+    pid: int  # process id
+    started_ns: int  # when it began, by the rank's monotonic clock
+    time_s: float  # the same moment by the wall clock
 
     @property
     def file_name(self) -> str:

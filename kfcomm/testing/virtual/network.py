@@ -102,15 +102,10 @@ class VirtualReactor(Reactor):
 
 
 class Timing(NamedTuple):
-    """Seconds.
+    """Seconds."""
 
-    Attributes:
-        lost_after_s: after so long without a word ranks are lost to each other.
-        latency_s: how long anything takes, at least and at most.
-    """
-
-    lost_after_s: float
-    latency_s: tuple[float, float]
+    lost_after_s: float  # after so long without a word ranks are lost to each other
+    latency_s: tuple[float, float]  # how long anything takes, at least and at most
 
 
 class NetworkModel:
