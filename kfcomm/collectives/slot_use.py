@@ -18,14 +18,35 @@ if TYPE_CHECKING:
     from kfcomm.transports.shm.slot import Slot
 
 
-class SlotUse(InSlot):
-    """One use of a slot by a cached name. Most are over before an ``Operation`` is needed.
+class Over(tuple[Any]):
+    """Use that was complete at the first look: the result, in the place of an operation."""
 
-    It begins when it is made. If anything is unusual, or more has to be known of it, it must ``enter``.
+    __slots__ = ()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return True
+
+    def result(self) -> Any:
+        """The caller's result."""
+        return self[0]
+
+    def cancel(self) -> bool:
+        """There is nothing to end."""
+        return False
+
+    give_up = cancel
+
+
+class SlotUse(InSlot):
+    """One use of a slot by a cached name, which has been posted. Most are over before an ``Operation`` is needed.
+
+    If anything is unusual, or more has to be known of it, it must ``enter``.
 
     Args:
         name: the compiled name. Nothing is unusual: see ``Compiled.begin``.
         slot: of its series.
+        posted: number of the use, its word, and when it was posted.
         future: see ``Operation``. Without one it is its caller's alone, who holds the engine lock: before that is laid
             down, it has to be over or to ``enter``.
         source: see ``Operation``.
@@ -39,23 +60,20 @@ class SlotUse(InSlot):
     is_over = failed = False
     _operation: SlottedOperation | None = None
 
-    def __init__(self, name: Compiled, slot: Slot, future: Any, source: Array, out: Array, value: Array | None) -> None:
+    def __init__(
+        self, name: Compiled, slot: Slot, posted: tuple[int, int, float], future: Any, source: Array, out: Array,
+        value: Array | None,
+    ) -> None:  # fmt: skip
         self._name = name
         self.nbytes = name.nbytes
-        self.engine = engine = name.engine
+        self.engine = name.engine
         self.slot = slot
+        self.seq, self.word, self.posted_s = posted
         self.future = future
         self._in = source
         self._out = out
         self.value = value
-        key = name.series.key
-        self.seq = seq = key.next_seq
-        key.next_seq = seq + 1
-        key.begun = self
-        self.posted_s = monotonic()
-        self.word = word = name.group.plans.first_word + seq * slot.num_words
-        if slot.post(source, word):
-            engine.slots.wake(slot)
+        name.series.key.begun = self
 
     @override
     def look(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from kfcomm.collectives.compiled import NO_ARRAY, NOT_ALIKE
 from kfcomm.collectives.specs import VerbSpec
 from kfcomm.errors import KfcommError
+from kfcomm.sync.signals import NUMBERS, getsignal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,7 +25,7 @@ T = TypeVar("T")
 # Whatever is rarer is in **options, and takes the long form.
 CALL = """\
 def {verb}(self, /, {parameters}, **options):
-    is_held = self._io.signals.hold()
+    is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
     try:
         if {is_plain} and (compiled := self._inner._group.compiled.get(name)) is not None:
             outcome = self._driver.call(compiled.start, self._session, {x}, {arguments}, {out}, None)
@@ -35,7 +36,7 @@ def {verb}(self, /, {parameters}, **options):
         raise self._driver.shown(error)
     finally:
         if is_held:
-            self._io.signals.let_go()
+            signals.let_go()
 """
 PARAMETERS = ("x", "root", "name", "op", "out")
 """Those that cached calls may give, in the order of the verbs' signatures."""
@@ -62,7 +63,7 @@ def cached(long_form: Callable[P, T], spec: VerbSpec) -> Callable[P, T]:
     names: dict[str, Any] = {
         "KfcommError": KfcommError, "NOT_ALIKE": NOT_ALIKE, "NO_ARRAY": NO_ARRAY, "long_form": long_form,
         "ndarray": np.ndarray, "defaults": {name: one.default for name, one in takes.items()}, "verb": spec.verb,
-        "only_verb": (spec.verb,),
+        "only_verb": (spec.verb,), "getsignal": getsignal, "NUMBERS": NUMBERS,
     }  # fmt: skip
     file = f"{__file__} {spec.verb}"  # begins as the files of this package do: tracebacks and dumps go by that
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks

@@ -27,7 +27,7 @@ from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kfcomm.collectives.compiled import NOT_ALIKE
-from kfcomm.collectives.slot_use import SlotUse
+from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.common.tracebacks import terse
 from kfcomm.engine.direct import LATE_S
 from kfcomm.errors import KfcommError, SessionClosed
@@ -216,9 +216,13 @@ class Driver:
                     lock.acquire()
             reactor.is_driven = self._is_working = True
             handle = begin(*arguments)
+            if type(handle) is Over:
+                self._is_working = reactor.is_driven = False  # as it was found: nothing of the engine's has moved
+                lock.release()
+                return handle[0]  # type: ignore[no-any-return]
             if type(handle) is SlotUse:
-                if (handle.look() or self._is_over_soon(handle, session)) and handle.is_over:
-                    self._is_working = reactor.is_driven = False  # as it was found: nothing of the engine's has moved
+                if self._is_over_soon(handle, session) and handle.is_over:
+                    self._is_working = reactor.is_driven = False
                     lock.release()
                     return handle.value  # type: ignore[no-any-return]
                 handle = cast("Awaited[T]", handle.enter())

@@ -41,8 +41,8 @@ _c: Any = import_module("_signal")  # what `signal` itself uses, and wraps into 
 getsignal: Final[Callable[[int], Any]] = _c.getsignal
 set_handler: Final[Callable[[int, Any], Any]] = _c.signal
 
-HUP, INT, QUIT, USR1, USR2, ALRM, TERM, XCPU, VTALRM, PROF = NUMBERS = (1, 2, 3, 10, 12, 14, 15, 24, 26, 27)
-"""Of the signals that are looked at, as Linux has them."""
+NUMBERS: Final = (1, 2, 3, 10, 12, 14, 15, 24, 26, 27)
+"""HUP, INT, QUIT, USR1, USR2, ALRM, TERM, XCPU, VTALRM and PROF, as Linux has them: the signals that are looked at."""
 
 _NOTHING: Final = object()
 NO_OPTIONS: Final[Mapping[str, Any]] = {}
@@ -56,6 +56,7 @@ class Signals:
         raised: what a handler has raised, until the call is over.
         undo: called if a handler raises after the call is over; set by the call.
         is_kept: the call has a result that nothing can undo.
+        harmless: handlers of ``NUMBERS``, as they were when there was nothing to hold.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,8 @@ class Signals:
         self.raised: BaseException | None = None
         self.undo: Callable[[], object] = do_nothing
         self.is_kept = False
-        self._seen: tuple[Any, ...] = ()
+        self.harmless: list[Any] = []
+        self._seen: list[Any] = []
         self._handlers: dict[int, Handler] = {}
         """To be held, of those ``_seen``."""
         self._is_held = False
@@ -71,17 +73,17 @@ class Signals:
         self._main = main_thread().ident
 
     def hold(self) -> bool:
-        """Hold the handlers, until ``holding`` is over; False if there is nothing to hold, or they are held already."""
-        found = (
-            getsignal(HUP), getsignal(INT), getsignal(QUIT), getsignal(USR1), getsignal(USR2), getsignal(ALRM),
-            getsignal(TERM), getsignal(XCPU), getsignal(VTALRM), getsignal(PROF),
-        )  # fmt: skip
-        if found == self._seen and not self._handlers:
-            return False
+        """Hold the handlers, until ``let_go``; False if there is nothing to hold, or they are held already.
+
+        Callers that cannot afford this call compare ``[*map(getsignal, NUMBERS)]`` to ``harmless`` first.
+        """
         if self._is_held or get_ident() != self._main:
             return False
-        self._seen, self._handlers = found, _to_hold(found)
+        found = [*map(getsignal, NUMBERS)]
+        if found != self._seen:
+            self._seen, self._handlers = found, _to_hold(found)
         if not self._handlers:
+            self.harmless = found
             return False
         self._put()
         return True
@@ -169,7 +171,7 @@ class Signals:
             self._handlers[number](number, frame)
 
 
-def _to_hold(found: tuple[Any, ...]) -> dict[int, Handler]:
+def _to_hold(found: list[Any]) -> dict[int, Handler]:
     """The handlers that are to be held; none if none can raise but that of Ctrl-C."""
     handlers = {
         number: handler
