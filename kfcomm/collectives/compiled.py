@@ -90,11 +90,12 @@ class Compiled(ABC):
                 word = self.group.plans.first_word + seq * slot.num_words
                 if slot.post(source, word):
                     engine.slots.wake(slot)
-                if handle is not None or engine.observers is not None:
+                if handle is not None:
                     use = SlotUse(self, slot, (seq, word, posted_s), handle, source, result, value)
-                    if handle is not None:
-                        use.begin()
+                    use.begin()
                     return use
+                if engine.observers is not None:
+                    return SlotUse(self, slot, (seq, word, posted_s), None, source, result, value)
                 # The first look of a blocking caller, written out: without a ``SlotUse``, which half of the calls need,
                 # a call costs 110 of 500 bytecodes less.
                 try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from kfcomm.collectives.receives import Receive
-    from kfcomm.collectives.slot_use import SlotUse
+    from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation
     from kfcomm.transports.reactor import Reactor
 
@@ -112,7 +112,7 @@ class Handle(Unawaited, asyncio.Future[T]):
     # Neither is set from the start: an ``__init__`` of its own would double the time it takes to make a future.
     __slots__ = ("_seq", "operation")
 
-    operation: Operation | SlotUse | Receive | None
+    operation: Operation | SlotUse | Over | Receive | None
     _listeners: list[Callable[[Any], object]] | None = None
 
     contributors: tuple[int, ...] | None = None
@@ -186,7 +186,7 @@ class Handle(Unawaited, asyncio.Future[T]):
             listener(self)
 
 
-def named(handle: Handle[T], operation: Operation | SlotUse) -> Handle[T]:
+def named(handle: Handle[T], operation: Operation | SlotUse | Over) -> Handle[T]:
     """The handle of an operation that was posted under it."""
     handle._seq = operation.seq
     if not operation.is_over:

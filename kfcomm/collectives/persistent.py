@@ -30,7 +30,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Op, Seconds, Verb, override
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.slot_use import SlotUse
+    from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation
 
 
@@ -131,7 +131,7 @@ class PersistentCollective(Generic[T]):
         never: Handle[T] = Handle(loop=comm._group.engine.loop)
         never.set_exception(ConfigError(f"{self._title} was never started"))
         looked_at(never)
-        self._latest: Handle[T] | Operation | SlotUse = never
+        self._latest: Handle[T] | Operation | SlotUse | Over = never
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self._title}, {'not ' if self.done() else ''}in flight>"

@@ -22,6 +22,7 @@ class Over(tuple[Any]):
     """Use that was complete at the first look: the result, in the place of an operation."""
 
     __slots__ = ()
+    seq, is_over = -1, True
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -35,7 +36,8 @@ class Over(tuple[Any]):
         """There is nothing to end."""
         return False
 
-    give_up = cancel
+    def give_up(self) -> None:
+        """There is nothing to end."""
 
 
 class SlotUse(InSlot):

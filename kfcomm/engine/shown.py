@@ -55,6 +55,8 @@ def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: b
     combine: Combine
     if kernel is None or not count:
         combine = do_nothing
+    elif kernel.fold_two is not None and cut.is_whole and size == 2:
+        combine, cut.is_by_row = kernel.fold_two, True
     elif kernel.fold_all is not None and cut.is_whole and 2 * size <= count:
         combine = kernel.fold_all  # of what is folded in parts it would copy them first
     else:

@@ -22,6 +22,7 @@ from kfcomm.collectives.specs import SPECS
 from kfcomm.errors import KfcommError
 from kfcomm.sync.cached import cached
 from kfcomm.sync.handle import Handle
+from kfcomm.sync.signals import NUMBERS, getsignal
 from kfcomm.sync.tracebacks import outermost
 from kfcomm.types import Verb
 
@@ -163,7 +164,7 @@ def begun(
     given = _given_to(verb, is_awaited=False)
 
     def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        is_held = self._io.signals.hold()
+        is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
         try:
             self._check_open()
             begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
@@ -177,7 +178,7 @@ def begun(
             raise self._driver.shown(error)
         finally:
             if is_held:
-                self._io.signals.let_go()
+                signals.let_go()
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
@@ -215,9 +216,12 @@ def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str
         elif name.endswith("_init"):
             setattr(cls, name, prepared(member))
         elif is_awaited(member):
-            form = blocking(member)
-            setattr(cls, name, cached(form, SPECS[Verb(name)]) if name in SPECS else form)
-            setattr(cls, f"{name}_async", begun(member))
+            waits, begins = blocking(member), begun(member)
+            if name in SPECS:
+                waits = cached(waits, SPECS[Verb(name)], is_awaited=True)
+                begins = cached(begins, SPECS[Verb(name)], is_awaited=False)
+            setattr(cls, name, waits)
+            setattr(cls, f"{name}_async", begins)
 
 
 def is_awaited(member: Any) -> bool:

@@ -5,32 +5,51 @@ The caller takes the engine lock, begins the operation itself and polls it to it
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import linecache
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from kfcomm.collectives.compiled import NO_ARRAY, NOT_ALIKE
+from kfcomm.collectives.handle import Handle as Inner
+from kfcomm.collectives.handle import named
 from kfcomm.collectives.specs import VerbSpec
 from kfcomm.errors import KfcommError
+from kfcomm.sync.handle import Handle
 from kfcomm.sync.signals import NUMBERS, getsignal
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.compiled import Compiled
+    from kfcomm.collectives.specs import Arguments
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Parameters are written out for each verb: to find them among *args would cost each call what the fast path saves.
 # Whatever is rarer is in **options, and takes the long form.
-CALL = """\
+HEAD = """\
 def {verb}(self, /, {parameters}, **options):
     is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
     try:
         if {is_plain} and (compiled := self._inner._group.compiled.get(name)) is not None:
+"""
+WAITS = """\
             outcome = self._driver.call(compiled.start, self._session, {x}, {arguments}, {out}, None)
             if outcome is not NOT_ALIKE:
                 return outcome
+"""
+BEGINS = """\
+            handle = Handle(self._driver, self._session)
+            handle.verb = verb
+            begin = partial(again, self._io.loop, compiled, {x}, {arguments}, {out})
+            if self._driver.run(partial(handle.begin, begin), self._session):
+                return handle
+"""
+TAIL = """\
         return long_form(self, {given}, **options)
     except KfcommError as error:
         raise self._driver.shown(error)
@@ -42,8 +61,18 @@ PARAMETERS = ("x", "root", "name", "op", "out")
 """Those that cached calls may give, in the order of the verbs' signatures."""
 
 
-def cached(long_form: Callable[P, T], spec: VerbSpec) -> Callable[P, T]:
-    """Return a blocking verb that takes the fast path where it can, and ``long_form`` otherwise."""
+def again(loop: asyncio.AbstractEventLoop, compiled: Compiled, *call: *tuple[Any, Arguments, Any]) -> Inner[Any] | None:
+    """Begin a call like the one before; None, and nothing begun, if it is not."""
+    inner: Inner[Any] = Inner(loop=loop)
+    operation = compiled.start(*call, inner)
+    return None if operation is None else named(inner, operation)
+
+
+def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Callable[P, T]:
+    """Return a form of a verb that takes the fast path where it can, and ``long_form`` otherwise.
+
+    It waits for the result if that ``is_awaited``, else it returns a handle.
+    """
     found = inspect.signature(long_form).parameters
     takes = {name: found[name] for name in PARAMETERS if name in found}
     parameters = [f"{name}=defaults[{name!r}]" if name != "x" else name for name in takes]
@@ -51,21 +80,28 @@ def cached(long_form: Callable[P, T], spec: VerbSpec) -> Callable[P, T]:
     if by_keyword:
         parameters.insert(len(takes) - len(by_keyword), "*")
     arguments = [*(["op"] if spec.folds else ()), *(["type(root)", "root"] if spec.is_rooted else ())]
-    source = CALL.format(
-        verb=spec.verb,
+    # a handle has the error of a name that cannot be one
+    tests = [
+        "not options",
+        *(["type(x) is ndarray"] if "x" in takes else ()),
+        *(() if is_awaited else ["type(name) is str"]),
+    ]
+    source = (HEAD + (WAITS if is_awaited else BEGINS) + TAIL).format(
+        verb=long_form.__name__,
         parameters=", ".join(parameters),
-        is_plain="not options and type(x) is ndarray" if "x" in takes else "not options",
+        is_plain=" and ".join(tests),
         x="x" if "x" in takes else "NO_ARRAY",
         arguments=f"(verb, {', '.join(arguments)})" if arguments else "only_verb",
         out="out" if "out" in takes else None,
         given=", ".join(f"{name}={name}" if name in by_keyword else name for name in takes),
     )
     names: dict[str, Any] = {
-        "KfcommError": KfcommError, "NOT_ALIKE": NOT_ALIKE, "NO_ARRAY": NO_ARRAY, "long_form": long_form,
-        "ndarray": np.ndarray, "defaults": {name: one.default for name, one in takes.items()}, "verb": spec.verb,
-        "only_verb": (spec.verb,), "getsignal": getsignal, "NUMBERS": NUMBERS,
+        "Handle": Handle, "KfcommError": KfcommError, "NOT_ALIKE": NOT_ALIKE, "NO_ARRAY": NO_ARRAY,
+        "NUMBERS": NUMBERS, "again": again, "defaults": {name: one.default for name, one in takes.items()},
+        "getsignal": getsignal, "long_form": long_form, "ndarray": np.ndarray, "only_verb": (spec.verb,),
+        "partial": partial, "verb": spec.verb,
     }  # fmt: skip
-    file = f"{__file__} {spec.verb}"  # begins as the files of this package do: tracebacks and dumps go by that
+    file = f"{__file__} {long_form.__name__}"  # begins as those of this package do: tracebacks and dumps go by that
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(source, file, "exec"), names)
-    return wraps(long_form)(names[spec.verb])
+    return wraps(long_form)(names[long_form.__name__])

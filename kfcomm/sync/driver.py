@@ -173,16 +173,15 @@ class Driver:
     # ---------------------------------------------------------------- for callers
 
     def run(self, function: Callable[[], T], session: Session) -> T:
-        """Call something of the engine that does not wait, at once, on the caller's thread.
+        """Call something of the engine that does not wait, at once, on the caller's thread, which holds ``signals``.
 
         Raises:
             SessionClosed: the communicator belongs to the parent process.
         """
-        if self.io.is_current:
-            return _run(function, session)
-        if self.signals.hold():
-            return self.signals.holding(lambda: self.run(function, session), ())
-        self.io.may_block()
+        if self._lock.is_mine() or session.engine.unusual:  # as in ``call``
+            if self.io.is_current:
+                return _run(function, session)
+            self.io.may_block()
         try:
             self._enter(session)
             return _run(function, session)
@@ -228,13 +227,7 @@ class Driver:
                 handle = cast("Awaited[T]", handle.enter())
             outcome: T = NOT_ALIKE  # type: ignore[assignment]
             if handle is not None:
-                if session.engine.links.dirty:  # first: it is over with that, if the others have been here before
-                    session.engine.links.flush()
-                if not handle.done():
-                    if not self._leader:
-                        self._lead(handle, math.inf)
-                    if not handle.done():  # another leads, or the handlers of signals have run
-                        self._wait(handle, math.inf)
+                self._see_through(handle, session)
                 is_over = True
                 outcome = handle.result()
                 if self.signals.is_here():
@@ -249,6 +242,16 @@ class Driver:
         reactor.is_driven = False
         self._leave()
         return outcome
+
+    def _see_through(self, handle: Awaited[Any], session: Session) -> None:
+        """Lead or wait until it is over."""
+        if session.engine.links.dirty:  # first: it is over with that, if the others have been here before
+            session.engine.links.flush()
+        if not handle.done():
+            if not self._leader:
+                self._lead(handle, math.inf)
+            if not handle.done():  # another leads, or the handlers of signals have run
+                self._wait(handle, math.inf)
 
     def _is_over_soon(self, use: SlotUse, session: Session) -> bool:
         """Look a few times more whether it is over."""
@@ -276,9 +279,7 @@ class Driver:
         return False
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:
-        """Wait until a collective is over; False if it is not after so many seconds."""
-        if self.signals.hold():
-            return self.signals.holding(self.wait, (handle, timeout_s, session))
+        """Wait until a collective is over; False if it is not after so many seconds. The caller holds ``signals``."""
         self.io.may_block()
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:

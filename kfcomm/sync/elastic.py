@@ -80,6 +80,7 @@ class ElasticCommunicator(Adapter[Async]):
         """Set the timeout of later calls. See ``kfcomm.elastic.ElasticCommunicator.set_timeout``."""
         self._inner.set_timeout(timeout)
 
+    @outermost
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
         """Fail this rank's next call of this name before it is made. See ``kfcomm.Communicator.refuse``."""
         self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)

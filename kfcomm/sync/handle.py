@@ -57,7 +57,6 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         found: tuple[int, ...] | None = getattr(self._inner, "contributors", None)
         return found
 
-    @outermost
     def wait(self, timeout: Seconds | None = None) -> T:
         """Wait for the result and return it; an interruption (Ctrl-C) cancels the collective.
 
@@ -71,15 +70,24 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
             concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
             CollectiveError: it failed; as from the async verb.
         """
-        return self.result(timeout)
+        is_held = False
+        try:
+            if timeout is not None or not self.done():
+                # Nothing is lost of a handle that is done: of hundreds, most are when they are waited for.
+                is_held = self._driver.signals.hold()
+                self._wait_for_the_end(timeout)
+            self._is_unheard = False
+            return super().result(0)
+        except KfcommError as error:
+            raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._driver.signals.let_go()
+
+    result = wait
+    """The same as ``wait``."""
 
     @outermost
-    def result(self, timeout: Seconds | None = None) -> T:
-        """The same as ``wait``."""
-        self._wait_for_the_end(timeout)
-        self._is_unheard = False
-        return super().result(0)
-
     def exception(self, timeout: Seconds | None = None) -> BaseException | None:
         """Wait for the end; the error, or None if there is a result. See ``wait``."""
         self._wait_for_the_end(timeout)
@@ -96,6 +104,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
             error = super().exception(0)
             logger.error("rank %d: nobody has waited for %s: %s", self._session.rank, type(error).__name__, error)
 
+    @outermost
     def cancel(self) -> bool:
         """End the collective everywhere; False if it is complete already. Returns once nothing reads its arrays."""
         if self.done():
@@ -111,19 +120,26 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         """Call ``fn(handle)`` on the I/O thread when it is over."""
         super().add_done_callback(functools.partial(self._io.tell, fn))
 
-    def begin(self, verb: Callable[[], Inner[T]]) -> None:
-        """Begin a collective that is posted at once; with the lock held. Errors of ``verb`` are the handle's, too."""
+    def begin(self, verb: Callable[[], Inner[T] | None]) -> bool:
+        """Begin a collective that is posted at once; with the lock held. Errors of ``verb`` are the handle's, too.
+
+        Returns:
+            False, with no effect, if ``verb`` gives None, and has begun nothing.
+        """
         try:
             inner = verb()
         except Exception as error:  # noqa: BLE001  of the arguments: it belongs to whoever waits
             self.set_exception(error)
-            return
+            return True
+        if inner is None:
+            return False
         self._inner = inner
         if inner.done():
             self._settle(inner)
         else:
             self._io.keep(self)
             inner.when_done(self._driver.reactor, self._settle)
+        return True
 
     def start(self, call: Callable[[], Awaitable[T]]) -> None:
         """Begin something of several steps, on the I/O thread."""
@@ -137,9 +153,6 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
     def _wait_for_the_end(self, timeout: Seconds | None) -> None:
         timeout_s = seconds_of(timeout)
         if self.done():
-            return
-        if self._io.signals.hold():
-            self._io.signals.holding(self._wait_for_the_end, (timeout,))
             return
         inner = self._inner
         if isinstance(inner, Inner):

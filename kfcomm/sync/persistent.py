@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveAborted, KfcommError
+from kfcomm.sync.signals import NUMBERS, getsignal
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class PersistentCollective(Generic[T]):
         Cost: less than ``start`` and ``wait`` one after the other: the I/O thread is not woken in between.
         """
         signals = self._driver.signals
-        is_held = signals.hold()
+        is_held = [*map(getsignal, NUMBERS)] != signals.harmless and signals.hold()
         try:
             return self._driver.call(self._begin, self._session)
         except (KfcommError, asyncio.CancelledError) as error:
@@ -100,7 +101,7 @@ class PersistentCollective(Generic[T]):
             CollectiveError: it failed; as from the async verb.
         """
         signals = self._driver.signals
-        is_held = signals.hold()
+        is_held = [*map(getsignal, NUMBERS)] != signals.harmless and signals.hold()
         try:
             latest: Awaited[T] = self._inner._latest
             timeout_s = seconds_of(timeout)
@@ -121,6 +122,7 @@ class PersistentCollective(Generic[T]):
         """Whether nothing is in flight: the latest start is over, or there was none."""
         return self._inner.done()
 
+    @outermost
     def cancel(self) -> bool:
         """End the latest start on every rank where it is not complete; False if nothing is in flight.
 

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kfcomm.errors import KfcommError
+from kfcomm.sync.signals import NUMBERS, getsignal
 
 if TYPE_CHECKING:
     from kfcomm.sync.driver import Driver
@@ -31,13 +32,13 @@ def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        is_held = self._driver.signals.hold()
+        is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
         try:
             return method(self, *args, **kwargs)
         except KfcommError as error:
             raise self._driver.shown(error)
         finally:
             if is_held:
-                self._driver.signals.let_go()
+                signals.let_go()
 
     return call

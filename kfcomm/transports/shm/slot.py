@@ -94,7 +94,8 @@ class Slot:
         self._buffers_end = at + 2 * lines(length * dtype.itemsize)
         ats = at, at + lines(length * dtype.itemsize)
         self._buffers = tuple(memory.own_array(one, dtype, shows) for one in ats)
-        self.views = tuple(memory.arrays(one + begin * dtype.itemsize, dtype, end - begin, places) for one in ats)
+        views = [memory.arrays(one + begin * dtype.itemsize, dtype, end - begin, places) for one in ats]
+        self.views = (list(views[0]), list(views[1])) if cut.is_by_row else tuple(views)
 
     def post(self, x: Array, word: int) -> bool:
         """Show the contribution to the next use; returns whether a peer sleeps and may have to be woken.
@@ -283,7 +284,7 @@ class OneWindowSlot(Slot):
     def look(self, word: int, out: Array) -> bool:
         if self._folded != word:
             words = self.posted()
-            if not self.has_come(words, word):
+            if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
                 self.late = words
                 return False
             self.combine(self._given[self.use], self._made[self.use])
@@ -294,7 +295,7 @@ class OneWindowSlot(Slot):
             if 1 in self.parked():
                 self.has_news = True
         words = self._shared()
-        if not self.has_come(words, word):
+        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
             self.late = words
             return False
         if self._rows:

@@ -96,12 +96,13 @@ class Cut:
         piece: elements of a part at a time: all, unless it is turned. A *window* is a piece of each part.
         num_windows: number of windows, each with its own word.
         count, is_turned, is_shared, is_whole, shows, reads, has_hub, gives: see above.
+        is_by_row: contributions are given to ``Combine`` as a list; set where that is faster.
         room: bytes of a slot in each region.
     """
 
     __slots__ = (
-        "count", "gives", "has_hub", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads",
-        "room", "shows",
+        "count", "gives", "has_hub", "is_by_row", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece",
+        "reads", "room", "shows",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +113,7 @@ class Cut:
         self.count = count
         self.gives: Gives = count if gives is None else gives
         self.has_hub = has_hub
+        self.is_by_row = False
         self.is_turned, self.is_shared = is_turned, is_shared
         self.is_whole = is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned)
         self.shows = count if shows is None else shows
