@@ -28,7 +28,7 @@ from jax.experimental import io_callback
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
-from kfcomm.sync.put_off import before_close
+from kfcomm.sync.driver import before_close
 
 Tree = TypeVar("Tree")
 

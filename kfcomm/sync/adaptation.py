@@ -14,7 +14,7 @@ from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetri
 from kfcomm.errors import EpochChanged, KfcommError, PeerLost
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.communicator import Communicator
-from kfcomm.sync.tracebacks import outermost
+from kfcomm.sync.driver import outermost
 
 
 class Adaptation(Adapter[Async]):

@@ -21,9 +21,9 @@ from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.specs import SPECS
 from kfcomm.errors import KfcommError
 from kfcomm.sync.cached import cached
+from kfcomm.sync.driver import outermost
 from kfcomm.sync.handle import Handle
 from kfcomm.sync.signals import NUMBERS, getsignal
-from kfcomm.sync.tracebacks import outermost
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import StrategySpec
 from kfcomm.sync.adapter import plain
-from kfcomm.sync.driver import Driver
+from kfcomm.sync.driver import Driver, outermost
 from kfcomm.sync.signals import Signals
 from kfcomm.sync.thread import IoThread
-from kfcomm.sync.tracebacks import outermost
 from kfcomm.sync.verbs import BlockingVerbs, Queue
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Seconds

@@ -22,8 +22,7 @@ from kfcomm.elastic.walks import Walk, following
 from kfcomm.errors import KfcommError
 from kfcomm.sync.adapter import Adapter, begun, blocking
 from kfcomm.sync.communicator import Communicator
-from kfcomm.sync.driver import Driver
-from kfcomm.sync.tracebacks import outermost
+from kfcomm.sync.driver import Driver, outermost
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session

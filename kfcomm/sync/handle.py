@@ -16,8 +16,8 @@ from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.collectives.handle import Unawaited
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.sync.driver import outermost
 from kfcomm.sync.thread import IoThread, copy_end
-from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session

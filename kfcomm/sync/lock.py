@@ -26,11 +26,14 @@ class EngineLock:
         release: releases it; to be called by its holder.
         is_wanted: whether a thread waits for it.
         is_mine: whether this thread holds it.
+        is_working: its holder, a caller, is amid the engine's work, where an interrupt leaves unknown state behind;
+            false whenever no caller holds it.
     """
 
-    __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "release")
+    __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "is_working", "release")
 
     def __init__(self) -> None:
+        self.is_working = False
         self.gate = threading.Lock()
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
         self.acquire: Callable[[], bool] = lock.acquire

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveAborted, KfcommError
+from kfcomm.sync.driver import outermost
 from kfcomm.sync.signals import NUMBERS, getsignal
-from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as Inner
     from kfcomm.engine.session import Session
-    from kfcomm.sync.driver import Awaited, Driver
+    from kfcomm.sync.driver import Driver
+    from kfcomm.sync.turns import Awaited
     from kfcomm.types import Seconds
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ import torch
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
-from kfcomm.sync.put_off import before_close
+from kfcomm.sync.driver import before_close
 from kfcomm.torch.buckets import Bucket, Named, Place, dtype_problem, share_out
 from kfcomm.torch.compression import Given, GradientAverage, by_parameter
 from kfcomm.torch.deferred import Deferred

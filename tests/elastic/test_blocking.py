@@ -132,8 +132,8 @@ def test_a_short_call_that_is_interrupted_has_failed() -> None:
                 raise Died
 
         def interrupt() -> None:
-            driver, engine = comm._driver, comm._session.engine
-            while not (driver._is_resting and engine.router.live) and not leave.is_set():
+            turns, engine = comm._driver.turns, comm._session.engine
+            while not (turns.is_resting and engine.router.live) and not leave.is_set():
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kfcomm import testing
-from kfcomm.sync import Communicator, driver
+from kfcomm.sync import Communicator, turns
 from tests.sync.worlds import driver_of, joined
 
 CALLS, MAX_CALLS = 40, 2000
@@ -72,7 +72,7 @@ def counted(call: Callable[[], Any], others: Callable[[], None], monkeypatch: py
         others()
         sys.settrace(cost.entered)
 
-    monkeypatch.setattr(driver, "sched_yield", let_others)
+    monkeypatch.setattr(turns, "sched_yield", let_others)
     sys.settrace(cost.entered)
     try:
         call()

@@ -18,7 +18,7 @@ import pytest
 
 import kfcomm
 from kfcomm.core import deadlines
-from kfcomm.sync import Communicator, driver, handle, lock, thread
+from kfcomm.sync import Communicator, driver, handle, lock, thread, turns
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.transports import reactor
 from kfcomm.transports.shm import hub, link, receiver, sender
@@ -29,7 +29,7 @@ from tests.sync.worlds import TRANSPORTS, Call, at_rest, driver_of, following, h
 
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, thread):
+    for module in (turns, thread):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
 
 
@@ -52,7 +52,7 @@ def test_a_follower_leads_when_the_call_of_the_leader_ends_first(transport: str)
             assert int(call.result()) == number + 1
             left = calls[number + 1 :]
             if left:
-                until(lambda left=left: driver_of(one)._leader in [each.ident for each in left])
+                until(lambda left=left: driver_of(one).turns.leader in [each.ident for each in left])
         until(lambda: at_rest(one))
 
 
@@ -66,10 +66,9 @@ def test_a_follower_may_go_in_the_moment_in_which_it_is_to_lead() -> None:
     with joined("shm") as (one, _):
         driving = driver_of(one)
         driving.io.lock.take()
-        driving._followers = Leaving()
-        driving._hand_over()
-        driving._followers = {}
-        driving.io.lock.lay_down()
+        driving.turns.followers = Leaving()
+        driving.turns.leave()
+        driving.turns.followers = {}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -121,7 +120,7 @@ def test_a_wait_ends_in_time_while_another_leads() -> None:
         for timeout in (0, 0.01):
             with pytest.raises(TimeoutError):
                 waited.wait(timeout)
-        assert not driver_of(one)._followers
+        assert not driver_of(one).turns.followers
         other.all_reduce(1, "b")
         assert int(waited.wait(1e6)) == 2
         other.all_reduce(1, "a")
@@ -133,7 +132,7 @@ def test_a_leader_that_runs_out_of_time_hands_over() -> None:
     with joined("shm") as (one, other):
         short = one.all_reduce_async(1, "a")
         lead = Call(short.wait, 0.1)
-        until(lambda: driver_of(one)._leader == lead.ident or lead.done())
+        until(lambda: driver_of(one).turns.leader == lead.ident or lead.done())
         follow = Call(one.all_reduce, 1, "b")
         assert isinstance(lead.error(), TimeoutError)
         other.all_reduce(1, "b")
@@ -147,7 +146,7 @@ def test_many_wait_for_one_handle() -> None:
     with joined("shm") as (one, other):
         shared = one.all_reduce_async(1, "a")
         waits = [Call(shared.wait) for _ in range(4)]
-        until(lambda: len(driver_of(one)._followers) == 3)
+        until(lambda: len(driver_of(one).turns.followers) == 3)
         other.all_reduce(1, "a")
         assert [int(wait.result()) for wait in waits] == [2] * 4
 
@@ -156,7 +155,7 @@ def test_a_call_that_another_thread_ends_wakes_its_leader() -> None:
     with joined("shm") as (one, _):
         waited = one.all_reduce_async(1, "a")
         lead = Call(waited.wait)
-        until(lambda: driver_of(one)._is_resting)
+        until(lambda: driver_of(one).turns.is_resting)
         assert waited.cancel()
         assert isinstance(lead.error(), BaseException)
         until(lambda: at_rest(one))
@@ -201,8 +200,8 @@ def test_threads_of_all_ranks_meet_as_often_as_they_like(
     transport: str, quiet_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads meet the same thread of the other ranks again and again, each in a way of its own."""
-    monkeypatch.setattr(driver, "QUIET_S", quiet_s)
-    monkeypatch.setattr(driver, "LULL_S", 0.0)
+    monkeypatch.setattr(turns, "QUIET_S", quiet_s)
+    monkeypatch.setattr(turns, "LULL_S", 0.0)
 
     def main(comm: Communicator, number: int) -> int:
         pick = random.Random(comm.rank * 100 + number)
@@ -285,7 +284,7 @@ def called(*comms: Communicator) -> None:
 
 
 def test_a_rank_that_makes_no_more_calls_parks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LULL_S", 0.0)
+    monkeypatch.setattr(turns, "LULL_S", 0.0)
     with joined("shm") as comms:
         for _ in range(3):
             called(*comms)
@@ -294,14 +293,14 @@ def test_a_rank_that_makes_no_more_calls_parks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LULL_S", 0.0)
+    monkeypatch.setattr(turns, "LULL_S", 0.0)
     with joined("shm") as (one, other):
         called(one, other)
         here, driving = hub_of(one), driver_of(one)
-        io_driver = driving._io_driver
+        io_driver = driving.turns.io_driver
         forget_deadlines(driving)
         until(lambda: not here.is_awake and not hub_of(other).is_awake)
-        monkeypatch.setattr(driver, "LULL_S", 1e6)
+        monkeypatch.setattr(turns, "LULL_S", 1e6)
         driving.run(here.unpark, one._session)  # a call that has looked, and waits for nothing any more
         assert io_driver.has_lull
         driving.io.run(lambda: None)  # it has begun to wait
@@ -310,7 +309,7 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
         assert io_driver.has_lull
         assert int(run_threads([one, other], lambda comm: comm.all_reduce(1, "x"))[0]) == 2
         until(lambda: io_driver.has_lull)
-        monkeypatch.setattr(driver, "LULL_S", 0.0)
+        monkeypatch.setattr(turns, "LULL_S", 0.0)
         driving.io.run(io_driver._after_lull)
         until(lambda: not here.is_awake)
 
@@ -318,7 +317,7 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
 def test_call_after_a_lull_wakes_a_parked_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined("shm") as (one, other):
         for lull_s in (0.0, 1e6):
-            monkeypatch.setattr(driver, "LULL_S", lull_s)
+            monkeypatch.setattr(turns, "LULL_S", lull_s)
             called(one, other)
             if not lull_s:
                 until(lambda: not hub_of(one).is_awake and not hub_of(other).is_awake)
@@ -329,7 +328,7 @@ def test_call_after_a_lull_wakes_a_parked_rank(monkeypatch: pytest.MonkeyPatch) 
 
 def forget_deadlines(driving: driver.Driver) -> None:
     """No deadline wakes the I/O thread any more."""
-    io_driver = driving._io_driver
+    io_driver = driving.turns.io_driver
 
     def forget() -> None:
         io_driver.timer_s = 0.0
@@ -343,14 +342,14 @@ def mask(comm: Communicator) -> None:
     """As after a call in which it had to wait, once the I/O thread has done what it was told to."""
     driving = driver_of(comm)
     forget_deadlines(driving)
-    until(lambda: not driving._io_driver._is_scheduled)
-    driving.run(lambda: driving.mask(is_masked=True), comm._session)
+    until(lambda: not driving.turns.io_driver._is_scheduled)
+    driving.run(lambda: driving.turns.io_driver.mask(is_masked=True), comm._session)
 
 
 @pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_news_between_two_calls_waits_for_the_next_call(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MASKED_S", 1e6)
+    monkeypatch.setattr(turns, "MASKED_S", 1e6)
     with joined(transport) as (one, other):
         run_threads([one, other], lambda comm: comm.reduce(1, 0, "x"))
         driving = driver_of(one)
@@ -359,9 +358,9 @@ def test_news_between_two_calls_waits_for_the_next_call(transport: str, monkeypa
             begun = other.reduce_async(1, 0, "x")
             select.select(driving.reactor.descriptors(), (), ())  # it has come
             driving.io.loop.call_soon_threadsafe(int)  # the thread itself is awake, and does not hear of it
-            assert driving._is_masked
+            assert driving.turns.io_driver.is_masked
             assert int(one.reduce(1, 0, "x")) == 2
-            assert driving._is_masked
+            assert driving.turns.io_driver.is_masked
             begun.wait()
 
 
@@ -370,7 +369,7 @@ def test_news_between_two_calls_waits_for_the_next_call(transport: str, monkeypa
 def test_the_io_thread_listens_at_once_when_something_begins_there(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "MASKED_S", 1e6)
+    monkeypatch.setattr(turns, "MASKED_S", 1e6)
 
     async def nothing() -> None:
         pass
@@ -379,10 +378,10 @@ def test_the_io_thread_listens_at_once_when_something_begins_there(
         called(one, other)
         mask(one)
         driver_of(one).io.wait_for(nothing)
-        until(lambda: not driver_of(one)._is_masked)
+        until(lambda: not driver_of(one).turns.io_driver.is_masked)
         begun = one.recv_async(1)
         called(one, other)  # and goes on listening after a call
-        assert not driver_of(one)._is_masked
+        assert not driver_of(one).turns.io_driver.is_masked
         other.send(np.ones(3), 0)
         assert begun.wait().sum() == 3
 
@@ -393,7 +392,7 @@ def test_io_thread_listens_after_the_last_call(transport: str) -> None:
         for _ in range(3):
             called(one, other)
             mask(one)
-            until(lambda: not driver_of(one)._is_masked)
+            until(lambda: not driver_of(one).turns.io_driver.is_masked)
             begun = other.all_reduce_async(1, "x")
             until(lambda: one._inner._group.engine.router.expected(one._inner._group.view.id, "x") is not None)
             assert int(one.all_reduce(1, "x")) == 2
@@ -402,7 +401,7 @@ def test_io_thread_listens_after_the_last_call(transport: str) -> None:
 
 def test_a_deadline_passes_while_others_want_the_lock_all_the_time() -> None:
     with joined("shm") as (one, _):
-        lock, is_over = driver_of(one)._lock, threading.Event()
+        lock, is_over = driver_of(one).io.lock, threading.Event()
 
         def wants() -> None:
             while not is_over.is_set():
@@ -418,7 +417,7 @@ def test_a_deadline_passes_while_others_want_the_lock_all_the_time() -> None:
 
 # ---------------------------------------------------------------- interrupts
 
-MODULES = driver, lock, handle
+MODULES = driver, turns, lock, handle
 
 
 def blocking(comm: Communicator) -> Any:
@@ -437,7 +436,7 @@ def with_a_timeout(comm: Communicator) -> Any:
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("call", [blocking, begun_and_waited_for, with_a_timeout])
 def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: Any, follows: bool) -> None:
-    wanted = {"Driver._follow" if follows else "Driver._lead", "Driver._leave", "EngineLock.take"}
+    wanted = {"Turns._follow" if follows else "Turns._lead", "Turns.leave", "EngineLock.take"}
     places: list[str] = []
     reached: set[str] = set()
     num_missed = 0
@@ -453,7 +452,7 @@ def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: 
                 assert is_closed or int(lead.result()) == 2
                 lead.error()
             until(lambda one=one: at_rest(one))
-            assert not driver_of(one)._lock.is_mine()
+            assert not driver_of(one).io.lock.is_mine()
         if interrupt.came:
             places.append(interrupt.came)
             reached.add(interrupt.came.split(":")[0])
@@ -477,7 +476,7 @@ def interrupted(interrupt: AtMoment, call: Any, one: Communicator, other: Commun
     over, driving, reason = threading.Event(), driver_of(one), ""
 
     def answer() -> Any:
-        until(lambda: over.is_set() or (driving._followers if follows else driving._is_resting))
+        until(lambda: over.is_set() or (driving.turns.followers if follows else driving.turns.is_resting))
         return other.all_reduce(1, "x")
 
     answering = Call(answer)
@@ -548,7 +547,7 @@ def test_in_a_forked_child_nothing_waits_for_a_lock_that_nobody_will_lay_down() 
         "import numpy as np\nx = np.ones(4)\n"
         "for _ in range(3):\n    comm.all_reduce(x, 'again')\n"
         "handle = comm.all_reduce_async(1, 'a') if comm.rank == 0 else None\n"
-        "lock, taken, forked = comm._driver._lock, threading.Event(), threading.Event()\n"
+        "lock, taken, forked = comm._driver.io.lock, threading.Event(), threading.Event()\n"
         "def hold():\n    lock.take()\n    taken.set()\n    forked.wait()\n    lock.lay_down()\n"
         "thread = threading.Thread(target=hold)\n"
         "thread.start()\n"

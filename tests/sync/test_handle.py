@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kfcomm
-from kfcomm.sync import driver, thread
+from kfcomm.sync import thread, turns
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.handle import Handle
 from kfcomm.testing import sync_world
@@ -20,7 +20,7 @@ from tests.sync.worlds import Call, at_rest, driver_of, joined, leading, until
 
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, thread):
+    for module in (turns, thread):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
 
 
@@ -59,7 +59,7 @@ def test_completion_notifies_every_waiter(transport: str) -> None:
             callers = []
             if completes == "a wait":
                 callers = [Call(begun.wait), Call(begun.exception)]
-                until(lambda: driver_of(one)._is_resting)
+                until(lambda: driver_of(one).turns.is_resting)
             elif completes == "another call":
                 callers = [leading(one, "lead")]
             assert int(other.all_reduce(1, "a")) == 2

@@ -86,23 +86,23 @@ class Call:
 
 def leading(comm: Communicator, name: str, **options: Any) -> Call:
     """An ``all_reduce`` of 1 whose caller drives the engine, and sleeps by now."""
-    driver = driver_of(comm)
+    turns = driver_of(comm).turns
     call = Call(comm.all_reduce, 1, name, **options)
-    until(lambda: driver._leader == call.ident and driver._is_resting)
+    until(lambda: turns.leader == call.ident and turns.is_resting)
     return call
 
 
 def following(comm: Communicator, name: str, function: Callable[..., Any] | None = None, **options: Any) -> Call:
     """The same of one who waits for the leader."""
-    driver = driver_of(comm)
-    before = len(driver._followers)
+    turns = driver_of(comm).turns
+    before = len(turns.followers)
     call = Call(function or comm.all_reduce, 1, name, **options)
-    until(lambda: len(driver._followers) > before)
+    until(lambda: len(turns.followers) > before)
     return call
 
 
 def at_rest(comm: Communicator) -> bool:
     """Whether nobody is inside, and nothing of an earlier call is left."""
-    driver = driver_of(comm)
-    flags = driver._leader, driver._is_masked, driver._followers
-    return not any(flags) and not driver.reactor.is_driven and not driver._is_working
+    turns = driver_of(comm).turns
+    flags = turns.leader, turns.io_driver.is_masked, turns.followers, turns.reactor.is_driven, turns.lock.is_working
+    return not any(flags)
