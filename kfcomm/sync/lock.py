@@ -26,7 +26,7 @@ class EngineLock:
         release: releases it; to be called by its holder.
         is_wanted: whether a thread waits for it.
         is_mine: whether this thread holds it.
-        is_working: its holder, a caller, is amid the engine's work, where an interrupt leaves unknown state behind;
+        is_working: its holder, a caller, is inside the engine's work, where an interrupt leaves unknown state behind;
             false whenever no caller holds it.
     """
 
