@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 from kfcomm.common.imports import imported_when_used
 from kfcomm.sync.communicator import Communicator, init
-from kfcomm.sync.handle import Handle
+from kfcomm.sync.handle import Handle, PersistentCollective
 from kfcomm.sync.verbs import Queue
 
 if TYPE_CHECKING:
     from kfcomm.sync.adaptation import Adaptation
     from kfcomm.sync.elastic import Elastic, ElasticCommunicator
-    from kfcomm.sync.persistent import PersistentCollective
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
@@ -28,7 +27,6 @@ else:  # type checkers would take any name for one that is there
             "Adaptation": "kfcomm.sync.adaptation",
             "Elastic": "kfcomm.sync.elastic",
             "ElasticCommunicator": "kfcomm.sync.elastic",
-            "PersistentCollective": "kfcomm.sync.persistent",
         },
     )
 

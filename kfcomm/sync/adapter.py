@@ -6,10 +6,12 @@ a ``*_async`` verb has returned, the caller may change what it gave, except wher
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import linecache
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -17,19 +19,22 @@ import numpy as np
 
 from kfcomm.arrays import adapt, holds_arrays, is_list
 from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
+from kfcomm.collectives.compiled import NO_ARRAY, NOT_ALIKE
+from kfcomm.collectives.handle import Handle as Inner
+from kfcomm.collectives.handle import named
 from kfcomm.collectives.objects import packed, unpacked
-from kfcomm.collectives.specs import SPECS
+from kfcomm.collectives.specs import SPECS, VerbSpec
 from kfcomm.errors import KfcommError
-from kfcomm.sync.cached import cached
 from kfcomm.sync.driver import outermost
-from kfcomm.sync.handle import Handle
+from kfcomm.sync.handle import Handle, PersistentCollective
 from kfcomm.sync.signals import NUMBERS, getsignal
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.compiled import Compiled
     from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
+    from kfcomm.collectives.specs import Arguments
     from kfcomm.sync.driver import Driver
-    from kfcomm.sync.persistent import PersistentCollective
     from kfcomm.world.communicator import Communicator
 
 A_co = TypeVar("A_co", covariant=True)
@@ -140,17 +145,11 @@ def blocking(
     """
     is_coroutine, given = inspect.iscoroutinefunction(verb), _given_to(verb, is_awaited=True)
 
+    @outermost
     def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        is_held = self._io.signals.hold()
-        try:
-            self._check_open()
-            begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
-            result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
-        except KfcommError as error:
-            raise self._driver.shown(error)
-        finally:
-            if is_held:
-                self._io.signals.let_go()
+        self._check_open()
+        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
+        result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
         return result
 
     return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
@@ -163,22 +162,16 @@ def begun(
     is_coroutine, name = inspect.iscoroutinefunction(verb), verb.__name__
     given = _given_to(verb, is_awaited=False)
 
+    @outermost
     def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
-        try:
-            self._check_open()
-            begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
-            handle: Handle[T] = Handle(self._driver, self._session)
-            handle.verb = name
-            if is_coroutine:
-                handle.start(begin)
-            else:
-                self._driver.run(lambda: handle.begin(begin), self._session)
-        except KfcommError as error:
-            raise self._driver.shown(error)
-        finally:
-            if is_held:
-                signals.let_go()
+        self._check_open()
+        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
+        handle: Handle[T] = Handle(self._driver, self._session)
+        handle.verb = name
+        if is_coroutine:
+            handle.start(begin)
+        else:
+            self._driver.run(partial(handle.begin, begin), self._session)
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
@@ -192,11 +185,87 @@ def prepared(
 
     @outermost
     def call(self: Adapter[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
-        from kfcomm.sync.persistent import PersistentCollective
-
         return PersistentCollective(self._driver, self._session, init(self._inner, *args, **kwargs))
 
     return _dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
+
+
+# Parameters are written out for each verb: to find them among *args would cost each call what the fast path saves.
+# Whatever is rarer is in **options, and takes the long form.
+HEAD = """\
+def {verb}(self, /, {parameters}, **options):
+    is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
+    try:
+        if {is_plain} and (compiled := self._inner._group.compiled.get(name)) is not None:
+"""
+WAITS = """\
+            outcome = self._driver.call(compiled.start, self._session, {x}, {arguments}, {out}, None)
+            if outcome is not NOT_ALIKE:
+                return outcome
+"""
+BEGINS = """\
+            handle = Handle(self._driver, self._session)
+            handle.verb = verb
+            begin = partial(again, self._io.loop, compiled, {x}, {arguments}, {out})
+            if self._driver.run(partial(handle.begin, begin), self._session):
+                return handle
+"""
+TAIL = """\
+        return long_form(self, {given}, **options)
+    except KfcommError as error:
+        raise self._driver.shown(error)
+    finally:
+        if is_held:
+            signals.let_go()
+"""
+PARAMETERS = ("x", "root", "name", "op", "out")
+"""Those that cached calls may give, in the order of the verbs' signatures."""
+
+
+def again(loop: asyncio.AbstractEventLoop, compiled: Compiled, *call: *tuple[Any, Arguments, Any]) -> Inner[Any] | None:
+    """Begin a call like the one before; None, and nothing begun, if it is not."""
+    inner: Inner[Any] = Inner(loop=loop)
+    operation = compiled.start(*call, inner)
+    return None if operation is None else named(inner, operation)
+
+
+def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Callable[P, T]:
+    """Return a form of a verb that takes the fast path where it can, and ``long_form`` otherwise.
+
+    It waits for the result if that ``is_awaited``, else it returns a handle.
+    """
+    found = inspect.signature(long_form).parameters
+    takes = {name: found[name] for name in PARAMETERS if name in found}
+    parameters = [f"{name}=defaults[{name!r}]" if name != "x" else name for name in takes]
+    by_keyword = [name for name, one in takes.items() if one.kind is one.KEYWORD_ONLY]
+    if by_keyword:
+        parameters.insert(len(takes) - len(by_keyword), "*")
+    arguments = [*(["op"] if spec.folds else ()), *(["type(root)", "root"] if spec.is_rooted else ())]
+    # a handle has the error of a name that cannot be one
+    tests = [
+        "not options",
+        *(["type(x) is ndarray"] if "x" in takes else ()),
+        *(() if is_awaited else ["type(name) is str"]),
+    ]
+    source = (HEAD + (WAITS if is_awaited else BEGINS) + TAIL).format(
+        verb=long_form.__name__,
+        parameters=", ".join(parameters),
+        is_plain=" and ".join(tests),
+        x="x" if "x" in takes else "NO_ARRAY",
+        arguments=f"(verb, {', '.join(arguments)})" if arguments else "only_verb",
+        out="out" if "out" in takes else None,
+        given=", ".join(f"{name}={name}" if name in by_keyword else name for name in takes),
+    )
+    names: dict[str, Any] = {
+        "Handle": Handle, "KfcommError": KfcommError, "NOT_ALIKE": NOT_ALIKE, "NO_ARRAY": NO_ARRAY,
+        "NUMBERS": NUMBERS, "again": again, "defaults": {name: one.default for name, one in takes.items()},
+        "getsignal": getsignal, "long_form": long_form, "ndarray": np.ndarray, "only_verb": (spec.verb,),
+        "partial": partial, "verb": spec.verb,
+    }  # fmt: skip
+    file = f"{__file__} {long_form.__name__}"  # begins as those of this package do: tracebacks and dumps go by that
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    exec(compile(source, file, "exec"), names)
+    return wraps(long_form)(names[long_form.__name__])
 
 
 def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str] = ()) -> None:

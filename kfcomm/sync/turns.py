@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.engine.direct import LATE_S
-from kfcomm.sync.lock import Bell
-from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
+from kfcomm.sync.thread import LOOK_EVERY_S, Bell, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 

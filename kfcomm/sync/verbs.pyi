@@ -8,8 +8,7 @@ from kfcomm.collectives.messages import Tag
 from kfcomm.probe import Probe
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.adapter import Adapter
-from kfcomm.sync.handle import Handle
-from kfcomm.sync.persistent import PersistentCollective
+from kfcomm.sync.handle import Handle, PersistentCollective
 from kfcomm.types import Layout, Op, Seconds
 from kfcomm.world.communicator import Communicator as Async
 

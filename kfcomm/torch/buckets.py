@@ -27,7 +27,7 @@ from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
-    from kfcomm.sync.persistent import PersistentCollective
+    from kfcomm.sync.handle import PersistentCollective
 
 Named = tuple[str, torch.Tensor]
 

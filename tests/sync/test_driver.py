@@ -18,7 +18,7 @@ import pytest
 
 import kfcomm
 from kfcomm.core import deadlines
-from kfcomm.sync import Communicator, driver, handle, lock, thread, turns
+from kfcomm.sync import Communicator, driver, handle, thread, turns
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.transports import reactor
 from kfcomm.transports.shm import hub, link, receiver, sender
@@ -417,7 +417,7 @@ def test_a_deadline_passes_while_others_want_the_lock_all_the_time() -> None:
 
 # ---------------------------------------------------------------- interrupts
 
-MODULES = driver, turns, lock, handle
+MODULES = driver, turns, thread, handle
 
 
 def blocking(comm: Communicator) -> Any:

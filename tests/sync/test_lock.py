@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.sync import lock as locks
-from kfcomm.sync.lock import EngineLock
+from kfcomm.sync import thread as locks
+from kfcomm.sync.thread import EngineLock
 from tests.sync.interrupts import AtMoment
 
 
