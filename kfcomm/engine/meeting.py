@@ -18,8 +18,8 @@ from kfcomm.types import Costs, Layout
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
+    from kfcomm.rendezvous.join import JobStore
     from kfcomm.rendezvous.keyvalue import Exit
-    from kfcomm.rendezvous.store import StoreServer
     from kfcomm.transports.tls import Tls
 
 Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
@@ -33,8 +33,7 @@ class Meeting(NamedTuple):
         settings: of this rank in the first epoch.
         me: this process, as the others know it since then.
         mark: tells apart the worlds of one process, in the names of their sockets.
-        rendezvous: of the job's store; None where the ranks found each other by other means.
-        server: the store, where this rank serves it.
+        store: of the job; None where the ranks found each other by other means.
         tls: what connections are secured with.
         ends: what launchers have said of processes of whatever epoch, by birth.
     """
@@ -42,8 +41,7 @@ class Meeting(NamedTuple):
     settings: Settings
     me: PeerInfo
     mark: str
-    rendezvous: StoreClient | None
-    server: StoreServer | None
+    store: JobStore | None
     tls: Tls | None
     ends: dict[int, Exit]
 
@@ -54,9 +52,9 @@ class Meeting(NamedTuple):
         Raises:
             RendezvousError: it has none.
         """
-        if self.rendezvous is None:
+        if self.store is None:
             raise RendezvousError("these ranks found each other without a store of kfcomm's")
-        return self.rendezvous
+        return self.store.client
 
 
 def tls_of(settings: Settings) -> Tls | None:

@@ -35,7 +35,7 @@ from kfcomm.engine.membership import StoreMembership, is_certain
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import check_versions, close_store, join, leave_store, open_store
+from kfcomm.rendezvous.join import JobStore, check_versions, join
 from kfcomm.rendezvous.keyvalue import ENTRY, JOINING
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
@@ -133,28 +133,28 @@ class SocketNetwork(Network):
             RendezvousError: see ``rendezvous.join``.
         """
         tls = tls_of(settings)
-        client, server = await open_store(settings, tls)
+        store = await JobStore.open(settings, tls)
         listener: Listener | None = None
         try:
             mark = secrets.token_hex(4)
             listener, me = await listen(settings, device, mark)
-            meeting = Meeting(settings, me, mark, client, server, tls, {})
+            meeting = Meeting(settings, me, mark, store, tls, {})
             if settings.join:
                 return await cls._enter(meeting, listener)
-            peers = await join(settings, me, client)
+            peers = await join(settings, me, store.client)
             check_reach(peers, settings.links)
             try:
                 check_checksums(peers)
                 check_devices(peers)
             except ConfigError:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
-                await leave_store(settings, me, client, server)
+                await store.leave(settings, me)
                 raise
             return cls(meeting, peers, listener, range(settings.size))
         except BaseException:
             if listener is not None:
                 listener.close()
-            await close_store(client, server)
+            await store.close()
             raise
 
     @classmethod
@@ -182,7 +182,7 @@ class SocketNetwork(Network):
             check_reach(peers, settings.links)
             check_checksums(peers)
             check_devices(peers)
-            return cls(Meeting(settings, me, mark, None, None, tls, {}), peers, listener, range(settings.size))
+            return cls(Meeting(settings, me, mark, None, tls, {}), peers, listener, range(settings.size))
         except BaseException:
             listener.close()
             raise
@@ -319,13 +319,11 @@ class SocketNetwork(Network):
     @override
     async def leave(self) -> None:
         meeting = self._meeting
-        if meeting.rendezvous is None:
+        store = meeting.store
+        if store is None:
             return
-        is_gone = meeting.server is None and self._watcher is not None and bool(meeting.client.trouble)
-        await leave_store(
-            meeting.settings, meeting.me, meeting.client, meeting.server, ranks=self.births,
-            timeout_s=0.0 if is_gone else None,
-        )  # fmt: skip
+        is_gone = store.server is None and self._watcher is not None and bool(store.client.trouble)
+        await store.leave(meeting.settings, meeting.me, ranks=self.births, timeout_s=0.0 if is_gone else None)
 
     @override
     async def close(self) -> None:
@@ -335,8 +333,8 @@ class SocketNetwork(Network):
         endpoints, self._endpoints = self._endpoints, {}
         for endpoint in endpoints.values():
             await endpoint.close()
-        if not self._is_over and self._meeting.rendezvous is not None:
-            await close_store(self._meeting.rendezvous, self._meeting.server)
+        if not self._is_over and self._meeting.store is not None:
+            await self._meeting.store.close()
 
     async def _open(self, way: Sequence[Transport], peer: int) -> Link:
         addresses = [self._address(peer, transport) for transport in way]

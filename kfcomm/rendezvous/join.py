@@ -14,6 +14,7 @@ import math
 import secrets
 import struct
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.common.callbacks import loop_now_s
@@ -45,27 +46,67 @@ SAID_AFTER_S = 1.0
 logger = logging.getLogger("kfcomm")
 
 
-async def open_store(settings: Settings, tls: Tls | None = None) -> tuple[StoreClient, StoreServer | None]:
-    """A client of the job's store; rank 0 starts the store first, where no launcher has.
+@dataclass(frozen=True, slots=True)
+class JobStore:
+    """Store of the job, as one rank uses it: its client, and the server, if this rank serves it."""
 
-    Both are the caller's to close, the client first.
+    client: StoreClient
+    server: StoreServer | None = None
 
-    Raises:
-        ConfigError: the world has one rank.
-        RendezvousError: the store cannot listen there.
-    """
-    from kfcomm.rendezvous.client import StoreClient  # not needed in a world of one
+    @classmethod
+    async def open(cls, settings: Settings, tls: Tls | None = None) -> JobStore:
+        """Make a client; rank 0 starts the store first, where no launcher has.
 
-    if settings.store is None or settings.token is None:
-        raise ConfigError("a world of one has no store")
-    server = None
-    if settings.serve and settings.rank == 0:
-        from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need
+        Raises:
+            ConfigError: the world has one rank.
+            RendezvousError: the store cannot listen there.
+        """
+        from kfcomm.rendezvous.client import StoreClient  # not needed in a world of one
 
-        host, port = host_and_port(settings.store)
-        address = await _address_to_serve(host, port, settings)
-        server = await StoreServer.start(address, port, token=settings.token, tls=tls)
-    return StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s, tls=tls), server
+        if settings.store is None or settings.token is None:
+            raise ConfigError("a world of one has no store")
+        server = None
+        if settings.serve and settings.rank == 0:
+            from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need
+
+            host, port = host_and_port(settings.store)
+            address = await _address_to_serve(host, port, settings)
+            server = await StoreServer.start(address, port, token=settings.token, tls=tls)
+        return cls(StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s, tls=tls), server)
+
+    async def leave(
+        self, settings: Settings, me: PeerInfo, *, timeout_s: float | None = None, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Leave the world; not an error if the store is gone already.
+
+        A rank that serves the store waits until as many have left as these (``ranks``; all, if left out), itself
+        included, but no longer than ``timeout_s`` seconds (None: `KEPT_FOR_S`), and says so if it lasts. May be
+        cancelled.
+        """
+        timeout_s = KEPT_FOR_S if timeout_s is None else timeout_s
+        try:
+            generation = await leave(me, self.client, timeout_s=timeout_s)
+        except RendezvousError:
+            return  # without the store, no process can claim the rank
+        if self.server is None or generation is None:
+            return
+        contents, folder = self.server.store.contents, _left_folder(generation)
+        soon_s = min(SAID_AFTER_S, timeout_s)
+        ranks = range(settings.size) if ranks is None else ranks
+        left = await contents.collect(folder, len(ranks), None, soon_s)
+        if len(left) < len(ranks):
+            others = ranks_in_words(rank for rank in ranks if str(rank) not in left)
+            logger.warning(
+                "rank %d: close() waits for %s to close too, since it serves the store, for %.0f s more at the most",
+                settings.rank, others, timeout_s - soon_s,
+            )  # fmt: skip
+            await contents.collect(folder, len(ranks), None, timeout_s - soon_s)
+
+    async def close(self) -> None:
+        """Close client and server."""
+        await self.client.close()
+        if self.server is not None:
+            await self.server.close()
 
 
 async def _address_to_serve(host: str, port: int, settings: Settings) -> str:
@@ -196,42 +237,6 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
     for generation in mine:
         await client.claim(_left_key(generation, me.rank), b"", timeout_s=timeout_s)
     return mine[-1] if mine else None
-
-
-async def leave_store(
-    settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *,
-    timeout_s: float | None = None, ranks: Sequence[int] | None = None,
-) -> None:  # fmt: skip
-    """Leave the world; not an error if the store is gone already.
-
-    A rank that serves the store waits until as many have left as these (``ranks``; all, if left out), itself included,
-    but no longer than ``timeout_s`` seconds (None: `KEPT_FOR_S`), and says so if it lasts. May be cancelled.
-    """
-    timeout_s = KEPT_FOR_S if timeout_s is None else timeout_s
-    try:
-        generation = await leave(me, client, timeout_s=timeout_s)
-    except RendezvousError:
-        return  # without the store, no process can claim the rank
-    if server is None or generation is None:
-        return
-    folder = _left_folder(generation)
-    soon_s = min(SAID_AFTER_S, timeout_s)
-    ranks = range(settings.size) if ranks is None else ranks
-    left = await server.store.contents.collect(folder, len(ranks), None, soon_s)
-    if len(left) < len(ranks):
-        others = ranks_in_words(rank for rank in ranks if str(rank) not in left)
-        logger.warning(
-            "rank %d: close() waits for %s to close too, since it serves the store, for %.0f s more at the most",
-            settings.rank, others, timeout_s - soon_s,
-        )  # fmt: skip
-        await server.store.contents.collect(folder, len(ranks), None, timeout_s - soon_s)
-
-
-async def close_store(client: StoreClient, server: StoreServer | None) -> None:
-    """Close what `open_store` opened."""
-    await client.close()
-    if server is not None:
-        await server.close()
 
 
 class _Claim(NamedTuple):

@@ -8,26 +8,26 @@ from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
+from kfcomm.rendezvous.join import JobStore, join
 from kfcomm.rendezvous.settings import Settings, detect
 
 
 async def main(then: str) -> int:
     settings = detect(os.environ)
-    client, server = await open_store(settings)
+    store = await JobStore.open(settings)
     assert settings.store is not None
     address = choose_address(settings.interface, host_and_port(settings.store))
     me = PeerInfo.here(rank=settings.rank, address=address, port=1 + settings.rank)
     try:
-        peers = await join(settings, me, client)
+        peers = await join(settings, me, store.client)
         say("joined", *(f"{peer.rank}@{peer.address}" for peer in peers))
-        return await act(settings, client, then)
+        return await act(settings, store.client, then)
     except RendezvousError as error:
         say(error)
         return 9
     finally:
-        await leave_store(settings, me, client, server)
-        await close_store(client, server)
+        await store.leave(settings, me)
+        await store.close()
 
 
 async def act(settings: Settings, client: StoreClient, then: str) -> int:

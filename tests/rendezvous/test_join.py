@@ -10,7 +10,7 @@ from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import close_store, join, leave, leave_store, open_store
+from kfcomm.rendezvous.join import JobStore, join, leave
 from kfcomm.rendezvous.keyvalue import Exit, Why
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
@@ -147,14 +147,14 @@ async def test_malformed_peer_in_the_store_is_refused() -> None:
 @pytest.mark.asyncio
 async def test_rank_0_serves_where_no_launcher_does() -> None:
     async def rank(settings: Settings) -> tuple[PeerInfo, ...]:
-        client, server = await open_store(settings)
-        assert (server is not None) == (settings.rank == 0)
+        store = await JobStore.open(settings)
+        assert (store.server is not None) == (settings.rank == 0)
         me = peer(settings.rank)
         try:
-            return await join(settings, me, client)
+            return await join(settings, me, store.client)
         finally:
-            await leave_store(settings, me, client, server, timeout_s=LONG_S)
-            await close_store(client, server)
+            await store.leave(settings, me, timeout_s=LONG_S)
+            await store.close()
 
     url = f"http://127.0.0.1:{free_port()}"
     worlds = await asyncio.gather(
@@ -165,15 +165,15 @@ async def test_rank_0_serves_where_no_launcher_does() -> None:
 
 @pytest.mark.asyncio
 async def test_a_launched_rank_0_does_not_serve() -> None:
-    client, server = await open_store(Settings(rank=0, size=2, store="http://127.0.0.1:1", token=TOKEN))
-    assert server is None
-    await client.close()
+    store = await JobStore.open(Settings(rank=0, size=2, store="http://127.0.0.1:1", token=TOKEN))
+    assert store.server is None
+    await store.close()
 
 
 @pytest.mark.asyncio
 async def test_a_world_of_one_has_no_store() -> None:
     with pytest.raises(ConfigError, match="world of one"):
-        await open_store(Settings())
+        await JobStore.open(Settings())
 
 
 @pytest.mark.asyncio
@@ -181,9 +181,9 @@ async def test_leaving_when_the_store_is_gone_is_no_error() -> None:
     async with opened_job() as job:
         await job.join(peer(0), 1)
         await job.server.close()
-        client = StoreClient(job.server.url, TOKEN, timeout_s=0.01)
-        await leave_store(job.settings(0, 1), peer(0), client, None)
-        await close_store(client, None)
+        store = JobStore(StoreClient(job.server.url, TOKEN, timeout_s=0.01))
+        await store.leave(job.settings(0, 1), peer(0))
+        await store.close()
 
 
 @pytest.mark.asyncio
