@@ -285,7 +285,7 @@ def _answer_context(ticket: Ticket, status: int, body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Authenticator:
-    """The server's check of signed requests, each of which passes once.
+    """The server's check of signed requests; each passes once.
 
     It remembers which numbers each client has used, as the anti-replay window of IPsec does (RFC 4303 section 3.4.3).
 
@@ -314,7 +314,7 @@ class Authenticator:
 
 @dataclass(slots=True)
 class _Window:
-    """Recently used numbers: bit ``i`` of ``seen`` stands for ``highest - i``."""
+    """Recently used numbers: bit ``i`` of ``seen`` is number ``highest - i``."""
 
     highest: int = -1
     seen: int = 0

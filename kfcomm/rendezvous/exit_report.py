@@ -128,7 +128,7 @@ class _Connection:
         self._send(ExitReport(self.rank))
 
     def leaving(self, error: BaseException | None, *, is_printed: bool = False) -> bytes:
-        """Report that the process leaves with an error; return the traceback as it was sent.
+        """Report that the process leaves with an error; return the traceback that was sent.
 
         An error is reported when it first occurs, since cleaning up takes time. Leaving without one is reported once.
         """

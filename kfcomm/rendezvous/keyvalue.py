@@ -1,7 +1,7 @@
 """Key-value store interface: what the ranks and launchers of a job share, wherever the values are kept.
 
 Keys are paths; the part before the last slash is the *folder*. Implementations: `client.StoreClient` over HTTP, and the
-local stores of `backends`, each of which a `store.StoreServer` can serve.
+local stores of `backends`, which a `store.StoreServer` can serve.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class KeyValue(ABC):
                 yield new
 
     async def _found(self, folder: str, count: int) -> dict[str, bytes] | None:
-        """As `collect`, for as long as there is a store, or may be again; None once there is none."""
+        """As `collect`, for as long as there is a store, or may be again; None after its end."""
         while True:
             try:
                 return await self.collect(folder, count, timeout_s=_WAIT_S)

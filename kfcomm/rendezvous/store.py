@@ -1,9 +1,9 @@
 """HTTP server of a store, run by the launcher or rank 0, where peers register and learn the world.
 
-It binds one address. Whoever cannot prove the token learns only that this is a store: a request is judged by
-its headers, before its body is read. Connections, bodies and what is remembered are bounded; waits are long
-polls, which end when their client goes away. Who has not signed a request within seconds is hung up on, and so is the
-oldest of those who have not when there are many: see `kfcomm.core.unauthenticated`.
+It binds one address. A client without the token learns only that this is a store: a request is judged by its headers,
+before its body is read. Connections, bodies and memory are bounded; waits are long polls, which end when their client
+disconnects. A connection without a signed request is closed after seconds, and the oldest of many at once: see
+`kfcomm.core.unauthenticated`.
 
 Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for autoscalers, has a
 number in text as its body, and a line of text as its answer. See `signing` for the headers.

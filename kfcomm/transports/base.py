@@ -272,7 +272,7 @@ class Endpoint(Protocol):
         return []
 
     def empty(self, nbytes: int) -> Array | None:
-        """Allocate memory that peers of this host can read in place; None if the transport has none."""
+        """Allocate memory that peers of this host can read in place; None if the transport shares no memory."""
         return None
 
     @property

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
-import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -25,7 +23,6 @@ from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.group import MAX_STRATEGIES, STRATEGY_KEY, UNNAMED, Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.calls import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.persistent import Persistent
@@ -33,17 +30,16 @@ from kfcomm.common.arguments import checked_name, plain_text, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
-from kfcomm.engine.agreements import Call
 from kfcomm.engine.closing import LEAVE_WITHIN_S, Drain
 from kfcomm.engine.session import Session
-from kfcomm.errors import CollectiveMismatch, ConfigError, SessionClosed
+from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor.dumps import snapshot
 from kfcomm.rendezvous import exit_report
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.plugins import build
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds
-from kfcomm.world.epochs import NO_PLAN, Plan, next_epoch, settle
+from kfcomm.world.epochs import NO_PLAN, Plan, agree, next_epoch, settle
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
@@ -152,7 +148,7 @@ class Communicator(Persistent):
         """Fault-tolerant logical AND: the same result on all surviving ranks, even if some die during the call.
 
         For programs that handle ``PeerLost`` themselves: after a step, do all have it? Calls are matched by their order
-        (with those of ``shrink``). A rank that is lost takes no part and holds up nobody: ULFM's ``MPIX_Comm_agree``.
+        (with those of ``shrink``). A lost rank takes no part and delays no other: ULFM's ``MPIX_Comm_agree``.
 
         Args:
             value: bool, or an integer of 64 bits; the same kind on all ranks.
@@ -162,7 +158,7 @@ class Communicator(Persistent):
             True if all say True; of integers the bits that all have set.
 
         Raises:
-            ConfigError: another kind of value; or this is no communicator of all ranks.
+            ConfigError: another kind of value; or this is not the communicator of all ranks.
             CollectiveMismatch: others have called ``shrink``, or given another kind.
             CollectiveTimeout: ranks that live have not called it; the next call takes it up, with the first value.
             Partitioned: too few ranks are left, and the others may live.
@@ -171,19 +167,7 @@ class Communicator(Persistent):
         Cost: two messages of each rank to all others.
         """
         self._check_whole("agree")
-        is_flag = isinstance(value, (bool, np.bool_))
-        given = bool(value) if is_flag else whole_number(value)
-        if given is None or not -(1 << 63) <= given < 1 << 63:
-            raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
-        part = packed([given]).tobytes()
-        said = await self._session.agreements.decide(
-            Call.AGREE, part, self._seconds(timeout), self._session.network.membership.has_word
-        )
-        values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
-        if len({type(one) for one in values}) > 1:
-            raise CollectiveMismatch("some ranks gave agree a bool, others an integer", key="agree")
-        together = functools.reduce(operator.and_, (int(one) for one in values))
-        return bool(together) if is_flag else together
+        return await agree(self._session, value, self._seconds(timeout))
 
     async def shrink(self, *, timeout: Seconds | None = None) -> Communicator:
         """The communicator of the next epoch: that of the ranks that live, in their order, numbered from 0.

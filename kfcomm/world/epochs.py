@@ -1,56 +1,56 @@
-"""From one epoch to the next: the ranks that live agree on who goes on, and these make a world of their own.
+"""From one epoch to the next: the surviving ranks agree on the members of the next world, and these make it.
 
 A world never changes. The next one is made by the code that made the first, with the agreement in the place of the
-store: each rank opens a door (a port to listen at) before it takes part, says where it is, and the decision holds the
-doors of all that go on. The engine, plans, links, slots and memory of the old epoch end on a rank when it knows the
-decision, but for an arena in which nobody reads (`transports.shm.segment`); its control plane answers on, until all are
-in the new one and so know it, too.
+store: each rank listens at a new port before it takes part, and the decision holds the ports of all members. The
+engine, plans, links, slots and memory of the old epoch end on a rank when it knows the decision, but for an arena
+without readers (`transports.shm.segment`); its control plane still answers, until all ranks are in the new epoch and so
+know it, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
+import numpy as np
 
 from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.collectives.objects import packed, unpacked
+from kfcomm.common.arguments import whole_number
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.engine.agreements import Call
 from kfcomm.engine.session import Session
-from kfcomm.errors import EpochChanged, KfcommError, RendezvousError
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, KfcommError, RendezvousError
 from kfcomm.types import Candidate
 
 logger = logging.getLogger("kfcomm")
 
 NUM_TELLERS = 2
-"""So many of the first ranks tell the store who has come, who was released and who is lost."""
+"""So many of the first ranks report joined, released and lost ranks to the store."""
 RETIRE_AFTER_S = 0.25
-"""So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others would wait."""
+"""Delay before an old epoch is closed: that takes a rank some milliseconds, in which others would wait."""
 
 
 class Plan(NamedTuple):
-    """A change that all ranks have agreed on before: it is made if each of those that live knows of it.
-
-    Attributes:
-        joiners: who comes.
-        leavers: births of those who go.
-    """
+    """Change that all ranks have agreed on before: made if every surviving rank knows it. Leavers are given by uid."""
 
     joiners: tuple[Candidate, ...] = ()
     leavers: tuple[int, ...] = ()
 
     @property
     def digest(self) -> bytes:
-        """Digest of eight bytes."""
+        """Eight bytes."""
         return hashlib.blake2b(msgpack.packb(self), digest_size=8).digest()
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Plan:
-        """The plan that came as msgpack carries it."""
+        """The plan of decoded msgpack."""
         joiners, leavers = fields
         return cls(tuple(Candidate(*one) for one in joiners), tuple(leavers))
 
@@ -59,7 +59,7 @@ NO_PLAN = Plan()
 
 
 class Released(KfcommError):
-    """By a plan this rank does not go on."""
+    """This rank leaves by a plan."""
 
 
 class Succession(NamedTuple):
@@ -67,7 +67,7 @@ class Succession(NamedTuple):
 
     Attributes:
         session: of the next epoch.
-        parts: what each rank that lives has given, by its rank in the epoch that is over.
+        parts: of the surviving ranks, by rank in the epoch that is over.
         is_planned: whether the plan was carried out.
     """
 
@@ -76,11 +76,26 @@ class Succession(NamedTuple):
     is_planned: bool
 
 
+async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
+    """Return the logical AND of what the surviving ranks give, see ``Communicator.agree``."""
+    is_flag = isinstance(value, (bool, np.bool_))
+    given = bool(value) if is_flag else whole_number(value)
+    if given is None or not -(1 << 63) <= given < 1 << 63:
+        raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
+    part = packed([given]).tobytes()
+    said = await session.agreements.decide(Call.AGREE, part, timeout_s, session.network.membership.has_word)
+    values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
+    if len({type(one) for one in values}) > 1:
+        raise CollectiveMismatch("some ranks gave agree a bool, others an integer", key="agree")
+    together = functools.reduce(operator.and_, (int(one) for one in values))
+    return bool(together) if is_flag else together
+
+
 async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan = NO_PLAN) -> Succession:
-    """Go on with the ranks that live; all of them call it.
+    """Continue with the surviving ranks; all of them call it.
 
     Raises:
-        Released: by the plan this rank does not go on.
+        Released: this rank leaves by the plan.
         CollectiveTimeout: ranks that live have not called it; the next call takes it up.
         Partitioned, PeerLost, CollectiveMismatch: see ``Agreements.decide``.
     """

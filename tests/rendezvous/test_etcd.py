@@ -248,7 +248,7 @@ async def test_another_server_is_no_etcd() -> None:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with pytest.raises(RendezvousError, match=r"it is no etcd of version 3\.4 or later"):
+    with pytest.raises(RendezvousError, match=r"it is not an etcd of version 3\.4 or later"):
         await EtcdStore.begin(parse(f"etcd://127.0.0.1:{port}/job", {}), is_first=True, within_s=0.2)
     server.close()
     await server.wait_closed()

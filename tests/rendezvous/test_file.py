@@ -103,7 +103,7 @@ async def test_a_folder_is_for_one_launcher(tmp_path: Path) -> None:
         FileStore(tmp_path)
     await made.close(is_over=False)
     (tmp_path / "store").write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="is no store of this version of kfcomm"):
+    with pytest.raises(ConfigError, match="does not hold a store of this version of kfcomm"):
         FileStore(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: File exists"):

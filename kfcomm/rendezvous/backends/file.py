@@ -232,7 +232,9 @@ def _read(path: Path, contents: Contents) -> int:
     if not data:
         return 0
     if not data.startswith(MAGIC):
-        raise ConfigError(f"--store: {str(path)!r} is no store of this version of kfcomm: take another folder")
+        raise ConfigError(
+            f"--store: {str(path)!r} does not hold a store of this version of kfcomm: take another folder"
+        )
     at = len(MAGIC)
     while at + _HEAD.size <= len(data):
         nbytes, checksum = _HEAD.unpack_from(data, at)

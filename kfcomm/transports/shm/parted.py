@@ -223,7 +223,7 @@ class PartedSlot(Slot):
         self._whole = self._arrays(GIVEN, self._given)
 
     def _arrays(self, kind: int, own: Array | None) -> list[Array | None]:
-        """Return by rank the arrays in place that they give or show; empty if there are none."""
+        """Return by rank the arrays in place that they give or show; empty without any."""
         places = self._their[kind]()
         if not any(places):
             return []

@@ -5,7 +5,7 @@ there (``reserve``) or is there for another peer, and then the caller's memory i
 order that ``transports.outbox`` describes, but of one priority, results go before contributions.
 
 Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
-larger one for partial results and results, of which there are no more than contributions that were taken. If these had
+larger one for partial results and results, at most as many as contributions that were taken. If these had
 to wait, each would have to be copied once more for each peer.
 """
 

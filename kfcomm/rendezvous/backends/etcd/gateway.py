@@ -247,7 +247,7 @@ def _object(body: bytes) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         found = json.loads(body)
     if not isinstance(found, dict):
-        raise ValueError(f"it is no etcd of version 3.4 or later: it answers {body[:64]!r}")
+        raise ValueError(f"it is not an etcd of version 3.4 or later: it answers {body[:64]!r}")
     return found
 
 
