@@ -275,27 +275,13 @@ class Adaptation:
             self._measured = self._measured.plus(measured)
         try:
             if self._meets:
-                await self._meet(meetings)
+                await meetings.meet(self._measured)
         # The other ranks may be at this meeting already, and must not wait for its end.
         except asyncio.CancelledError as error:
             meetings.interrupted(error)
             raise
         finally:
             self._next_step()
-
-    async def _meet(self, meetings: Meetings) -> None:
-        observed = self._host.observed.take()
-        table = await meetings.exchange(self.num_steps, self._measured, observed)
-        if table is None:
-            return
-        self._host.metrics = await meetings.metrics(table, observed)
-        # Requests of the step before come first: after_step below sees their effect.
-        done = await meetings.follow(table, {})
-        for runner in self._host.runners:
-            await runner.call("after_step")
-        await meetings.to_the_end(self.num_steps, done)
-        if self._host.recorder is not None:
-            self._host.recorder.step(self._host.metrics)
 
     async def end_badly(self, begun: Reading, error: BaseException) -> None:
         """End a step that has failed on this rank, for `Step`.

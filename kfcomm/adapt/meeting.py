@@ -140,29 +140,41 @@ class Meetings:
             raise CollectiveMismatch(f"the ranks adapt differently: {'; '.join(sides)}")
         return knowing
 
-    async def exchange(
-        self, step: int, reading: Reading | None = None, observed: Mapping[str, float] | None = None
-    ) -> MeetingTable | None:
-        """Meet the other ranks.
-
-        Args:
-            step: number of this rank's step.
-            reading: its measurements, unless they were reported in this step before.
-            observed: numbers that its program has observed.
-
-        Returns:
-            The reports of all ranks; None, on all ranks, if one is missing.
+    async def meet(self, measured: Reading) -> None:
+        """Meet the other ranks at the end of a step, and let policies act on its metrics.
 
         Raises:
             CollectiveMismatch: the ranks are at different steps.
         """
+        host, observed = self._host, self._host.observed.take()
+        table = await self._exchange(measured, observed)
+        if table is None:
+            return
+        host.metrics = await self._metrics(table, observed)
+        # Requests of the step before come first: after_step below sees their effect.
+        done = await self._follow(table, {})
+        for runner in self._runners:
+            await runner.call("after_step")
+        for _ in range(MAX_ROUNDS):
+            # What was carried out may have led to another request, which all ranks know: they meet again at once.
+            table = await self._exchange(Reading.nothing(self.place.comm.size), {}) if done else None
+            if table is None:
+                break
+            if host.recorder is not None:
+                host.recorder.met()
+            done = await self._follow(table, done)
+        if host.recorder is not None:
+            host.recorder.step(host.metrics)
+
+    async def _exchange(self, reading: Reading, mine: Mapping[str, float]) -> MeetingTable | None:
+        """Return the reports of all ranks; None, on all ranks, if one is missing."""
         for runner in self._runners:
             await runner.settle()
-        place, columns, mine = self.place, self._host.observed.columns, observed or {}
+        place, columns, step = self.place, self._host.observed.columns, self._host.num_steps
         rank, size = place.comm.rank, place.comm.size
         signs = [runner.sign for runner in self._runners]
         row = MeetingTable.fill(
-            rank, size, step, reading or Reading.nothing(size), signs, [mine.get(name, math.nan) for name in columns],
+            rank, size, step, reading, signs, [mine.get(name, math.nan) for name in columns],
             is_new=not mine.keys() <= set(columns),
         )  # fmt: skip
         self._meeting = place.meet(row)
@@ -173,7 +185,7 @@ class Meetings:
             raise CollectiveMismatch(f"the ranks are at different steps: {list(table.steps)}", key=MEETING)
         return table
 
-    async def metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
+    async def _metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
         """Return the measurements and observations of all ranks; new names cost one more exchange."""
         host, known = self._host, self._host.observed.columns
         shared = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(known)}
@@ -186,12 +198,10 @@ class Meetings:
             host.observed.columns = (*known, *names)
         return table.metrics(host.comm.strategy, host.hyperparameters, shared)
 
-    async def follow(self, table: MeetingTable, before: Done) -> Done:
+    async def _follow(self, table: MeetingTable, before: Done) -> Done:
         """Carry out the requests of all ranks; switch off policies that have failed, or whose requests differ.
 
-        Args:
-            table: reports of the meeting.
-            before: result for the meeting before, at the end of the same step.
+        ``before``: what was done by the meeting before, at the end of the same step.
         """
         signs = {runner: table.signs_of(number) for number, runner in enumerate(self._runners)}
         # Derived from the table, which is the same on all ranks: all switch off the same policies.
@@ -206,18 +216,6 @@ class Meetings:
             done[runner] = self._host.held
             await runner.carry_out(lost)
         return done
-
-    async def to_the_end(self, step: int, done: Done) -> None:
-        """Meet again as long as a request was carried out."""
-        for _ in range(MAX_ROUNDS):
-            if not done:
-                return
-            table = await self.exchange(step)
-            if table is None:
-                return
-            if self._host.recorder is not None:
-                self._host.recorder.met()
-            done = await self.follow(table, done)
 
     def interrupted(self, error: BaseException) -> None:
         """Stop after a cancellation. If the meeting itself was cancelled, it is cancelled on every rank already."""

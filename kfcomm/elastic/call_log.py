@@ -55,41 +55,27 @@ Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
 class Standing(IntEnum):
     """State of a call on one rank."""
 
-    POSTED = 0
-    """Not over."""
-    HELD = 1
-    """This rank has its own result; the other ranks may not have theirs yet."""
-    DONE = 2
-    """Over, with a result."""
-    FAILED = 3
-    """Over, with an error."""
+    POSTED = 0  # not over
+    HELD = 1  # this rank has its own result; the other ranks may not have theirs yet
+    DONE = 2  # over, with a result
+    FAILED = 3  # over, with an error
 
 
 class CallOutcome(NamedTuple):
-    """Outcome, on all ranks, of a call that is over on some of them.
+    """Outcome, on all ranks, of a call that is over on some of them."""
 
-    Attributes:
-        step: step of the call.
-        giver: uid of the rank that sends the result to the others; -1 if the call has failed on all.
-        contributors: uids of the ranks whose contributions are in the result.
-        why: reason of the failure.
-    """
-
-    step: int
-    giver: int
-    contributors: Uids = ()
-    why: str = ""
+    step: int  # of the call
+    giver: int  # uid of the rank that sends the result to the others; -1 if the call has failed on all
+    contributors: Uids = ()  # whose contributions are in the result
+    why: str = ""  # of a failure
 
 
 def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Mapping[Key, CallOutcome]:
     """Decide the outcome of each call that is over on some rank and not, in the same way, on all.
 
     A call that is done on one rank is done on all: the lowest rank that has the result sends it. A call that has failed
-    on one rank, and is done on none, has failed on all. Any other call is repeated.
-
-    Args:
-        said: by rank, the step that it is in, and the standings of its calls.
-        uids: uids of the ranks.
+    on one rank, and is done on none, has failed on all. Any other call is repeated. ``said`` has, for each of these
+    ranks, the step that it is in, and the standings of its calls.
     """
     # A rank enters a step only after all ranks have ended the calls of the step before, so rows of older steps are
     # over everywhere and need no outcome. A boundary that a rank has ended counts for the step that it begins.
@@ -113,18 +99,13 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Ma
 
 
 class VerbTraits(NamedTuple):
-    """Traits of a verb that decide how it survives a loss.
+    """Traits of a verb that decide how it survives a loss."""
 
-    Attributes:
-        is_own: each rank has a result of its own (or none), which other ranks do not have. Such a call is over when all
-            ranks have their results.
-        is_rooted: it has a root.
-        can_shrink: the surviving ranks can repeat it without the lost ones.
-    """
-
+    # Each rank has a result of its own (or none), which other ranks do not have. Such a call is over when all ranks
+    # have their results.
     is_own: bool = False
     is_rooted: bool = False
-    can_shrink: bool = True
+    can_shrink: bool = True  # the surviving ranks can repeat it without the lost ones
 
 
 ALIKE, ALIKE_ROOTED = VerbTraits(), VerbTraits(is_rooted=True)

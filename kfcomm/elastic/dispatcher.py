@@ -77,11 +77,7 @@ class EpochReports:
 class Recovery:
     """Changes of the epoch of one rank while an ``Elastic`` is open. Runs in the engine's thread.
 
-    Args:
-        log: calls of this rank.
-        moved: called with the communicator of each new epoch.
-        reports: reports each new epoch to the store.
-        finishes: repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all.
+    Arguments as for `Dispatcher`.
 
     Attributes:
         runner: posts the calls.

@@ -193,11 +193,7 @@ def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:
 
 
 def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that the options of these ranks' ``Elastic`` are the same.
-
-    Raises:
-        ConfigError: they are not; with one option, and two ranks.
-    """
+    """Raise a `ConfigError` unless the options of these ranks' ``Elastic`` are the same."""
     first, options = next(iter(said.items()))
     for rank, others in said.items():
         for name in options:

@@ -170,20 +170,14 @@ ANY = ""
 
 
 class Position(NamedTuple):
-    """Position of training; msgpack can carry it as a list.
+    """Position of training; msgpack can carry it as a list."""
 
-    Attributes:
-        steps: number of steps before.
-        samplers: position of each sampler, by name.
-        walk: the loop under way: the sampler's name, and the arguments ``passes`` and ``used_in``. None before the
-            first step, or if it is not known.
-        lineage: ids of jobs, see `checkpoint`.
-    """
-
-    steps: int = 0
-    samplers: dict[Name, Any] = {}  # noqa: RUF012  never written to
+    steps: int = 0  # before it
+    samplers: dict[Name, Any] = {}  # noqa: RUF012  position of each, by name; never written to
+    # The loop under way: the sampler's name, and the arguments ``passes`` and ``used_in``. None before the first step,
+    # or if it is not known.
     walk: list[Any] | None = None
-    lineage: list[str] = []  # noqa: RUF012
+    lineage: list[str] = []  # noqa: RUF012  ids of jobs, see `checkpoint`
 
     @classmethod
     def of(cls, told: Any) -> Position:
@@ -286,21 +280,13 @@ class Step:
 
 
 class Told(NamedTuple):
-    """Report of a rank about its step; msgpack can carry it.
+    """Report of a rank about its step; msgpack can carry it."""
 
-    Attributes:
-        is_tried: the rank has made a call that counts.
-        is_whole: such calls have succeeded, and no named call has failed.
-        lacking: uids whose contributions are missing in a successful call.
-        missing: names without a call, as far as that is known.
-        made: names of the calls that were made.
-    """
-
-    is_tried: bool
-    is_whole: bool
-    lacking: list[int]
-    missing: list[str]
-    made: list[str]
+    is_tried: bool  # it has made a call that counts
+    is_whole: bool  # such calls have succeeded, and no named call has failed
+    lacking: list[int]  # uids whose contributions are missing in a successful call
+    missing: list[str]  # names without a call, as far as that is known
+    made: list[str]  # names of the calls that were made
 
 
 def check_names(number: int, told: Sequence[Told]) -> None:

@@ -20,13 +20,10 @@ from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 from kfcomm.testing import MemoryWorld, run_ranks, run_threads, sync_world, world
 from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import until
+from tests.elastic.support import Died
 
 LENGTH, BATCH = 240, 12
 GIVEN = Hyperparameters(batch_size=BATCH, learning_rate=0.1, agreements=("sma", "ssgd"))
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
 
 
 class Wanders(Policy):

@@ -18,10 +18,7 @@ from kfcomm.elastic.call_log import Standing
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.sync.elastic import Elastic as Blocking
 from kfcomm.testing import run_threads, sync_world
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
+from tests.elastic.support import Died
 
 
 def test_errors_are_raised_unchanged_at_the_callers_line() -> None:

@@ -16,10 +16,10 @@ from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, EpochChanged, KfcommError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from tests.elastic import programs
-from tests.elastic.test_finish import Died, die, heard, train
+from tests.elastic.support import die
+from tests.elastic.test_finish import heard, train
 
 SHORT_S = 0.05
-LOSSES = ("finish", "raise", "restart_step")
 
 
 def begin(comm: Any, verb: str, number: int = 0, **more: Any) -> Any:
@@ -206,55 +206,6 @@ async def test_a_call_keeps_its_timeout_while_it_waits_for_the_results_of_others
 
         found = await train(comms, body)
         assert CollectiveTimeout in {one[1] for one in found}
-
-
-@pytest.mark.parametrize("on_loss", LOSSES)
-@pytest.mark.parametrize("verb", programs.VERBS)
-@pytest.mark.asyncio
-async def test_a_rank_dies_while_another_cancels(verb: str, on_loss: str) -> None:
-    """All other calls fail, since no rank has the result; the next step succeeds."""
-    async with world(4, elastic=True) as comms:
-        cancelled = asyncio.Event()
-
-        async def main(comm: Any) -> Any:
-            try:
-                return await train_on(comm)
-            except Died:
-                return None
-
-        async def train_on(comm: Any) -> Any:
-            ends, sums = [], np.zeros(24)
-            async with Elastic(comm, State(x=sums), on_loss=on_loss) as elastic:
-                async for step in elastic.steps(ElasticSampler(24, 6, seed=None), used_in="used"):
-                    birth = comm.births[comm.rank]
-                    if step.number != 1:
-                        ends.append(await outcome(begin(comm, verb)))
-                        mask = np.zeros(24)
-                        mask[step.indices] = 1
-                        sums += await comm.all_reduce(mask, "used")
-                        continue
-                    if birth == 0:
-                        await cancelled.wait()
-                        die(comms, comm)
-                    handle = begin(comm, verb)
-                    if birth == 3:
-                        handle.cancel()
-                        cancelled.set()
-                    ends.append(await outcome(handle))
-                    mask = np.zeros(24)
-                    mask[step.indices] = 1
-                    try:
-                        sums += await comm.all_reduce(mask, "used")
-                    except EpochChanged:
-                        step.is_void = True
-            return ends, sums
-
-        first, *others = await run_ranks(comms, main)
-        assert first is None
-        for ends, sums in others:
-            assert isinstance(ends[1], (CollectiveError, asyncio.CancelledError)), ends[1]
-            assert not any(isinstance(end, BaseException) for end in [ends[0], *ends[2:]])
-            assert (sums == 1).all()
 
 
 @pytest.mark.asyncio

@@ -13,15 +13,12 @@ from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.elastic.checkpoint import Checkpoint, about_of
 from kfcomm.errors import ConfigError
 from kfcomm.testing import Kill, VirtualRun, run_in_virtual_time, run_ranks, world
+from tests.elastic.support import Died
 from tests.search.resumed import slow_checkpoints
 
 LENGTH, PASSES, LAST = 12, 2, 3
 STEPS = LENGTH // 4 * PASSES
 WHOLE = (LAST, [float(PASSES)] * LENGTH)
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
 
 
 async def train(comm: Any, path: Path | None, last: int | None = None, **options: Any) -> Any:

@@ -13,17 +13,13 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.call_log import CallOutcome, Entry, Standing
+from kfcomm.elastic.call_log import CallOutcome, Entry
 from kfcomm.elastic.runner import CallRunner, ResultTransfer
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
-from tests.elastic import programs
+from tests.elastic.support import Died, die
 
 Body = Callable[[Any, Any], Awaitable[Any]]
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
 
 
 async def train(comms: Any, body: Body, *, length: int = 12, batch: int = 4, **options: Any) -> list[Any]:
@@ -40,11 +36,6 @@ async def train(comms: Any, body: Body, *, length: int = 12, batch: int = 4, **o
         return found
 
     return await run_ranks(comms, main)
-
-
-def die(comms: Any, comm: Any) -> None:
-    comms.kill(comm.births[comm.rank])
-    raise Died
 
 
 async def heard(comm: Any) -> None:
@@ -137,32 +128,13 @@ async def test_an_average_by_weight_is_that_of_the_contributors() -> None:
         assert await train(comms, body) == [None, lived, lived]
 
 
-GIVEN = {
-    "all_reduce": lambda comm, x: comm.all_reduce(x, "b"),
-    "in place": lambda comm, x: comm.all_reduce(x, "b", out=x),
-    "lists": lambda comm, x: comm.all_reduce([x, x[:1]], "b"),
-    "all_reduce_many": lambda comm, x: comm.all_reduce_many({"a": x, "c": x[:2]}, "b"),
-    "broadcast": lambda comm, x: comm.broadcast(x, 1, "b"),
-    "all_gather": lambda comm, x: comm.all_gather(x, "b"),
-    "concat": lambda comm, x: comm.all_gather(x[: comm.births[comm.rank] + 1], "b", concat=True),
-    "consensus": lambda comm, x: comm.consensus(x[:0], "b"),
-    "barrier": lambda comm, x: comm.barrier("b"),
-    "all_gather_object": lambda comm, x: comm.all_gather_object(comm.births[comm.rank], "b"),
-    "broadcast_object": lambda comm, x: comm.broadcast_object("text", 0, "b"),
-    "gather": lambda comm, x: comm.gather(x, 1, "b"),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "b"),
-}
-
-
-@pytest.mark.parametrize("verb", GIVEN)
 @pytest.mark.asyncio
-async def test_result_of_one_rank_is_sent_to_all(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    """Rank 0 dies when it has the result and rank 1, too; the last of it has not come to rank 2."""
+async def test_lists_of_one_rank_are_sent_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 dies when it has the result and rank 1, too, and rank 2 has not heard of it."""
     real = CallRunner._ended
 
     def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
-        is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
-        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.key[0] == "b" and is_last:
+        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.key[0] == "b":
             entry.inner = None
             self.look_if_quiet()
         else:
@@ -174,20 +146,15 @@ async def test_result_of_one_rank_is_sent_to_all(monkeypatch: pytest.MonkeyPatch
         async def body(comm: Any, step: Any) -> Any:
             if step.number != 1:
                 return None
-            birth = comm.births[comm.rank]
-            handle = GIVEN[verb](comm, np.full(9, birth + 1.0))
+            x = np.full(9, comm.births[comm.rank] + 1.0)
+            handle = comm.all_reduce([x, x[:1]], "b")
             result = await handle
-            if birth == 0:
+            if comm.births[comm.rank] == 0:
                 die(comms, comm)
-            return handle.contributors, programs.as_plain(result)
+            return handle.contributors, [one.tolist() for one in result]
 
         _, one, two = await train(comms, body)
-        assert one[1][0] == two[1][0] == (0, 1, 2)
-        if verb not in ("gather", "reduce_scatter"):
-            assert one[1] == two[1]
-        elif verb == "gather":
-            assert one[1][1] is not None
-            assert two[1][1] is None
+        assert one[1] == two[1] == ((0, 1, 2), [[6.0] * 9, [6.0]])
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -15,13 +15,10 @@ from kfcomm.elastic.joining import Handover, program_digest
 from kfcomm.elastic.replicas import spread
 from kfcomm.errors import CollectiveError, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, world
+from tests.elastic.support import Died
 
 NUM = 5 << 19
 """Of float64: 20 MiB, a stripe from each of three ranks."""
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
 
 
 def states(comms: Any) -> list[State]:

@@ -14,17 +14,9 @@ from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.replicas import Replicas
 from kfcomm.errors import ConfigError, EpochChanged
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from tests.elastic.support import Died, die
 
 Body = Callable[[Any, Any, State], Awaitable[Any]]
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
-
-
-def die(comms: Any, comm: Any) -> None:
-    comms.kill(comm.births[comm.rank])
-    raise Died
 
 
 def own_of(birth: int) -> State:

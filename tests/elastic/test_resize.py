@@ -11,10 +11,7 @@ import pytest
 from kfcomm.elastic import Elastic, State
 from kfcomm.errors import CollectiveTimeout, ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
+from tests.elastic.support import Died
 
 
 async def total(comm: Any) -> float:

@@ -17,13 +17,10 @@ import pytest
 from kfcomm.elastic import Elastic, ElasticSampler, State, checkpoint
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from tests.elastic.support import Died
 from tests.search.resumed import Inline
 
 EPOCHS = 3
-
-
-class Died(Exception):
-    """This rank was killed: it does nothing more."""
 
 
 class Turns:

@@ -11,7 +11,7 @@ import pytest
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from tests.elastic.test_finish import Died, die
+from tests.elastic.support import Died, die
 
 LENGTH, BATCH = 24, 6
 

@@ -1,0 +1,148 @@
+"""Kill matrix: verb x moment of the death x who dies -> what the surviving ranks may get, and that training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic.call_log import Entry, Standing
+from kfcomm.elastic.runner import CallRunner
+from kfcomm.errors import EpochChanged, KfcommError
+from kfcomm.testing import run_ranks, world
+from tests.elastic import programs
+from tests.elastic.support import Died, die
+
+PHASES = ("before", "posted", "cancelled", "told", "over")
+"""The dying rank has not made the call; has; has not, and another one cancels it; has its result, and one rank does not
+hear of its own; has ended the step."""
+ROOT, OTHER, VICTIMS = 1, 2, (0, 1, 3)
+"""The root of calls; the rank that cancels, or does not hear of its result; those that die, one in each world."""
+ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object", "gather_object")
+NOT_BY_FEWER = ("scatter", "reduce_scatter", "all_to_all")
+CALL = (7, ROOT)
+LOSSES = ["finish", *(pytest.param(one, marks=pytest.mark.slow) for one in ("raise", "restart_step"))]
+
+
+def permitted(verb: str, phase: str, victim: int, on_loss: str) -> set[str]:
+    """What the surviving ranks may get, all of them the same."""
+    if phase == "over":
+        return {"ok"}
+    if phase == "cancelled":
+        return {"CollectiveAborted", "EpochChanged", "PeerLost"}
+    # A broadcast needs nothing of the ranks that receive it, so it may be over when one of them dies.
+    is_perhaps_over = phase != "before" or (verb in ROOTED and victim != ROOT)
+    if on_loss != "finish" or verb in NOT_BY_FEWER:
+        return {"EpochChanged"} | ({"ok"} if is_perhaps_over else set())
+    if verb in ROOTED and victim == ROOT:
+        return {"PeerLost"} | ({"ok"} if is_perhaps_over else set())
+    return {"ok"}
+
+
+async def end_of(handle: Any) -> tuple[str, Any, Any]:
+    """How a call has ended, its result as plain values, and its contributors."""
+    try:
+        value = await handle
+    except (KfcommError, asyncio.CancelledError) as error:
+        return type(error).__name__, None, None
+    return "ok", programs.as_plain(value), handle.contributors
+
+
+class Rank:
+    """One rank of a world of four, in which one dies in step 1."""
+
+    def __init__(self, comms: Any, comm: Any, verb: str, phase: str, victim: int) -> None:
+        self._comms, self._comm, self._verb, self._phase = comms, comm, verb, phase
+        self._is_victim = comm.rank == victim
+        self._cancelled: asyncio.Event = comms.cancelled
+        self.ends: list[tuple[int, tuple[int, ...], tuple[str, Any, Any]]] = []
+        self.used = np.zeros(24)
+
+    async def run(self, on_loss: str) -> Rank | None:
+        try:
+            async with Elastic(self._comm, State(), on_loss=on_loss) as elastic:
+                async for step in elastic.steps(ElasticSampler(24, 6, seed=None), used_in="used"):
+                    await self._step(step)
+        except Died:
+            return None
+        return self
+
+    async def _step(self, step: Any) -> None:
+        comm, is_doomed = self._comm, self._is_victim and step.number == 1
+        birth, phase = comm.births[comm.rank], self._phase
+        if is_doomed and phase == "cancelled":
+            await self._cancelled.wait()
+        if is_doomed and phase in ("before", "cancelled"):
+            die(self._comms, comm)
+        handle = programs.begin(comm, birth, step.number, 0, (self._verb, *CALL), name="c")
+        if is_doomed and phase == "posted":
+            die(self._comms, comm)
+        if step.number == 1 and phase == "cancelled" and birth == OTHER:
+            handle.cancel()
+            self._cancelled.set()
+        end = await end_of(handle)
+        if is_doomed and phase == "told":
+            die(self._comms, comm)
+        self.ends.append((step.number, comm.births, end))
+        mask = np.zeros(24)
+        mask[step.indices] = 1
+        try:
+            self.used += await comm.all_reduce(mask, "used")
+        except EpochChanged:
+            step.is_void = True
+        if is_doomed:
+            die(self._comms, comm)
+
+
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank does not hear of the end of its call ``c`` in the first epoch."""
+    real = CallRunner._ended
+
+    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+        is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
+        is_in_time = self.log.comm.epoch == 0 and self.log.step == 2  # the boundary before step 0 counts
+        if is_in_time and self.log.comm.rank == OTHER and entry.key[0] == "c" and is_last and not handle.cancelled():
+            entry.inner = None
+            self.look_if_quiet()
+        else:
+            real(self, entry, handle)
+
+    monkeypatch.setattr(CallRunner, "_ended", ended)
+
+
+@pytest.mark.parametrize(
+    "on_loss", ["finish", *(pytest.param(one, marks=pytest.mark.slow) for one in ("raise", "restart_step"))]
+)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("verb", programs.VERBS)
+@pytest.mark.asyncio
+async def test_survivors_have_one_permitted_end_and_each_sample_is_used_once(
+    monkeypatch: pytest.MonkeyPatch, verb: str, phase: str, on_loss: str
+) -> None:
+    if phase == "told":
+        deaf(monkeypatch)
+    for victim in VICTIMS:
+        async with world(4, elastic=True) as comms:
+            comms.cancelled = asyncio.Event()
+
+            async def main(comm: Any, comms: Any = comms, victim: int = victim) -> Any:
+                return await Rank(comms, comm, verb, phase, victim).run(on_loss)
+
+            found = await run_ranks(comms, main)
+        living = [one for one in found if one is not None]
+        assert [one is None for one in found] == [rank == victim for rank in range(4)]
+        kinds = {end[0] for one in living for number, _, end in one.ends if number == 1} - {"CancelledError"}
+        assert kinds <= permitted(verb, phase, victim, on_loss)
+        assert len(kinds) == 1 or phase == "cancelled"
+        for rank, one in zip([rank for rank in range(4) if rank != victim], living, strict=True):
+            assert (one.used == 1).all()
+            for (number, births, end), (_, _, other) in zip(one.ends, living[0].ends, strict=True):
+                assert end[2] == other[2]
+                if end[0] == "ok":
+                    place = programs.Place(rank, births, number, 0)
+                    assert end[1] == programs.expected(place, (verb, *CALL), end[2])
+                else:
+                    assert number == 1
