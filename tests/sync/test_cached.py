@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, InternalError
 from kfcomm.sync import Communicator, adapter
 from kfcomm.testing import run_threads, sync_world
 from tests.conformance.worlds import same_bits
+from tests.sync.worlds import Call, joined
 
 SIZE, ROOT = 2, 1
 XS = [np.arange(8, dtype=np.float32).reshape(4, 2) * (rank + 1) for rank in range(SIZE)]
@@ -44,8 +46,19 @@ def assert_right(result: Any, wanted: Any) -> None:
     assert result is None if wanted is None else same_bits(result, wanted)
 
 
+class Begun:
+    """A communicator whose verbs begin and wait."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, verb: str) -> Any:
+        return lambda *args, **options: getattr(self._comm, f"{verb}_async")(*args, **options).wait()
+
+
+@pytest.mark.parametrize("form", [lambda comm: comm, Begun], ids=["blocking", "begun"])
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_like_the_one_before_goes_the_short_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_like_the_one_before_goes_the_short_way(case: str, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call, wanted = CALLS[case]
 
     def never(*_: Any) -> Any:
@@ -55,9 +68,38 @@ def test_a_call_like_the_one_before_goes_the_short_way(case: str, monkeypatch: p
         for number in range(4):
             if number == 1:
                 monkeypatch.setattr(adapter, "_bound", never)
-            results = run_threads(comms, lambda comm: call(comm, XS[comm.rank]))
+            results = run_threads(comms, lambda comm: call(form(comm), XS[comm.rank]))
             for result, one in zip(results, wanted, strict=True):
                 assert_right(result, one)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_failing_fold_in_a_slot_fails_everywhere(is_late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first look, if this rank is late, or at a later one."""
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    x = XS[0].reshape(-1)
+    with joined("shm") as (one, other):
+        run_threads([one, other], lambda comm: comm.set_strategy("direct"))
+        for _ in range(4):
+            run_threads([one, other], lambda comm: comm.all_reduce(x, "x"))
+        slot = one._inner._group.compiled["x"].series.slot
+        assert slot is not None
+        slot.combine = broken
+        if is_late:
+            theirs = other.all_reduce_async(x, "x").wait
+        else:
+            theirs = Call(other.all_reduce, x, "x").result
+        with pytest.raises(InternalError, match="no room") as failed:
+            one.all_reduce(x, "x")
+        del failed
+        with contextlib.suppress(InternalError):  # it may have been complete there
+            theirs()
+        caplog.clear()  # the error's frames hold the slot
+        for result in run_threads([one, other], lambda comm: comm.all_reduce(x, "x")):
+            assert_right(result, 2 * x)
 
 
 def test_calls_of_all_kinds_under_one_name_and_none() -> None:
