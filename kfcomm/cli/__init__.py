@@ -14,7 +14,7 @@ import click
 
 from kfcomm import __version__
 from kfcomm.cli import commands
-from kfcomm.cli.spelling import ELSEWHERE, Commands
+from kfcomm.cli.options import ELSEWHERE, Commands
 from kfcomm.types import override
 
 

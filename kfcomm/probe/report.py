@@ -17,9 +17,9 @@ from kfcomm.common.html import Section, document, quiet_html, table_html
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.probe.record import Matrix, Probe
 from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.builtin import ALGORITHMS
 from kfcomm.strategies.cost import predict_seconds
 from kfcomm.strategies.matrices import Rates
-from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.strategies.tree_packing import ports_of
 
 _SLOW: Final = 0.7

@@ -6,7 +6,6 @@ Thousands of ranks are simulated in minutes, on one processor.
 """
 
 from kfcomm.simulate.network import Host, Link, Local, SimulatedNetwork, Switch
-from kfcomm.simulate.result import Result, Use
-from kfcomm.simulate.world import num_messages, simulate
+from kfcomm.simulate.world import Result, Use, num_messages, simulate
 
 __all__ = ["Host", "Link", "Local", "Result", "SimulatedNetwork", "Switch", "Use", "num_messages", "simulate"]

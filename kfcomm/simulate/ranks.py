@@ -20,8 +20,7 @@ from kfcomm.core.collective import ItemSizes
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, EffectRecorder, Machine
 from kfcomm.core.program import Lane, Program
 from kfcomm.errors import InternalError
-from kfcomm.simulate.agenda import Agenda
-from kfcomm.simulate.ports import Flow
+from kfcomm.simulate.ports import Agenda, Flow
 
 
 class Chunk(NamedTuple):

@@ -3,34 +3,37 @@
 `build` turns a name into graph pairs; `from_edges` and `from_parents` make one by hand, `minimum_spanning_tree` and
 `packed_trees` from matrices of latency and bandwidth. `builtin` has the graphs by name, each with its cost and source.
 Everything is pure and deterministic: ranks that agree on name and layout have the same graphs.
+
+Rules by message size, ``<=64KiB: star, else: ring``, are a mapping from a condition to whatever `build` takes, or that
+mapping in one line of text, as settings carry it. Their order has no meaning: a message belongs to the lowest bound
+that it does not exceed. Where a rule's strategy has rules itself (``auto`` has), those of its own range hold within it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kfcomm.common.arguments import meant, plain_text
 from kfcomm.common.imports import imported_when_used
+from kfcomm.common.sizes import parse_size, show_size
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
-from kfcomm.strategies.registry import ALGORITHMS
-from kfcomm.strategies.rules import from_rules, is_rules, parse_rules
+from kfcomm.strategies.builtin import ALGORITHMS
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.strategies.clusters import hosts_of
-    from kfcomm.strategies.spanning_tree import minimum_spanning_tree
+    from kfcomm.strategies.measured import hosts_of, minimum_spanning_tree
     from kfcomm.strategies.tree_packing import bound_seconds, packed_trees
 else:  # what is made from measurement: type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         {
             "bound_seconds": "kfcomm.strategies.tree_packing",
-            "hosts_of": "kfcomm.strategies.clusters",
-            "minimum_spanning_tree": "kfcomm.strategies.spanning_tree",
+            "hosts_of": "kfcomm.strategies.measured",
+            "minimum_spanning_tree": "kfcomm.strategies.measured",
             "packed_trees": "kfcomm.strategies.tree_packing",
         },
     )
@@ -58,6 +61,11 @@ Builder: TypeAlias = Callable[[Layout], StrategySpec]
 """Makes a strategy for any layout."""
 
 
+_ELSE: Final = "else"
+_AT_MOST: Final = "<="
+_RULES_HELP = 'rules are like "<=64KiB: star, else: ring"'
+
+
 def names() -> tuple[str, ...]:
     """The names that `build` knows by itself."""
     return (*(algorithm.name for algorithm in ALGORITHMS), "auto")
@@ -78,12 +86,12 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
             something else.
     """
     match spec:
-        case str() if is_rules(spec):
-            return build(parse_rules(plain_text(spec)), layout, others)
+        case str() if _is_rules(spec):
+            return build(_parsed(plain_text(spec)), layout, others)
         case str():
             return _named(plain_text(spec), layout, others)
         case Mapping():
-            return from_rules(spec, lambda one: build(one, layout, others))
+            return _of_rules(spec, lambda one: build(one, layout, others))
         case Strategy() | SizedStrategy():
             ready: AnyStrategy = spec
         case GraphPair():
@@ -114,3 +122,79 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
     near = meant(name, known, like=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("
     raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(known)})")
+
+
+def _is_rules(text: str) -> bool:
+    """Whether a text means rules, rather than the name of a strategy."""
+    return ":" in text or "," in text or _AT_MOST in text
+
+
+def _parsed(text: str) -> dict[str, str]:
+    """The mapping that a line of text means.
+
+    Raises:
+        ConfigError: a part of it has no colon, or a condition comes twice.
+    """
+    rules: dict[str, str] = {}
+    for part in text.split(","):
+        condition, colon, name = (word.strip() for word in part.partition(":"))
+        if not colon:
+            several = "" if ":" in text else "only one is wanted here; "
+            raise ConfigError(f"strategy {text!r}: {part.strip()!r} has no colon; {several}{_RULES_HELP}")
+        if condition in rules:
+            raise ConfigError(f"strategy {text!r}: {condition!r} comes twice")
+        rules[condition] = name
+    return rules
+
+
+def _of_rules(rules: Mapping[Any, Any], build: Callable[[Any], AnyStrategy]) -> SizedStrategy:
+    """The strategy that rules mean, each of whose own strategies ``build`` makes.
+
+    Its name is the rules as text. They hold for the bytes of a message: for a gather and its kin, those of the largest
+    contribution.
+
+    Raises:
+        ConfigError: a condition is neither ``<=SIZE`` nor ``else``, two are the same bound, or ``else`` is missing.
+    """
+    bounds = {_bound(condition): spec for condition, spec in rules.items()}
+    if len(bounds) < len(rules):
+        raise ConfigError(f"two of the conditions {', '.join(map(repr, rules))} are the same bound")
+    if None not in bounds:
+        raise ConfigError(f"rules need an {_ELSE!r}, for all larger messages; there are {', '.join(map(repr, rules))}")
+    flat: list[tuple[int | None, Strategy]] = []
+    words: list[str] = []
+    floor = -1
+    for bound in sorted(bounds, key=lambda bound: (bound is None, bound)):
+        one = build(bounds[bound])
+        inner = _within(one, floor, bound)
+        flat += inner
+        words += [_show(edge, each.name) for edge, each in inner] if _is_rules(one.name) else [_show(bound, one.name)]
+        floor = floor if bound is None else bound
+    return SizedStrategy(", ".join(words), tuple(flat))
+
+
+def show_exactly(nbytes: int) -> str:
+    """A size that reads back as the same number: ``64KiB``, ``65537B``."""
+    shown = show_size(nbytes).replace(" ", "")
+    return f"{nbytes}B" if "." in shown else shown
+
+
+def _show(bound: int | None, name: str) -> str:
+    return f"{_ELSE if bound is None else _AT_MOST + show_exactly(bound)}: {name}"
+
+
+def _within(strategy: AnyStrategy, floor: int, bound: int | None) -> list[tuple[int | None, Strategy]]:
+    """The rules of a strategy for messages above ``floor`` and up to ``bound``."""
+    if isinstance(strategy, Strategy):
+        return [(bound, strategy)]
+    rules = [(own, inner) for own, inner in strategy.rules if own is None or own > floor]
+    last = next(place for place, (own, _) in enumerate(rules) if own is None or (bound is not None and own >= bound))
+    return [*rules[:last], (bound, rules[last][1])]
+
+
+def _bound(condition: Any) -> int | None:
+    if condition == _ELSE:
+        return None
+    if not isinstance(condition, str) or not condition.strip().startswith(_AT_MOST):
+        raise ConfigError(f"expected a condition '<=SIZE' or {_ELSE!r}, got {condition!r}; {_RULES_HELP}")
+    return parse_size(condition.strip().removeprefix(_AT_MOST))

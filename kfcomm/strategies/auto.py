@@ -1,20 +1,324 @@
-"""The default strategy: the cheapest of all others for each size of message.
+"""The default strategy, the cheapest of all others for each size of message, and the time model that it goes by.
 
-The time model is in `profile`, the candidates are those of `registry`. The result depends on the layout and the
-constants alone, so that all ranks choose the same without a message.
+The result depends on the layout and the constants alone, so that all ranks choose the same without a message.
+
+The model is the Hockney (alpha-beta) model with LogGP's overhead for each message and the work of reduction:
+
+    seconds = longest way's alphas
+            + max(overhead * messages that the busiest rank sends and receives
+                  + gamma * bytes that the busiest rank folds
+                  + max(chain, busiest rank's local or copied bytes * beta, busiest host's bytes * beta),
+                  (overhead * messages + gamma * bytes folded + beta * bytes copied, all of the busiest host)
+                  / processors of a host)
+
+where a way goes from a leaf to the root and on to a leaf, and *chain* is the time in which one chunk passes
+along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
+and links come near the slower of the two. Where a host has fewer processors than ranks, the work of all
+its ranks counts: then few messages and copies beat idle ports. Copies are those through shared memory: a leaf's
+contribution, a result that is shown (to all at once), and each that is kept; partial results are made where they are
+shown. A host has one network port for all its ranks; ports are full duplex. Where hosts are unlike
+(``NetworkModel.rates``), each port and each link between two hosts takes its own time, the chain that of the hosts on
+the slowest way, and the latencies are those of the quickest links between the same hosts.
+Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
+from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Direct, SizedStrategy, Strategy
-from kfcomm.strategies.profile import Load, NetworkModel, Profile
-from kfcomm.strategies.registry import ALGORITHMS
-from kfcomm.types import Layout
+from kfcomm.strategies.builtin import ALGORITHMS
+from kfcomm.strategies.matrices import Rates
+from kfcomm.types import Costs, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkModel:
+    """The constants of the time model, for edges inside a host and between hosts.
+
+    The defaults are those of shared memory on a small server, measured (see "Performance"), and of TCP over 10 Gbit/s
+    Ethernet.
+
+    Attributes:
+        local_alpha_s: latency of an edge inside a host, in seconds.
+        local_beta_s_per_byte: seconds for each byte on such an edge.
+        cross_alpha_s: latency of an edge between hosts, in seconds.
+        cross_beta_s_per_byte: seconds for each byte through a host's network port.
+        overhead_s: time a rank spends on each message that it sends or receives.
+        gamma_s_per_byte: time a rank spends on folding one byte into its own.
+        chunk_nbytes: the largest part of a message that travels as one.
+        rates: of hosts that are unlike, in the place of ``cross_beta_s_per_byte``, and of ``cross_alpha_s`` if it has
+            latencies; None where all are alike.
+    """
+
+    local_alpha_s: float = 1.5e-5
+    local_beta_s_per_byte: float = 2e-10
+    cross_alpha_s: float = 5e-5
+    cross_beta_s_per_byte: float = 8e-10
+    overhead_s: float = 1e-5
+    gamma_s_per_byte: float = 1e-10
+    chunk_nbytes: int = 1 << 19
+    rates: Rates | None = None
+
+    @classmethod
+    def of(cls, costs: Costs) -> NetworkModel:
+        """The measured constants, and the defaults for the rest."""
+        return cls(**{name: value for name, value in costs._asdict().items() if value is not None})
+
+
+class Load(NamedTuple):
+    """Work that one part of a message causes along one pair.
+
+    Attributes:
+        ways: see `Profile`.
+        messages: sent and received, by rank.
+        folds: parts folded, by rank.
+        copies: parts copied to or from memory that a rank shares with others of its host, by rank.
+        near: parts sent, and parts received, inside hosts; by rank.
+        far: parts sent, and parts received, between hosts; by host.
+    """
+
+    ways: set[tuple[int, int]]
+    messages: list[int]
+    folds: list[int]
+    copies: list[int]
+    near: tuple[list[int], list[int]]
+    far: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, pair: GraphPair, layout: Layout) -> Load:
+        """Count at each rank what is above and below it, as on one host; then take out what crosses hosts."""
+        folds, shown = list(map(len, pair.reduce.children)), list(map(len, pair.broadcast.children))
+        above = [1] * layout.size
+        above[pair.root] = 0
+        # A leaf copies its contribution into shared memory; an inner rank folds straight into what it passes on.
+        gives = [up and not below for up, below in zip(above, folds, strict=True)]
+        takes = above[:]
+        near = _added(above, shown), _added(above, folds)
+        messages = _added(*near)
+        far = [0] * layout.num_hosts, [0] * layout.num_hosts
+
+        def cross(source: int, target: int) -> None:
+            near[0][source] -= 1
+            near[1][target] -= 1
+            far[0][layout.hosts[source]] += 1
+            far[1][layout.hosts[target]] += 1
+
+        for parent, child in _crossing(layout, pair.reduce):
+            cross(child, parent)
+            gives[child] = False
+        for parent, child in _crossing(layout, pair.broadcast):
+            cross(parent, child)
+            takes[child] = 0
+            shown[parent] -= 1
+        copies = [give + take + (show > 0) for give, take, show in zip(gives, takes, shown, strict=True)]
+        return cls(_ways(pair, layout.hosts), messages, folds, copies, near, far)
+
+
+class Profile(NamedTuple):
+    """Input of the time model: a strategy on a layout, counted in equal parts of the message.
+
+    Attributes:
+        num_pairs: among how many pairs the message is shared out.
+        num_parts: number of parts: one for each pair, or the sum of the shares.
+        largest: parts of the pair that has most.
+        ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
+        messages: what the busiest rank sends and receives, whatever its size.
+        folds: parts that the busiest rank folds into its own.
+        local_parts: parts that the busiest rank sends, receives or copies inside its host.
+        cross_parts: parts that the busiest host sends or receives through its network port.
+        crowd: messages, folded parts and parts copied inside it, of the busiest host's ranks together.
+        num_cpus: processors that they share; 0 if each has enough.
+    """
+
+    num_pairs: int
+    num_parts: int
+    largest: int
+    ways: tuple[tuple[int, int], ...]
+    messages: int
+    folds: int
+    local_parts: int
+    cross_parts: int
+    crowd: tuple[int, int, int]
+    num_cpus: int
+
+    @classmethod
+    def of(cls, strategy: Strategy, layout: Layout) -> Profile:
+        """Walk all graphs once: O(pairs x ranks)."""
+        return cls.of_loads(strategy, layout, [Load.of(pair, layout) for pair in strategy.pairs])
+
+    @classmethod
+    def of_loads(cls, strategy: Strategy, layout: Layout, loads: Sequence[Load]) -> Profile:
+        """The same from what is known of its pairs: several strategies may have them."""
+        if strategy.goes_whole or (strategy.direct and layout.num_hosts == 1):
+            return cls._of_direct(layout)
+        if strategy.is_whole:
+            return cls._of_the_worst([cls._of_the_sum([load], (1,), layout) for load in loads])
+        return cls._of_the_sum(loads, shares_of(strategy), layout)
+
+    @classmethod
+    def _of_the_sum(cls, loads: Sequence[Load], shares: Sequence[int], layout: Layout) -> Profile:
+        """Of messages whose parts go all ways."""
+        messages = _summed([load.messages for load in loads], [1] * len(loads))
+        folds = _summed([load.folds for load in loads], shares)
+        copies = _summed([load.copies for load in loads], shares)
+        near = (_summed([load.near[way] for load in loads], shares) for way in (0, 1))
+        far = (_summed([load.far[way] for load in loads], shares) for way in (0, 1))
+        return cls(
+            num_pairs=len(loads),
+            num_parts=sum(shares),
+            largest=max(shares),
+            ways=_longest({way for load in loads for way in load.ways}),
+            messages=max(messages),
+            folds=max(folds),
+            local_parts=max(*map(max, near), *copies),
+            cross_parts=max(map(max, far)),
+            crowd=(
+                max(_by_host(layout, messages)),
+                max(_by_host(layout, folds)),
+                max(_by_host(layout, copies)),
+            ),
+            num_cpus=layout.num_cpus,
+        )
+
+    @classmethod
+    def _of_direct(cls, layout: Layout) -> Profile:
+        """Of messages that every rank gets, in parts of an n-th.
+
+        On one host they are shown, not sent: to use a slot costs about as much as to send a message and to receive one.
+        Each rank copies its contribution in, folds its own part, shows it, and copies the other parts. Shown data
+        stays in the cache, so that two of these copies cost what one does elsewhere.
+        """
+        size = layout.size
+        on_hosts = [len(layout.ranks_of(host)) for host in range(layout.num_hosts)]
+        most = max(on_hosts)
+        near = min(1, size - 1)
+        if layout.num_hosts == 1:
+            messages, folds, copies = 2 * near, size - 1, size * near
+        else:
+            messages, folds, copies = 2 * (size - 1), size * (size - 1), size * (most - 1)
+        return cls(
+            num_pairs=1,
+            num_parts=size,
+            largest=size,
+            ways=((near, 0),) if layout.num_hosts == 1 else ((min(1, most - 1), 0), (0, 1)),
+            messages=messages,
+            folds=folds,
+            local_parts=copies,
+            cross_parts=size * max(number * (size - number) for number in on_hosts),
+            crowd=(most * messages, most * folds, most * copies),
+            num_cpus=layout.num_cpus,
+        )
+
+    @classmethod
+    def _of_the_worst(cls, ones: Sequence[Profile]) -> Profile:
+        """Of messages that go whole, each along one of these ways."""
+        crowds = zip(*(one.crowd for one in ones), strict=True)
+        most_messages, most_folds, most_copies = map(max, crowds)
+        return cls(
+            num_pairs=1,
+            num_parts=1,
+            largest=1,
+            ways=_longest(way for one in ones for way in one.ways),
+            messages=max(one.messages for one in ones),
+            folds=max(one.folds for one in ones),
+            local_parts=max(one.local_parts for one in ones),
+            cross_parts=max(one.cross_parts for one in ones),
+            crowd=(most_messages, most_folds, most_copies),
+            num_cpus=ones[0].num_cpus,
+        )
+
+    def seconds(self, nbytes: int, network: NetworkModel) -> float:
+        """The time model of the module's docstring."""
+        part = nbytes / self.num_parts
+        chunk = min(part * self.largest, network.chunk_nbytes)
+        local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
+        latency = max(near * network.local_alpha_s + far * network.cross_alpha_s for near, far in self.ways)
+        chain = max(near * chunk * local_s + far * chunk * cross_s for near, far in self.ways)
+        return self.sum_up(nbytes, network, latency, chain, self.cross_parts * part * cross_s)
+
+    def sum_up(self, nbytes: int, network: NetworkModel, latency: float, chain: float, cross: float) -> float:
+        """The time model, given what the network between hosts has to do with it, in seconds."""
+        part = nbytes / self.num_parts
+        chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
+        overhead_s, fold_s = chunks_per_part * network.overhead_s, part * network.gamma_s_per_byte
+        local_s = network.local_beta_s_per_byte
+        ports = max(self.local_parts * part * local_s, cross)
+        rank_s = self.messages * overhead_s + self.folds * fold_s + max(chain, ports)
+        # With a processor for each rank, only the busiest rank counts.
+        if not self.num_cpus:
+            return latency + rank_s
+        messages, folds, copies = self.crowd
+        host_s = (messages * overhead_s + folds * fold_s + copies * part * local_s) / self.num_cpus
+        return latency + max(rank_s, host_s)
+
+
+def shares_of(strategy: Strategy) -> tuple[int, ...]:
+    """The share of each pair."""
+    return strategy.shares or (1,) * len(strategy.pairs)
+
+
+def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
+    """Place by place."""
+    return [a + b for a, b in zip(some, more, strict=True)]
+
+
+def _crossing(layout: Layout, graph: Graph) -> list[tuple[int, int]]:
+    """The edges of a graph between hosts."""
+    hosts = layout.hosts
+    return [(a, b) for a, b in graph.edges if hosts[a] != hosts[b]] if layout.num_hosts > 1 else []
+
+
+def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
+    """Sum over the ranks of each host."""
+    if layout.num_hosts == 1:
+        return [sum(counts)]
+    sums = [0] * layout.num_hosts
+    for host, count in zip(layout.hosts, counts, strict=True):
+        sums[host] += count
+    return sums
+
+
+def _summed(counts: Sequence[Sequence[int]], shares: Sequence[int]) -> list[int]:
+    """The sum of several counts, each as often as its share says, place by place."""
+    if len(counts) == 1 and shares[0] == 1:
+        return list(counts[0])
+    scaled = [
+        row if share == 1 else [share * count for count in row] for row, share in zip(counts, shares, strict=True)
+    ]
+    return list(map(sum, zip(*scaled, strict=True)))
+
+
+def _ways(pair: GraphPair, hosts: Sequence[int]) -> set[tuple[int, int]]:
+    """Hops from a leaf through the root to a leaf, of the longest ways of a pair."""
+    up, down = _longest(_hops(pair.reduce, hosts)), _longest(_hops(pair.broadcast, hosts))
+    return {(near + nearer, far + farther) for near, far in up for nearer, farther in down}
+
+
+def _hops(graph: Graph, hosts: Sequence[int]) -> set[tuple[int, int]]:
+    """``(local hops, cross-host hops)`` between the root and each rank; on one host, the most."""
+    if max(hosts) == 0:
+        return {(graph.depth, 0)}
+    hops = [(0, 0)] * graph.size
+    for above, below in graph.edges:
+        near, far = hops[above]
+        hops[below] = (near + 1, far) if hosts[above] == hosts[below] else (near, far + 1)
+    return set(hops)
+
+
+def _longest(ways: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The ways that no other equals or exceeds in both kinds of hop."""
+    kept: list[tuple[int, int]] = []
+    for near, far in sorted(ways, key=lambda way: (-way[1], -way[0])):
+        if not kept or near > kept[-1][0]:
+            kept.append((near, far))
+    return tuple(kept)
+
 
 FORMULA = "for each message size the cheapest of the others by the time model"
 

@@ -9,7 +9,8 @@ host and others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Direct, Strategy
@@ -216,3 +217,38 @@ def _hierarchy(layout: Layout, host_edges: Iterable[tuple[int, int]]) -> Graph:
     between = [(masters[above], masters[below]) for above, below in host_edges]
     # Local ranks come first among the children, since their data arrives first.
     return Graph.from_edges(layout.size, local + between)
+
+
+class Algorithm(NamedTuple):
+    """A strategy for every layout, with its cost formula.
+
+    Attributes:
+        build: makes the graphs; its name is the strategy's.
+        formula: the cost in words; n ranks on h hosts, p on the busiest host, p₀ on the first one.
+        pair_per_rank: it has as many pairs as ranks, so that its graphs take memory in n².
+    """
+
+    build: Callable[[Layout], Strategy]
+    formula: str
+    pair_per_rank: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that users write."""
+        return self.build.__name__
+
+
+# The order is that of the documentation, and ``auto`` breaks ties by it.
+ALGORITHMS: Final = (
+    Algorithm(star, "steps 2; bytes n−1; between hosts n−p₀"),
+    Algorithm(ring, "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c", pair_per_rank=True),
+    Algorithm(clique, "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n", pair_per_rank=True),
+    Algorithm(direct, "steps 1; bytes n−1; between hosts max p(n−p)", pair_per_rank=True),
+    Algorithm(chain_star, "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n", pair_per_rank=True),
+    Algorithm(tree, "steps ≤ 4; bytes max(p₀+h−2, p); between hosts h−1"),
+    Algorithm(binary_tree, "steps 2⌊log₂n⌋; bytes ≤ 3; between hosts c"),
+    Algorithm(binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes ≤ p+2; between hosts ≤ 3"),
+    Algorithm(multi_binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    Algorithm(multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    Algorithm(binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
+)

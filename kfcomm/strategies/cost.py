@@ -4,7 +4,7 @@ Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_r
 out among the pairs. `predict_seconds` turns counts into time with a `NetworkModel`, which ``auto`` compares.
 Both look at graphs and layouts only, not at links, clocks, or how a message is really cut.
 
-The time model is that of `profile`.
+The time model is that of `auto`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from kfcomm.core.graph import GraphPair
 from kfcomm.errors import ConfigError
+from kfcomm.strategies.auto import NetworkModel, Profile, shares_of
 from kfcomm.strategies.base import AnyStrategy, Strategy
 from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
-from kfcomm.strategies.profile import NetworkModel, Profile, shares_of
 from kfcomm.types import Costs, Layout
 
 __all__ = ["Cost", "NetworkModel", "costs_of", "measure", "network_of", "predict_seconds"]

@@ -12,8 +12,7 @@ import click
 import pytest
 
 from kfcomm.cli import main
-from kfcomm.cli.commands.bench import bench
-from kfcomm.cli.topologies import topologies
+from kfcomm.cli.commands.bench import bench, topologies
 from tests.examples.pages import PAGES_OF_PACKAGE, lines, name_of, spans
 from tests.launch.launched import ROOT
 

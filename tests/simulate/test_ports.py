@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kfcomm.simulate.agenda import Agenda
-from kfcomm.simulate.ports import Flow, Port
+from kfcomm.simulate.ports import Agenda, Flow, Port
 from tests.simulate.fluid import end_times
 
 RATE = 1024.0

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kfcomm.simulate.agenda import Agenda
 from kfcomm.simulate.network import SimulatedNetwork
-from kfcomm.simulate.routes import Routes
+from kfcomm.simulate.ports import Agenda, Routes
 
 TEXT = """\
 defaults = { bandwidth = "1 GB/s", latency = "100 us", efficiency = 0.5 }

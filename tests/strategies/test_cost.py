@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, names
-from kfcomm.strategies.auto import auto
+from kfcomm.strategies.auto import Profile, auto
 from kfcomm.strategies.base import DIRECT_NBYTES
+from kfcomm.strategies.builtin import ALGORITHMS, Algorithm
 from kfcomm.strategies.cost import Cost, NetworkModel, measure, predict_seconds
-from kfcomm.strategies.profile import Profile
-from kfcomm.strategies.registry import ALGORITHMS, Algorithm
 from kfcomm.types import Costs, Layout
 from tests.strategies.layouts import LAYOUTS, trees
 

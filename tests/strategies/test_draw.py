@@ -16,7 +16,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import Strategy, build, from_edges, names
 from kfcomm.strategies.draw import as_svg, as_text
-from kfcomm.strategies.placement import RADIUS, Placement, in_boxes, on_circle
+from kfcomm.strategies.picture import RADIUS, Placement, in_boxes, on_circle
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, trees
 

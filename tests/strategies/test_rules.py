@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kfcomm.common.sizes import parse_size
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import SizedStrategy, build, from_edges, names
-from kfcomm.strategies.rules import show_exactly
+from kfcomm.strategies import SizedStrategy, build, from_edges, names, show_exactly
 from kfcomm.types import Layout
 
 FOUR = Layout.even(4, 2)

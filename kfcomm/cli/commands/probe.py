@@ -15,8 +15,7 @@ import click
 
 from kfcomm.bench.report import Files
 from kfcomm.cli import options
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.spelling import Choice, WithSize
+from kfcomm.cli.options import Choice, WithSize, reported_errors
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.host import hostname

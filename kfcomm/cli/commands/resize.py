@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import reported_errors
 from kfcomm.errors import ConfigError, RendezvousError
 
 _MAX_DIGITS = 6

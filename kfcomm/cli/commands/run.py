@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.options import device
-from kfcomm.cli.spelling import Choice
+from kfcomm.cli.options import Choice, device, reported_errors
 from kfcomm.launch.job import RunOptions
 from kfcomm.launch.output import open_standard_descriptors
 from kfcomm.launch.run import run as run_job

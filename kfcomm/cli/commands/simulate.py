@@ -16,8 +16,7 @@ import click
 from kfcomm.bench.report import Files
 from kfcomm.bench.topologies import Simulations
 from kfcomm.cli import options
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.spelling import WithSizes
+from kfcomm.cli.options import WithSizes, reported_errors
 from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
 from kfcomm.simulate import Result, SimulatedNetwork, num_messages

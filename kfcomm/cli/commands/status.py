@@ -6,7 +6,7 @@ import json
 
 import click
 
-from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import reported_errors
 
 
 @click.command()

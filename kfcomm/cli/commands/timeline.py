@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.options import of_kind
-from kfcomm.cli.spelling import Commands
+from kfcomm.cli.options import Commands, of_kind, reported_errors
 from kfcomm.common.sizes import ranks_in_words
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.spelling import Commands
+from kfcomm.cli.options import Commands, reported_errors
 from kfcomm.transports import tls as certificates
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import reported_errors
 from kfcomm.common.sizes import ranges
 from kfcomm.errors import ConfigError
 

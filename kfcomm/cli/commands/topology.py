@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.options import as_size, of_kind
-from kfcomm.cli.spelling import Commands, WithStrategy
+from kfcomm.cli.options import Commands, WithStrategy, as_size, of_kind, reported_errors
 from kfcomm.errors import ConfigError
 
 
@@ -34,8 +32,8 @@ def topology() -> None:
 def list_strategies() -> None:
     """List the strategies and what an all_reduce costs with each."""
     from kfcomm.strategies.auto import FORMULA
+    from kfcomm.strategies.builtin import ALGORITHMS
     from kfcomm.strategies.plugins import found, overlooked
-    from kfcomm.strategies.registry import ALGORITHMS
 
     own = [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]
     for name, formula in [*own, *((name, plugin.origin) for name, plugin in sorted(found().items()))]:
