@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import secrets
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,11 +23,10 @@ from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Discovery, Host, Plan, parse_hosts, plan_for, resolved
-from kfcomm.launch.other_hosts import who_launches
 from kfcomm.monitor import serving
 from kfcomm.rendezvous.authentication import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.backends import backend_of, secret_variables
-from kfcomm.rendezvous.host import choose_address, interfaces, store_url
+from kfcomm.rendezvous.host import choose_address, hostname, interfaces, store_url
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.strategies.plugins import check
@@ -166,6 +167,11 @@ class RunOptions:
         return new_token().encode()
 
 
+def who_launches() -> bytes:
+    """Unique description of this launcher."""
+    return f"process {os.getpid()} on {hostname()} ({secrets.token_hex(8)})".encode()
+
+
 OWN, LEAST_PER_RANK, PER_RANK = 12, 5, 10
 """Descriptors of a launcher: its own, and for each rank two pipes, the process, the socket to it, and one of the store,
 at least: 72 were counted of 12 ranks. More are open while they join."""
@@ -238,8 +244,8 @@ class Job:
         """
         options, plan = self.options, self.plan
         # two tokens would contradict each other; passwords of backends are for launchers alone
-        secrets = {"KFCOMM_TOKEN_FILE", *secret_variables()}
-        kept = {name: value for name, value in inherited(self.environ).items() if name not in secrets}
+        hidden = {"KFCOMM_TOKEN_FILE", *secret_variables()}
+        kept = {name: value for name, value in inherited(self.environ).items() if name not in hidden}
         interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
         elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
         local_size = len(plan.ranks)

@@ -38,13 +38,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgpack
 
@@ -52,10 +50,10 @@ from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.exit_reports import Failure
 from kfcomm.launch.hosts import Plan
+from kfcomm.launch.job import Job
 from kfcomm.launch.launcher import Launcher, Phase, claimed
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.host import hostname
 from kfcomm.rendezvous.keyvalue import (
     ADMITTED,
     AGAIN_S,
@@ -91,31 +89,20 @@ class NotNeeded(RendezvousError):
     """The job ended before it used this host."""
 
 
-def who_launches() -> bytes:
-    """Unique description of this launcher."""
-    return f"process {os.getpid()} on {hostname()} ({secrets.token_hex(8)})".encode()
-
-
-async def arrive(
-    client: StoreClient, store: KeyValue, plan: Plan, me: bytes, within_s: float, *, is_elastic: bool
-) -> int:
-    """Report the arrival of a launcher, initial or later, to the first host's store.
+async def arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float) -> int:
+    """Report the arrival of this launcher, initial or later, to the first host's store; return its position.
 
     Args:
+        job: with the plan of this host.
         client: of that store.
         store: the same one, or this host's mirror of it.
-        plan: hosts and initial ranks, with this host.
-        me: this launcher; see `who_launches`.
         within_s: time for which a store of a finished job may still be there.
-        is_elastic: whether launchers may arrive later, or replace gone ones.
-
-    Returns:
-        Position of this launcher.
 
     Raises:
         NotNeeded: the job has ended.
         RendezvousError: another launcher runs or ran on this host; or the store cannot be reached.
     """
+    plan, me = job.plan, job.launcher
     loop = asyncio.get_running_loop()
     deadline_s, is_told = loop.time() + within_s, False
     while True:
@@ -124,7 +111,7 @@ async def arrive(
             if held == me:
                 await client.arrive(plan.here)
                 return plan.here
-            if not is_elastic:
+            if job.elastic is None:
                 raise RendezvousError(_taken(held))
             await store.find(BOUNDS)  # waits until the store is there
             if plan.is_late and not is_told:
@@ -180,15 +167,8 @@ def expect_those_admitted(store: LocalStore, plan: Plan, elastic: Elasticity) ->
             elastic.expect(plan.num_first - 1 + int(name), msgpack.unpackb(asked)[0])
 
 
-async def admit(store: LocalStore, plan: Plan, elastic: Elasticity, arrived: Callable[[str], None]) -> None:
-    """Assign positions to launchers that request one, on the first host; never returns.
-
-    Args:
-        store: of the job.
-        plan: hosts and their initial ranks.
-        elastic: hosts and slots; updated with each arrival.
-        arrived: called with the address of each.
-    """
+async def admit(job: Job, elastic: Elasticity, store: LocalStore) -> None:
+    """Assign positions to launchers that request one, on the first host; never returns."""
     loop = asyncio.get_running_loop()
     since_s: dict[str, float] = {}
     begun_s = loop.time()
@@ -197,12 +177,12 @@ async def admit(store: LocalStore, plan: Plan, elastic: Elasticity, arrived: Cal
         for position, place in enumerate(elastic.places):
             if place.is_gone and str(position) not in gone and store.contents.heard_s.get(position, 0.0) > begun_s:
                 place.is_gone = False
-                arrived(place.address)
+                job.arrivals.put_nowait(place.address)
         for name in sorted(store.contents.folder(COMERS).keys() - store.contents.folder(ADMITTED).keys(), key=int):
             address, _ = msgpack.unpackb(store.contents.held(f"{COMERS}/{name}") or b"")
             refusal = _refusal(store, elastic, address, since_s.setdefault(name, loop.time()), loop.time())
             if refusal == "":
-                elastic.expect(plan.num_first - 1 + int(name), address)
+                elastic.expect(job.plan.num_first - 1 + int(name), address)
             if refusal is not None:
                 await store.claim(f"{ADMITTED}/{name}", refusal.encode())
         await asyncio.sleep(LOOK_EVERY_S)
@@ -368,28 +348,20 @@ class HostRole:
             launcher.advance(Phase.OVER)
 
 
-RanksOf: TypeAlias = Callable[[int], Iterable[int]]
-
-
-async def watch_hosts(
-    plan: Plan, store: LocalStore, ranks_of: RanksOf, *, come_within_s: float, lost_after_s: float,
-    is_elastic: bool = False,
-) -> None:  # fmt: skip
+async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost_after_s: float) -> None:
     """Report the ranks of hosts without a live launcher as ended; returns when no host is left to watch.
 
     Args:
-        plan: hosts and their initial ranks.
+        job: if it is elastic, launchers may arrive later: then this never returns.
         store: of the first host, which is this one.
-        ranks_of: ranks that a host has, or had, by position.
         come_within_s: time for a launcher to arrive.
         lost_after_s: time without a request after which it is lost.
-        is_elastic: whether launchers may arrive later: then it never returns.
     """
     loop = asyncio.get_running_loop()
-    since_s = dict.fromkeys(range(1, plan.num_first), loop.time())
+    since_s = dict.fromkeys(range(1, job.plan.num_first), loop.time())
     over: set[int] = set()
     looked_s = loop.time()
-    while since_s or is_elastic:
+    while since_s or job.elastic is not None:
         await asyncio.sleep(min(LOOK_EVERY_S, lost_after_s / 4))
         now_s = loop.time()
         if now_s - looked_s > _LATE_S:
@@ -408,7 +380,7 @@ async def watch_hosts(
                 why = Why.ABSENT if heard_s is None else Why.SILENT
                 with contextlib.suppress(RendezvousError):
                     await store.claim(f"{LEAVING}/{host}", b"")
-                    for rank in ranks_of(host):
+                    for rank in job.ranks_of(host):
                         await store.report_exit(Exit(rank, 1, why))
             over.add(host)
             del since_s[host]

@@ -45,41 +45,196 @@ RETRY_S = 5.0
 
 
 @dataclass(slots=True)
-class PrimaryRole:
-    """Role of the launcher on the first host of an elastic job, or the only one.
+class Sizing:
+    """Starts and dismisses the processes of an elastic job, as its size, its hosts and their slots demand.
 
     Attributes:
         elastic: numbers and stages of the ranks.
-        lost_after_s: time without a sign of life after which a rank is silent.
         discovery: script that names the hosts; None if they do not change.
         arrivals: addresses of hosts whose launchers arrived after the beginning.
+        starting: tasks of processes whose start the store has not saved, by uid.
     """
 
     launcher: Launcher
     elastic: Elasticity
-    lost_after_s: float
     discovery: Discovery | None = None
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     store: KeyValue = field(init=False)
-    _given_up: set[int] = field(default_factory=set)
-    _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _later: asyncio.TimerHandle | None = None
-    _failures: dict[int, Failure] = field(default_factory=dict)
-    _victims: set[int] = field(default_factory=set)
+    starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _held: Wanted | None = None
     _fitted: tuple[Any, ...] = ()
+
+    def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
+        """Start what is missing; watch requests and hosts."""
+        self.store = store
+        self.start_owed()
+        return [
+            self._ask_for_spares(), self._watch_sizes(), self._watch_arrivals(), self._watch_slots(),
+            self._watch_replaced(),
+        ]  # fmt: skip
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a rank has completed the program, or the job has failed: then no rank is started."""
+        return self.elastic.is_ending or not self.launcher.verdict.is_open
+
+    def start_owed(self) -> int:
+        """Start owed processes, as far as there are places, and later the others; return how many were started."""
+        count = 0
+        while self.launcher.phase is Phase.RUNS and (found := self.elastic.start(monotonic())) is not None:
+            birth, host = found
+            self.starting[birth] = self.launcher.spawn(self._start_at(host, birth))
+            count += 1
+        if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
+            # not cancelled when it is not needed any more: then nothing is owed
+            asyncio.get_running_loop().call_at(due_s, self.start_owed)
+        return count
+
+    async def _start_at(self, host: int, birth: int) -> None:
+        """Have the launcher of a host start a process."""
+        try:
+            # Saved before the process starts, since a restarted launcher must not use the uid again.
+            await self.store.claim(f"{START}/{host}/{birth}", b"")
+        except KfcommError as error:
+            self.elastic.not_started(birth)
+            if not isinstance(error, StoreClosed):
+                self.launcher.say(f"rank {birth} is not started: {error}; another is in {RETRY_S:g} s")
+                asyncio.get_running_loop().call_later(RETRY_S, self.start_owed)
+            return
+        finally:
+            self.starting.pop(birth, None)
+        if host == (self.launcher.host or 0):
+            await self.launcher.launch(birth, self.store)
+
+    def give_up_starting(self) -> None:
+        """Withdraw the starts that the store has not saved."""
+        while self.starting:
+            birth, task = self.starting.popitem()
+            self.elastic.not_started(birth)  # here, since a task that has not begun cannot handle its cancellation
+            task.cancel()
+
+    def ask_size(self, size: int) -> asyncio.Task[None]:
+        """Request a number of ranks; the task is done when the store has saved it, which may wait until it answers."""
+        return self.launcher.spawn(_asked(self.store, size))
+
+    async def _ask_for_spares(self) -> None:
+        """Request the initial size: ranks admit spares only up to a requested size."""
+        if self.discovery is None and self.elastic.spares and await self.store.find(f"{SIZES}/1") is None:
+            await self.store.ask_size(self.elastic.size)
+
+    async def _watch_sizes(self) -> None:
+        """Follow requests for another number of ranks."""
+        async for size in self.store.watch_sizes():
+            self._held = None  # the request has replaced the limit
+            if not self.is_quiet and size != self.elastic.asked:
+                self.dismiss(self.elastic.resize(size, await self.waiting()))
+                self.say_size(self.start_owed())
+
+    def say_size(self, count: int) -> None:
+        """Tell the user about a change of size."""
+        self.launcher.say(f"{self.elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
+
+    async def _watch_slots(self) -> None:
+        """Follow the discovery script: grow with its slots, and have ranks without a slot leave."""
+        if self.discovery is None or (known := self.elastic.slots) is None:
+            return
+        async for slots in self.discovery.answers(known, self.launcher.say):
+            for line in difference(known, slots):
+                self.launcher.say(f"--discover: {line}")
+            self.elastic.slots = known = slots
+            waiting = await self.waiting()
+            if self.is_quiet or self.launcher.phase > Phase.ALONE:
+                return
+            self._make_fit(waiting)
+            await self._hold()
+
+    def _make_fit(self, waiting: list[int]) -> None:
+        elastic, before = self.elastic, self.elastic.size
+        self.dismiss(elastic.vacate(waiting))
+        now = (elastic.capacity, elastic.asked, *sorted(elastic.in_stage(Stage.LEAVING)))
+        if now != self._fitted:
+            self._fitted = now
+            self.dismiss(elastic.fit(waiting))
+        count = self.start_owed()
+        if count or elastic.size != before:
+            self.say_size(count)
+
+    async def _hold(self) -> None:
+        """Tell the ranks, as soon as the store can save it, the wanted size and which of them have to leave."""
+        going = sorted(self.elastic.in_stage(Stage.LEAVING))
+        wanted = Wanted(self.elastic.size, tuple(going))
+        if wanted == self._held:
+            return
+        if going and (self._held is None or going != list(self._held.leavers)):
+            self.launcher.say(f"these are to go: {ranks_in_words(going)}")
+        self._held = wanted
+        with contextlib.suppress(KfcommError):
+            await self.store.hold(wanted)
+
+    async def _watch_arrivals(self) -> None:
+        """Start ranks on hosts whose launchers arrive later, or return."""
+        while True:
+            address = await self.arrivals.get()
+            if self.launcher.phase <= Phase.ALONE:
+                self.launcher.say(f"a launcher has come on {address}")
+                self.start_owed()
+
+    async def _watch_replaced(self) -> None:
+        """Start replacements that the ranks have requested."""
+        async for birth, _ in self.store.watch(REPLACED):
+            if not self.is_quiet and self.elastic.replace(birth):
+                self.launcher.say(f"rank {birth} is to be replaced; {self.start_owed()} started in its place")
+
+    async def waiting(self) -> list[int]:
+        """Uids of processes that were started to join, and have not been admitted."""
+        return [birth for birth in sorted(self.elastic.running) if not await self.was_let_in(birth)]
+
+    async def was_let_in(self, birth: int) -> bool:
+        """Whether a process takes part, or did. Processes not admitted before the store is gone end by themselves."""
+        try:
+            return birth < self.launcher.blame.size or await self.store.was_let_in(birth)
+        except StoreClosed:
+            return True
+
+    def dismiss(self, births: Iterable[int]) -> None:
+        """Release processes that are not wanted any more."""
+        for birth in births:
+            self.elastic.released(birth)
+            self.launcher.ranks.dismiss(birth)
+            if birth not in self.launcher.ranks.children:
+                self.launcher.spawn(claimed(self.store, f"{DISMISSED}/{birth}"))
+
+
+@dataclass(slots=True)
+class PrimaryRole:
+    """Role of the launcher on the first host of an elastic job, or the only one.
+
+    Attributes:
+        sizing: starts and dismisses processes.
+        lost_after_s: time without a sign of life after which a rank is silent.
+    """
+
+    launcher: Launcher
+    sizing: Sizing
+    lost_after_s: float
+    store: KeyValue = field(init=False)
+    _given_up: set[int] = field(default_factory=set)
+    _failures: dict[int, Failure] = field(default_factory=dict)
+    _victims: set[int] = field(default_factory=set)
     _is_silence_told: bool = False
+
+    @property
+    def elastic(self) -> Elasticity:
+        """Numbers and stages of the ranks."""
+        return self.sizing.elastic
 
     def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
         """Start what is missing; watch requests, hosts and the state of the ranks."""
         self.store = store
-        self._failures = {
-            birth: Failure(birth, code, monotonic()) for birth, code in self.launcher.ended.items() if code
-        }
-        self.start_owed()
+        failed = {birth: code for birth, code in self.launcher.ended.items() if code}
+        self._failures = {birth: Failure(birth, code, monotonic()) for birth, code in failed.items()}
         return [
-            self._ask_for_spares(), self._watch_sizes(), self._watch_given_up(), self._watch_leaving(),
-            self._watch_launchers(), self._watch_arrivals(), self._watch_slots(), self._watch_replaced(),
+            *self.sizing.watches(store), self._watch_given_up(), self._watch_leaving(), self._watch_launchers(),
             self._watch_silent(), self._watch_released(),
         ]  # fmt: skip
 
@@ -87,22 +242,17 @@ class PrimaryRole:
         """Exits, until the store is unreachable."""
         return store.watch_exits(self.launcher.host)
 
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether a rank has completed the program, or the job has failed: then no rank is started."""
-        return self.elastic.is_ending or not self.launcher.verdict.is_open
-
     def is_over(self) -> bool:
         """Whether the outcome is published, and all ranks of this host have ended."""
-        return self.launcher.phase is Phase.OVER and not (self.launcher.ranks.living or self._starting)
+        return self.launcher.phase is Phase.OVER and not (self.launcher.ranks.living or self.sizing.starting)
 
     async def act(self, store: KeyValue) -> None:
         """Settle the outcome, and tell it, once no rank is left that goes on."""
         launcher = self.launcher
-        if self._is_quiet:
-            self.give_up_starting()
+        if self.sizing.is_quiet:
+            self.sizing.give_up_starting()
         if self.elastic.is_ending:  # no rank is left to admit them
-            self.dismiss(await self._waiting())
+            self.sizing.dismiss(await self.sizing.waiting())
         await self.fail_if_nobody_goes_on()
         if launcher.phase < Phase.OVER and not (launcher.verdict.is_open and self.elastic.running):
             if launcher.verdict.is_open and not self.elastic.is_ending:
@@ -119,7 +269,7 @@ class PrimaryRole:
         running = self.elastic.running
         if not running or not self.launcher.verdict.is_open:
             return
-        members = running.difference(await self._waiting())
+        members = running.difference(await self.sizing.waiting())
         is_silent = bool(members) and members <= await self._silent_ones()
         if is_silent and not self._is_silence_told:
             stuck = f"{these(members)} stopped or stuck"
@@ -131,8 +281,8 @@ class PrimaryRole:
             is_over, what = not (members or self.elastic.is_ending) and bool(self._failures), "let others in"
         if is_over:
             self.launcher.say(f"no rank is left to {what}")
-            self.give_up_starting()
-            self.dismiss(running - members)
+            self.sizing.give_up_starting()
+            self.sizing.dismiss(running - members)
             self.launcher.fail(self._cause())
 
     async def _silent_ones(self) -> set[int]:
@@ -145,7 +295,7 @@ class PrimaryRole:
     async def _is_one_missed(self) -> bool:
         """Whether a rank has failed that live ranks would have given up by now."""
         for birth in self._failures.keys() - self._given_up:
-            if await self._was_let_in(birth):
+            if await self.sizing.was_let_in(birth):
                 return True
         return False
 
@@ -172,7 +322,7 @@ class PrimaryRole:
         if end.code == 0 or stage is Stage.RELEASED:
             if end.code and end.rank not in launcher.ranks.dismissed:
                 launcher.say(f"rank {end.rank}, which was released, ended ({_how(end)})")
-            self.start_owed()  # a slot may have become free
+            self.sizing.start_owed()  # a slot may have become free
             return
         if elastic.is_ending and stage is Stage.GIVEN_UP and end.code < 0:
             return  # the others have completed the program without it, and its process was killed
@@ -184,7 +334,7 @@ class PrimaryRole:
         if elastic.has_failed:
             launcher.fail(self._cause())
             return
-        num_left, count = len(elastic.running), self.start_owed()
+        num_left, count = len(elastic.running), self.sizing.start_owed()
         instead = f"; {count} started in its place" if count else ""
         if elastic.owed and (due_s := elastic.next_place_s()) is not None:
             instead = f"; another is started in {max(0.0, due_s - monotonic()):.0f} s"
@@ -193,124 +343,19 @@ class PrimaryRole:
     def rank_released(self, birth: int) -> None:
         """Start a replacement if one is wanted, as after another change of size."""
         self.launcher.ranks.released.add(birth)
-        if self.elastic.released(birth) and (count := self.start_owed()):
-            self._say_size(count)
+        if self.elastic.released(birth) and (count := self.sizing.start_owed()):
+            self.sizing.say_size(count)
         self.launcher.changed.set()
 
     def store_lost(self) -> None:
         """Continue without the store: running ranks do not need it. Other hosts are no longer reachable."""
         if self.launcher.phase is Phase.RUNS:
             self.launcher.advance(Phase.ALONE)
-            self.give_up_starting()
+            self.sizing.give_up_starting()
             for birth, host in self.elastic.where.items():
                 if host != (self.launcher.host or 0):
                     self.elastic.not_started(birth)
             self.launcher.say("the store is unreachable: automatic replacement is disabled")
-
-    def start_owed(self) -> int:
-        """Start owed processes, as far as there are places, and later the others; return how many were started."""
-        count, self._later = 0, None
-        while self.launcher.phase is Phase.RUNS and (found := self.elastic.start(monotonic())) is not None:
-            birth, host = found
-            self._starting[birth] = self.launcher.spawn(self._start_at(host, birth))
-            count += 1
-        if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
-            self._later = asyncio.get_running_loop().call_at(due_s, self.start_owed)
-        return count
-
-    async def _start_at(self, host: int, birth: int) -> None:
-        """Have the launcher of a host start a process."""
-        try:
-            # Saved before the process starts, since a restarted launcher must not use the uid again.
-            await self.store.claim(f"{START}/{host}/{birth}", b"")
-        except KfcommError as error:
-            self.elastic.not_started(birth)
-            if not isinstance(error, StoreClosed):
-                self.launcher.say(f"rank {birth} is not started: {error}; another is in {RETRY_S:g} s")
-                asyncio.get_running_loop().call_later(RETRY_S, self.start_owed)
-            return
-        finally:
-            self._starting.pop(birth, None)
-        if host == (self.launcher.host or 0):
-            await self.launcher.launch(birth, self.store)
-
-    def give_up_starting(self) -> None:
-        """Withdraw the starts that the store has not saved."""
-        while self._starting:
-            birth, task = self._starting.popitem()
-            self.elastic.not_started(birth)  # here, since a task that has not begun cannot handle its cancellation
-            task.cancel()
-
-    def ask_size(self, size: int) -> asyncio.Task[None]:
-        """Request a number of ranks; the task is done when the store has saved it, which may wait until it answers."""
-        return self.launcher.spawn(_asked(self.store, size))
-
-    async def _ask_for_spares(self) -> None:
-        """Request the initial size: ranks admit spares only up to a requested size."""
-        if self.discovery is None and self.elastic.spares and await self.store.find(f"{SIZES}/1") is None:
-            await self.store.ask_size(self.elastic.size)
-
-    async def _watch_sizes(self) -> None:
-        """Follow requests for another number of ranks."""
-        async for size in self.store.watch_sizes():
-            self._held = None  # the request has replaced the limit
-            if not self._is_quiet and size != self.elastic.asked:
-                self.dismiss(self.elastic.resize(size, await self._waiting()))
-                self._say_size(self.start_owed())
-
-    def _say_size(self, count: int) -> None:
-        self.launcher.say(f"{self.elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
-
-    async def _watch_slots(self) -> None:
-        """Follow the discovery script: grow with its slots, and have ranks without a slot leave."""
-        if self.discovery is None or (known := self.elastic.slots) is None:
-            return
-        async for slots in self.discovery.answers(known, self.launcher.say):
-            for line in difference(known, slots):
-                self.launcher.say(f"--discover: {line}")
-            self.elastic.slots = known = slots
-            waiting = await self._waiting()
-            if self._is_quiet or self.launcher.phase > Phase.ALONE:
-                return
-            self._make_fit(waiting)
-            await self._hold()
-
-    def _make_fit(self, waiting: list[int]) -> None:
-        elastic, before = self.elastic, self.elastic.size
-        self.dismiss(elastic.vacate(waiting))
-        now = (elastic.capacity, elastic.asked, *sorted(elastic.in_stage(Stage.LEAVING)))
-        if now != self._fitted:
-            self._fitted = now
-            self.dismiss(elastic.fit(waiting))
-        count = self.start_owed()
-        if count or elastic.size != before:
-            self._say_size(count)
-
-    async def _hold(self) -> None:
-        """Tell the ranks, as soon as the store can save it, the wanted size and which of them have to leave."""
-        going = sorted(self.elastic.in_stage(Stage.LEAVING))
-        wanted = Wanted(self.elastic.size, tuple(going))
-        if wanted == self._held:
-            return
-        if going and (self._held is None or going != list(self._held.leavers)):
-            self.launcher.say(f"these are to go: {ranks_in_words(going)}")
-        self._held = wanted
-        with contextlib.suppress(KfcommError):
-            await self.store.hold(wanted)
-
-    async def _watch_arrivals(self) -> None:
-        """Start ranks on hosts whose launchers arrive later, or return."""
-        while True:
-            address = await self.arrivals.get()
-            if self.launcher.phase <= Phase.ALONE:
-                self.launcher.say(f"a launcher has come on {address}")
-                self.start_owed()
-
-    async def _watch_replaced(self) -> None:
-        """Start replacements that the ranks have requested."""
-        async for birth, _ in self.store.watch(REPLACED):
-            if not self._is_quiet and self.elastic.replace(birth):
-                self.launcher.say(f"rank {birth} is to be replaced; {self.start_owed()} started in its place")
 
     async def _watch_given_up(self) -> None:
         """Kill ranks that the others have given up: they may be stopped or stuck."""
@@ -342,25 +387,6 @@ class PrimaryRole:
             self.elastic.places[host].is_gone = True
             for birth in self.elastic.births_at(host):
                 self.launcher.note(Exit(birth, NOT_STARTED, Why.ITSELF))
-
-    async def _waiting(self) -> list[int]:
-        """Uids of processes that were started to join, and have not been admitted."""
-        return [birth for birth in sorted(self.elastic.running) if not await self._was_let_in(birth)]
-
-    async def _was_let_in(self, birth: int) -> bool:
-        """Whether a process takes part, or did. Processes not admitted before the store is gone end by themselves."""
-        try:
-            return birth < self.launcher.blame.size or await self.store.was_let_in(birth)
-        except StoreClosed:
-            return True
-
-    def dismiss(self, births: Iterable[int]) -> None:
-        """Release processes that are not wanted any more."""
-        for birth in births:
-            self.elastic.released(birth)
-            self.launcher.ranks.dismiss(birth)
-            if birth not in self.launcher.ranks.children:
-                self.launcher.spawn(claimed(self.store, f"{DISMISSED}/{birth}"))
 
 
 async def _asked(exits: KeyValue, size: int) -> None:

@@ -27,7 +27,7 @@ from kfcomm.launch.launcher import FixedRole, Launcher, Phase, Verdict
 from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
 from kfcomm.launch.other_hosts import HostRole, NotNeeded
 from kfcomm.launch.output import Log, Look, Output, Screen, Stream
-from kfcomm.launch.primary import PrimaryRole
+from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.requests import Requests
 from kfcomm.launch.stores import Store, joined, kept_store, served
@@ -176,7 +176,7 @@ def _launcher(job: Job, store: Store, lost_after_s: float) -> Launcher:
     elif store.first is not None:
         launcher.role = HostRole(launcher, store.first, lost_after_s, store.let_go)
     else:
-        launcher.role = PrimaryRole(launcher, job.elastic, lost_after_s, job.discovery, job.arrivals)
+        launcher.role = PrimaryRole(launcher, Sizing(launcher, job.elastic, job.discovery, job.arrivals), lost_after_s)
     return launcher
 
 
@@ -195,7 +195,7 @@ async def _answer(job: Job, role: PrimaryRole, line: str) -> dict[str, Any]:
             raise ConfigError(f"size {number} is outside the job's range {elastic.least}..{elastic.most}")
         if launcher.phase is Phase.STOPPED:
             raise ConfigError(f"job {job.mark} has ended")
-        asking = role.ask_size(size)
+        asking = role.sizing.ask_size(size)
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
         is_kept = asking.done()
     elif what != "status":

@@ -142,8 +142,7 @@ async def _watched(
     lost_after_s = _lost_after_s(settings)
     watching = asyncio.create_task(
         watch_hosts(
-            job.plan, server.store, job.ranks_of, lost_after_s=lost_after_s,
-            come_within_s=lost_after_s if goes_on else settings.timeout_s, is_elastic=job.elastic is not None,
+            job, server.store, come_within_s=lost_after_s if goes_on else settings.timeout_s, lost_after_s=lost_after_s
         )
     )  # fmt: skip
     admitting = asyncio.create_task(_admitting(job, server))
@@ -166,7 +165,7 @@ async def _watched(
 async def _admitting(job: Job, server: StoreServer) -> None:
     if job.elastic is not None:
         with contextlib.suppress(RendezvousError):
-            await admit(server.store, job.plan, job.elastic, job.arrivals.put_nowait)
+            await admit(job, job.elastic, server.store)
 
 
 def _lost_after_s(settings: Settings) -> float:
@@ -190,7 +189,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
     within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
     try:
         if kept is None or not backend_of(kept).is_shared:
-            position = await _arrive(job, client, client, within_s)
+            position = await arrive(job, client, client, within_s)
             store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
             if job.elastic is None:
                 job = replace(job, torch_port=int(await client.get(TORCH_KEY, settings.timeout_s)))
@@ -215,7 +214,7 @@ async def _mirrored(
     server = await StoreServer.start(job.plan.address, token=job.token, tls=tls_of(settings), store=local)
     try:
         while True:
-            position = await _arrive(job, client, local, within_s)
+            position = await arrive(job, client, local, within_s)
             there = JobRecord.found(local)
             if there is not None and there.identity == client.identity:
                 break
@@ -225,10 +224,6 @@ async def _mirrored(
     finally:
         await server.close()
         await local.close(is_over=False)
-
-
-async def _arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float) -> int:
-    return await arrive(client, store, job.plan, job.launcher, within_s, is_elastic=job.elastic is not None)
 
 
 async def _say_farewell(position: int, store: KeyValue) -> None:

@@ -227,9 +227,9 @@ class Routes:
     """
 
     def __init__(self, agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> None:
-        self._agenda = agenda
-        self._network = network
-        self._at = layout.hosts
+        self.agenda = agenda
+        self.network = network
+        self.layout = layout
         hosts = network.hosts
         local = network.local
         self._local_out = [Port(agenda, f"rank {rank} local out", local.bandwidth) for rank in range(layout.size)]
@@ -250,8 +250,8 @@ class Routes:
 
     def between(self, source: int, target: int) -> tuple[tuple[Port, ...], float]:
         """The ports from one rank to another, and the seconds that a bit needs."""
-        here, there = self._at[source], self._at[target]
-        network = self._network
+        network, hosts = self.network, self.layout.hosts
+        here, there = hosts[source], hosts[target]
         if here == there:
             memory = self._memories[here : here + 1]
             return (self._local_out[source], *memory, self._local_in[target]), network.local.latency_s
@@ -279,4 +279,4 @@ class Routes:
             yield self._down[down]
 
     def _port(self, name: str, bandwidth: float, burst_nbytes: int = 0) -> Port:
-        return Port(self._agenda, name, bandwidth * self._network.efficiency, burst_nbytes)
+        return Port(self.agenda, name, bandwidth * self.network.efficiency, burst_nbytes)

@@ -91,17 +91,31 @@ class Processors:
             self._free += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Surroundings of all ranks of a simulation.
+
+    Attributes:
+        agenda: virtual time.
+        flow_to: makes the flow from a rank to another.
+        work: costs.
+        carry: see ``Carry``.
+    """
+
+    agenda: Agenda
+    flow_to: Callable[[Rank, int], Flow]
+    work: Work
+    carry: Carry | None
+
+
 class Rank:
     """One rank.
 
     Args:
-        agenda: virtual time.
-        rank: its number.
-        program: what its machine does.
-        flow_to: the flow to another rank.
-        work: what it costs.
+        surroundings: shared by all ranks.
+        number: of the rank.
+        program: of its machine.
         processors: those that it shares with others; None if it has its own.
-        carry: see ``Carry``.
 
     Attributes:
         done_s: when the collective was complete here; None while it is not.
@@ -110,47 +124,31 @@ class Rank:
     """
 
     __slots__ = (
-        "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_rank",
-        "_recorder", "_work", "done_s", "nbytes_sent", "num_messages",
+        "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program",
+        "_recorder", "_work", "done_s", "nbytes_sent", "num_messages", "number",
     )  # fmt: skip
 
     def __init__(
-        self,
-        agenda: Agenda,
-        rank: int,
-        program: Program,
-        flow_to: Callable[[Rank, int], Flow],
-        work: Work,
-        processors: Processors | None,
-        carry: Carry | None,
+        self, surroundings: Surroundings, number: int, program: Program, processors: Processors | None
     ) -> None:
-        self._agenda = agenda
-        self._rank = rank
+        self.number = number
+        self._agenda = surroundings.agenda
+        self._flow_to = surroundings.flow_to
+        self._work = surroundings.work
+        self._carry = surroundings.carry
         self._program = program
         self._recorder = EffectRecorder([])
         self._machine = Machine(program, self._recorder)
-        self._flow_to = flow_to
         self._flows: dict[int, Flow] = {}
-        self._work = work
         self._processors = processors
-        self._carry = carry
         self._inbox: deque[Chunk | None] = deque()
         self._is_busy = False
         self.done_s: float | None = None
         self.num_messages = 0
         self.nbytes_sent = 0
 
-    @property
-    def number(self) -> int:
-        """Number of the rank."""
-        return self._rank
-
-    def post(self) -> None:
-        """The caller posts the collective."""
-        self.arrived(None)
-
     def arrived(self, chunk: Chunk | None) -> None:
-        """A chunk has arrived; it is handled when there is time."""
+        """A chunk has arrived, or None to begin; it is handled when there is time."""
         self._inbox.append(chunk)
         if not self._is_busy:
             self._is_busy = True
@@ -183,9 +181,9 @@ class Rank:
         else:
             route = self._program.routes.get((chunk.lane, chunk.phase, chunk.sender))
             if route is None or not self._machine.accepts(route, chunk.number):
-                raise InternalError(f"rank {self._rank} was sent a chunk that its machine does not take: {chunk}")
+                raise InternalError(f"rank {self.number} was sent a chunk that its machine does not take: {chunk}")
             self._machine.arrived(route, chunk.number, chunk.payload)
-            busy_s = self._work.message_s(self._rank, chunk.sender, chunk.nbytes)
+            busy_s = self._work.message_s(self.number, chunk.sender, chunk.nbytes)
         sends, for_effects_s = self._perform()
         busy_s += for_effects_s
         if self.done_s is None and not (self._machine.remaining or self._machine.sends):
@@ -220,7 +218,7 @@ class Rank:
 
     def _perform(self) -> tuple[list[tuple[int, Chunk]], float]:
         """Carry out what the machine has decided; returns what to send after them, and the seconds of work."""
-        work, rank, carry, sizes = self._work, self._rank, self._carry, self._work.sizes
+        work, rank, carry, sizes = self._work, self.number, self._carry, self._work.sizes
         sends: list[tuple[int, Chunk]] = []
         seconds = 0.0
         effects, self._recorder.effects = self._recorder.effects, []

@@ -18,7 +18,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Flow, Routes
-from kfcomm.simulate.ranks import Carry, Processors, Rank, Work
+from kfcomm.simulate.ranks import Carry, Processors, Rank, Surroundings, Work
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Op, Verb
@@ -139,14 +139,13 @@ def simulate(
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
     with _without_collections():
-        plans = _plans(built, layout.size, layout.size, nbytes, dtype, key)
-        agenda = Agenda()
-        routes = Routes(agenda, network, layout)
-        ranks = _ranks(agenda, routes, network, layout, plans, carry)
+        plans = _plans(built, nbytes, dtype, key)
+        routes = Routes(Agenda(), network, layout)
+        ranks = _ranks(routes, plans, carry)
         for rank in ranks:
-            rank.post()
-        agenda.run()
-    return _result((built.name, built.select(nbytes).name), layout, nbytes, agenda, routes, ranks)
+            rank.arrived(None)
+        routes.agenda.run()
+    return _result(built, nbytes, routes, ranks)
 
 
 def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> int:
@@ -155,7 +154,7 @@ def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> 
     Raises:
         ConfigError: an unknown dtype, or a message without an element.
     """
-    (plan,) = _plans(strategy, 1, strategy.size, nbytes, dtype, "")
+    (plan,) = _plans(strategy, nbytes, dtype, "", num_ranks=1)
     return 2 * (strategy.size - 1) * plan.program.num_slots
 
 
@@ -169,67 +168,62 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     return replace(network, hosts=tuple(hosts))
 
 
-def _plans(strategy: AnyStrategy, ranks: int, size: int, nbytes: int, dtype: str, key: str) -> list[Plan]:
-    """Plans of the first ``ranks`` ranks, made as by real ranks."""
+def _plans(strategy: AnyStrategy, nbytes: int, dtype: str, key: str, num_ranks: int | None = None) -> list[Plan]:
+    """Plans of all ranks, or of the first ones, made as by real ranks."""
     element = dtype_of(dtype)
     if nbytes < element.itemsize:
         raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
     shape = (nbytes // element.itemsize,)
-    plans = (Plans(Planner(rank, size, strategy)) for rank in range(ranks))
+    plans = (Plans(Planner(rank, strategy.size, strategy)) for rank in range(num_ranks or strategy.size))
     return [each.of(PlanKey(Verb.ALL_REDUCE, element, shape, Op.SUM), key) for each in plans]
 
 
-def _ranks(
-    agenda: Agenda, routes: Routes, network: SimulatedNetwork, layout: Layout, plans: list[Plan], carry: Carry | None
-) -> list[Rank]:
-    local = network.local
+def _ranks(routes: Routes, plans: list[Plan], carry: Carry | None) -> list[Rank]:
+    local, hosts = routes.network.local, routes.layout.hosts
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
-    work = Work(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, layout.hosts)
-    processors = _processors(agenda, network, layout)
     ranks: list[Rank] = []
 
     def flow_to(source: Rank, target: int) -> Flow:
         ports, latency_s = routes.between(source.number, target)
-        return Flow(agenda, ports, latency_s, ranks[target].arrived, source.was_read)
+        return Flow(routes.agenda, ports, latency_s, ranks[target].arrived, source.was_read)
 
+    work = Work(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, hosts)
+    surroundings = Surroundings(routes.agenda, flow_to, work, carry)
+    processors = _processors(routes)
     for rank, plan in enumerate(plans):
-        ranks.append(Rank(agenda, rank, plan.program, flow_to, work, processors[layout.hosts[rank]], carry))
+        ranks.append(Rank(surroundings, rank, plan.program, processors[hosts[rank]]))
     return ranks
 
 
-def _processors(agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> list[Processors | None]:
+def _processors(routes: Routes) -> list[Processors | None]:
     """Shared processors of each host; on a test bed, the same for all."""
+    network, layout = routes.network, routes.layout
     if network.cpus:
-        return [Processors(agenda, network.cpus)] * layout.num_hosts
-    num_ranks = [0] * layout.num_hosts
-    for host in layout.hosts:
-        num_ranks[host] += 1
+        return [Processors(routes.agenda, network.cpus)] * layout.num_hosts
     return [
-        Processors(agenda, host.cpus) if 0 < host.cpus < number else None
-        for host, number in zip(network.hosts, num_ranks, strict=True)
+        Processors(routes.agenda, host.cpus) if 0 < host.cpus < layout.hosts.count(number) else None
+        for number, host in enumerate(network.hosts)
     ]
 
 
-def _result(
-    names: tuple[str, str], layout: Layout, nbytes: int, agenda: Agenda, routes: Routes, ranks: list[Rank]
-) -> Result:
+def _result(strategy: AnyStrategy, nbytes: int, routes: Routes, ranks: list[Rank]) -> Result:
     times_s = tuple(rank.done_s for rank in ranks if rank.done_s is not None)
     if len(times_s) < len(ranks):
         stuck = [rank.number for rank in ranks if rank.done_s is None]
         raise InternalError(f"nothing is left to happen, and ranks {stuck} are not done")
     busiest = max(routes.ports(), key=lambda port: port.busy_s)
     return Result(
-        strategy=names[0],
-        graphs=names[1],
-        size=layout.size,
-        num_hosts=layout.num_hosts,
+        strategy=strategy.name,
+        graphs=strategy.select(nbytes).name,
+        size=routes.layout.size,
+        num_hosts=routes.layout.num_hosts,
         nbytes=nbytes,
         seconds=max(times_s),
         rank_seconds=times_s,
         busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
         messages=sum(rank.num_messages for rank in ranks),
         nbytes_sent=sum(rank.nbytes_sent for rank in ranks),
-        events=agenda.num_events,
+        events=routes.agenda.num_events,
     )
 
 

@@ -24,7 +24,7 @@ from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.exit_reports import Blame
 from kfcomm.launch.launcher import Launcher, Phase
 from kfcomm.launch.local_ranks import LocalRanks
-from kfcomm.launch.primary import PrimaryRole
+from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.rendezvous.keyvalue import START, Exit
 from tests.launch.launched import environ
 
@@ -429,10 +429,10 @@ class SlowStore:
 async def primary(size: int, store: SlowStore, started: list[int]) -> AsyncIterator[PrimaryRole]:
     """Role of the launcher of the first host, without processes."""
     launcher = Launcher(LocalRanks(1.0), Blame(size))
-    launcher.role = role = PrimaryRole(launcher, of(size=size), lost_after_s=30.0)
+    launcher.role = role = PrimaryRole(launcher, Sizing(launcher, of(size=size)), lost_after_s=30.0)
     launcher.start = lambda birth: cast("Child", started.append(birth))
     launcher.say = print
-    role.store = cast("KeyValue", store)
+    role.store = role.sizing.store = cast("KeyValue", store)
     async with asyncio.TaskGroup() as launcher.tasks:
         yield role
     launcher.ranks.close()
@@ -444,7 +444,7 @@ async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_th
         role.rank_given_up(1)
         for birth, code in ((3, -9), (2, -9), (0, 0)):
             role.launcher.note(Exit(birth, code))
-        role.give_up_starting()
+        role.sizing.give_up_starting()
     role.launcher.note(Exit(1, -9))
     assert role.elastic.has_failed
     assert role.launcher.verdict.is_open
@@ -481,8 +481,8 @@ async def test_dismissed_process_is_not_started() -> None:
     store, started = SlowStore(), list[int]()
     async with primary(2, store, started) as role:
         assert role.elastic.resize(4) == []
-        assert role.start_owed() == 2
-        role.dismiss(role.elastic.resize(2, waiting=[2, 3]))
+        assert role.sizing.start_owed() == 2
+        role.sizing.dismiss(role.elastic.resize(2, waiting=[2, 3]))
         store.is_open.set()
     assert started == []
     assert sorted(end.rank for end in store.reported) == [2, 3]
@@ -496,13 +496,13 @@ async def test_stopped_launcher_starts_no_ranks_after_a_late_store_answer() -> N
     store, started = SlowStore(), list[int]()
     async with primary(2, store, started) as role:
         role.elastic.resize(3)
-        assert role.start_owed() == 1
+        assert role.sizing.start_owed() == 1
         role.launcher.phase = Phase.STOPPED
         store.is_open.set()
     assert started == []
     assert [(end.rank, end.code) for end in store.reported] == [(2, 126)]
     role.elastic.resize(4)
-    assert role.start_owed() == 0
+    assert role.sizing.start_owed() == 0
 
 
 @pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])

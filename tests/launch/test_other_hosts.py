@@ -5,11 +5,13 @@ import asyncio
 import pytest
 
 from kfcomm.launch.hosts import Host, Plan
+from kfcomm.launch.job import Job, RunOptions
 from kfcomm.launch.other_hosts import company, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.keyvalue import Exit, Why
 
 PLAN = Plan((Host("10.0.0.1", 1), Host("10.0.0.2", 2), Host("10.0.0.3", 1)))
+JOB = Job(RunOptions(("true",)), PLAN, None, "true", b"", "mark", {})
 FOREVER_S = 1e6
 
 
@@ -18,7 +20,7 @@ async def test_absent_launcher_is_given_up_but_not_one_that_left() -> None:
     store = LocalStore()
     contents = store.contents
     contents.set("launchers/2", b"")
-    await watch_hosts(PLAN, store, PLAN.ranks_of, come_within_s=0.01, lost_after_s=0.02)
+    await watch_hosts(JOB, store, come_within_s=0.01, lost_after_s=0.02)
     assert list(contents.exits.values()) == [Exit(1, 1, Why.ABSENT), Exit(2, 1, Why.ABSENT)]
     assert company(PLAN, store) == {"2"}
 
@@ -29,7 +31,7 @@ async def test_silent_launcher_is_given_up_but_not_one_that_asks() -> None:
     contents = store.contents
     await contents.exits_since(0, 0, host=1)
     await contents.exits_since(0, 0, host=2)
-    watching = asyncio.create_task(watch_hosts(PLAN, store, PLAN.ranks_of, come_within_s=FOREVER_S, lost_after_s=0.4))
+    watching = asyncio.create_task(watch_hosts(JOB, store, come_within_s=FOREVER_S, lost_after_s=0.4))
     while not contents.exits:
         contents.heard_s[2] = asyncio.get_running_loop().time()
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from kfcomm.arrays.devices import DeviceReport
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.launch.other_hosts import who_launches
+from kfcomm.launch.job import who_launches
 from kfcomm.rendezvous.backends.etcd.leases import _described, _myself
 from kfcomm.rendezvous.host import path_of_costs
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
