@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,167 +15,73 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch import hosts
 from kfcomm.launch.elastic import Elasticity, Stage, parse
 from kfcomm.launch.hosts import Discovery, difference, read_slots
-from tests import etcds
+from tests.launch.jobs import HOW_LONG_S, LONG, Job, kfcomm
 from tests.launch.launched import TOKEN, environ
-from tests.launch.test_elastic import TRAIN
 from tests.support import free_port
 
-HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-HOW_LONG_S = 120
-LONG = 4_000
-LIST = "cat hosts"
+PROGRAM = LONG, [], 0.3
 
 
-class Job:
-    """A job whose first host is the first address; launchers on others are started when a test wants them.
-
-    Args:
-        folder: for its program, and what its launchers print; ``hosts`` there says which there are.
-        first: the hosts with which it begins.
-        options: of all launchers.
-        slots: what is said at the beginning.
-        lost_after_s: of all.
-    """
-
-    def __init__(
-        self, folder: Path, first: str, options: list[str], slots: str | None, lost_after_s: float = 30.0
-    ) -> None:
-        (folder / "train.py").write_text(TRAIN)
-        self._folder, self._lost_after_s = folder, lost_after_s
-        options = [*options, "--discover", LIST] if slots is not None else options
-        if slots is not None:
-            self.name_hosts(slots)
-        self._command = ["--port", str(free_port()), "-H", first, *options]
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
-        self._all: list[subprocess.Popen[bytes]] = []
-
-    def name_hosts(self, text: str) -> None:
-        """From now on the program says this."""
-        draft = self._folder / "draft"
-        draft.write_text(text)
-        draft.rename(self._folder / "hosts")
-
-    def start(self, *hosts: int) -> None:
-        """Start the launchers of these hosts."""
-        for host in hosts:
-            command = [
-                sys.executable, "-m", "kfcomm", "run", "--self", HOSTS[host], *self._command, sys.executable,
-                "train.py", str(LONG), "[]", "0.3",
-            ]  # fmt: skip
-            env = environ(KFCOMM_TOKEN=TOKEN, KFCOMM_LOST_AFTER=str(self._lost_after_s))
-            with (self._folder / HOSTS[host]).open("ab") as out:
-                self.launchers[host] = subprocess.Popen(
-                    command, cwd=self._folder, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-                )
-            self._all.append(self.launchers[host])
-
-    def said(self, host: int) -> str:
-        """Output of the launchers of a host."""
-        return (self._folder / HOSTS[host]).read_text()
-
-    def until(self, host: int, *words: str) -> None:
-        """Wait until the launchers of a host have printed these."""
-        while not all(word in self.said(host) for word in words):
-            assert self.launchers[host].poll() is None, self.everything()
-
-    def everything(self) -> str:
-        """Output of all launchers."""
-        return "".join(f"--- {host}\n{self.said(host)}" for host in self.launchers)
-
-    def result(self) -> tuple[list[float], list[int], int]:
-        """Have it come to its end without pauses; what the first rank has printed then."""
-        (self._folder / "hurry").touch()
-        for launcher in self.launchers.values():
-            launcher.wait(HOW_LONG_S)
-        found = [line for host in self.launchers for line in self.said(host).splitlines() if "] [[" in line]
-        assert len(found) == 1, self.everything()
-        used, births, most = json.loads(found[0].partition(" ")[2])
-        return used, sorted(births), most  # who of two is let in first is as it comes
-
-    def close(self) -> None:
-        """Nothing is left of it."""
-        for launcher in self._all:
-            if launcher.poll() is None:
-                launcher.kill()
-            launcher.wait(HOW_LONG_S)
-
-
-@pytest.fixture
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Job]:
-    def make(first: str, options: list[str], slots: str | None = None, lost_after_s: float = 30.0) -> Job:
-        made = Job(tmp_path, first, options, slots, lost_after_s)
-        request.addfinalizer(made.close)
-        return made
-
-    return make
-
-
-@pytest.fixture(params=["folder", "etcd"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "folder":
-        yield str(tmp_path / "store")
-        return
-    with etcds.running(tmp_path / "etcd") as one:
-        yield one.store()
+def name_hosts(folder: Path, text: str) -> list[str]:
+    """Have the discovery script say this from now on; options of a job that asks it."""
+    draft = folder / "draft"
+    draft.write_text(text)
+    draft.rename(folder / "hosts")
+    return ["--discover", "cat hosts"]
 
 
 @pytest.mark.slow
-def test_hosts_come_and_go_as_a_program_says(job: Callable[..., Job]) -> None:
-    made = job("127.0.0.1:2", ["--elastic", "2:8"], "127.0.0.1:2\n127.0.0.2:2\n")
-    made.start(0)
+def test_hosts_come_and_go_as_a_program_says(job: Callable[..., Job], tmp_path: Path) -> None:
+    discover = name_hosts(tmp_path, "127.0.0.1:2\n127.0.0.2:2\n")
+    made = job((2,), ["--elastic", "2:8", *discover], *PROGRAM, names_hosts=True, lost_after_s=30.0)
     made.until(0, "job ")
     made.start(1, 2)
     made.until(0, "a launcher has come on 127.0.0.2", "4 ranks are wanted; 2 started", "now 0 1 2 3\n")
     made.until(2, "this host, as 127.0.0.3, waits until --discover names it")
-    made.name_hosts("127.0.0.1:2\n127.0.0.3:1\n")
+    name_hosts(tmp_path, "127.0.0.1:2\n127.0.0.3:1\n")
     made.until(0, "--discover: 127.0.0.3 has 1 slot\n", "--discover: 127.0.0.2 is not named any more")
     made.until(0, "these are to go: ranks 2-3", "now 0 1 4\n")
+    made.hurry()
+    assert made.ends() == [0, 0, 0], made.everything()
     used, births, most = made.result()
     assert (used, births) == ([1.0], [0, 1, 4])
     assert most in (4, 5)
-    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0, 0], made.everything()
     assert "ended (" not in made.said(0)  # nobody was killed
-
-
-def status(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kfcomm", "status", name, "--json"]
-    told: dict[str, Any] = json.loads(subprocess.run(command, env=environ(), capture_output=True, check=True).stdout)
-    return told
 
 
 @pytest.mark.slow
 def test_a_launcher_comes_back_to_a_running_job(job: Callable[..., Job]) -> None:
-    made = job("127.0.0.1:2,127.0.0.2:1", ["--elastic", "2:5"], lost_after_s=5.0)
-    made.start(0, 1)
+    made = job((2, 1), ["--elastic", "2:5"], *PROGRAM, lost_after_s=5.0)
     made.until(0, "now 0 1 2\n")
     made.launchers[1].kill()
-    made.launchers[1].wait(HOW_LONG_S)
     made.start(1)  # before anybody has missed the one before
     made.until(0, "rank 2 ended", "a launcher has come on 127.0.0.2", "now 0 1 3\n")
-    name = made.said(0).split("job ")[1].split()[0]
-    subprocess.run([sys.executable, "-m", "kfcomm", "resize", name, "4"], env=environ(), check=True)
+    assert kfcomm("resize", made.name(), "4").returncode == 0
     made.until(0, "4 ranks are wanted; 1 started", "now 0 1 3 4\n")
-    assert dict(status(name)["hosts"])["127.0.0.2"] == [4]
+    assert dict(made.status()["hosts"])["127.0.0.2"] == [4]
     made.launchers[1].send_signal(signal.SIGTERM)  # and again, as after maintenance
     assert made.launchers[1].wait(HOW_LONG_S) == 128 + signal.SIGTERM
     made.start(1)
     made.until(0, "now 0 1 3 5\n")
     while made.said(0).count("a launcher has come on 127.0.0.2") < 2:
         assert made.launchers[0].poll() is None, made.everything()
+    made.hurry()
+    assert made.ends() == [0, 0], made.everything()
     used, births, _ = made.result()
-    assert (used, births) == ([1.0], [0, 1, 3, 5])
-    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
+    assert (used, sorted(births)) == ([1.0], [0, 1, 3, 5])  # who of two is let in first is as it comes
 
 
 @pytest.mark.slow
-def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job]) -> None:
-    made = job("127.0.0.1:2", ["--elastic", "2:4"], "127.0.0.1:2")
-    made.start(0, 1)
+def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job], tmp_path: Path) -> None:
+    options = ["--elastic", "2:4", *name_hosts(tmp_path, "127.0.0.1:2")]
+    made = job((2,), options, *PROGRAM, names_hosts=True, lost_after_s=30.0)
+    made.start(1)
     made.until(1, "this host, as 127.0.0.2, waits until --discover names it")
     made.until(0, "job ")
-    assert made.result()[:2] == ([1.0], [0, 1])
+    made.hurry()
+    assert made.ends() == [0, 0], made.everything()
+    assert made.result()[:2] == [[1.0], [0, 1]]
     assert "the job ended before it had a use for this host" in made.said(1)
-    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
 
 
 @pytest.mark.parametrize(
@@ -340,16 +244,18 @@ def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(job: Callable[..., Job], store: str) -> None:
-    options = ["--elastic", "1:8", "--store", store]
-    made = job("127.0.0.1:2", options, "127.0.0.1:2\n127.0.0.2:2\n", lost_after_s=20.0)
-    made.start(0, 1)
+def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(
+    job: Callable[..., Job], store: str, tmp_path: Path
+) -> None:
+    options = ["--elastic", "1:8", "--store", store, *name_hosts(tmp_path, "127.0.0.1:2\n127.0.0.2:2\n")]
+    made = job((2,), options, *PROGRAM, names_hosts=True, lost_after_s=20.0)
+    made.start(1)
     made.until(0, "now 0 1 2 3\n")
     made.launchers[0].kill()
-    made.launchers[0].wait(HOW_LONG_S)
     made.until(1, "is unreachable: automatic replacement is disabled", "now 2 3\n")
     made.start(0)
     made.until(1, "is back", "now 2 3 4 5\n")
+    made.hurry()
+    assert made.ends() == [0, 0], made.everything()
     used, births, _ = made.result()
-    assert (used, births) == ([1.0], [2, 3, 4, 5])
-    assert made.launchers[0].poll() == made.launchers[1].poll() == 0, made.everything()
+    assert (used, sorted(births)) == ([1.0], [2, 3, 4, 5])

@@ -26,6 +26,7 @@ from kfcomm.launch.launcher import Launcher, Phase
 from kfcomm.launch.local_ranks import LocalRanks
 from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.rendezvous.keyvalue import START, Exit
+from tests.launch.jobs import TRAIN
 from tests.launch.launched import environ
 
 if TYPE_CHECKING:
@@ -37,38 +38,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 resizing: Any = import_module("kfcomm.cli.commands.resize")
-
-TRAIN = """
-import json, os, signal, sys, time
-import numpy as np
-import kfcomm
-from kfcomm.elastic import Elastic, ElasticSampler, State
-
-LENGTH, VICTIMS, PAUSE_S = int(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
-state = State(used=np.zeros(LENGTH), births=[])
-with kfcomm.sync.init(elastic=True) as comm:
-    if comm.epoch == 0 and comm.rank == 0:
-        print("job", os.environ["KFCOMM_JOB"], flush=True)
-    me = comm.births[comm.rank]
-    with Elastic(comm, state) as elastic:
-        for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
-            if sys.argv[4:] == [str(step.number)] and comm.rank == 0:
-                comm.propose_replacement(1)
-            for birth, number, *size in VICTIMS:  # from a step on; where a size is said, once there are so many
-                if me == birth and step.number >= number and (not size or comm.size == size[0]):
-                    os.kill(os.getpid(), signal.SIGKILL)
-            mask = np.zeros(LENGTH)
-            mask[step.indices] = 1
-            state.used += comm.all_reduce(mask, name="used")
-            state.births = [*state.births, list(comm.births)]
-            if comm.rank == 0 and state.births[-2:-1] != state.births[-1:]:
-                print("now", *sorted(comm.births), flush=True)
-            # nothing is left to wait for: the test has said so, or all victims that wait for a size are gone
-            is_over = VICTIMS and len(VICTIMS[0]) == 3 and not {one[0] for one in VICTIMS} & set(comm.births)
-            time.sleep(0 if is_over or os.path.exists("hurry") else PAUSE_S)
-    if not elastic.is_released and comm.rank == 0:
-        print(json.dumps([sorted(set(state.used.tolist())), state.births[-1], max(map(len, state.births))]))
-"""
 
 
 def of(least: int = 2, most: int = 4, size: int = 3, restarts: int = 10, spares: int = 0, hosts: int = 1) -> Elasticity:

@@ -23,8 +23,8 @@ import click
 
 from tests import etcds
 from tests.cutting import CuttingRelay, cutting
+from tests.launch.jobs import TRAIN
 from tests.launch.launched import environ
-from tests.launch.test_elastic import TRAIN
 
 WITHIN_S = 90.0
 STOPPED_S = 4.0
