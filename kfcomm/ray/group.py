@@ -60,13 +60,7 @@ def communicator(group_name: str = "default") -> Communicator:
 
 
 class Group(Base):  # type: ignore[misc]
-    """A group as Ray calls it, with lists of one array each (NumPy, torch, CuPy or JAX), changed in place.
-
-    Args:
-        world_size: number of actors.
-        rank: of this one.
-        group_name: of the group.
-    """
+    """A group as Ray calls it, with lists of one array each (NumPy, torch, CuPy or JAX), changed in place."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -146,11 +140,6 @@ class _RayStore:
 
 def meet(name: str, rank: int, size: int) -> Communicator:
     """Make the communicator of the actors of a group; all of them call it.
-
-    Args:
-        name: of the group.
-        rank: of this actor.
-        size: number of actors.
 
     Raises:
         RendezvousError: ranks are missing at the timeout; names them.

@@ -272,11 +272,7 @@ class Attached:
 
 
 def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:
-    """Parameters of the optimizer that get gradients, with their names, in the order of the model.
-
-    Raises:
-        ConfigError: there are no such parameters, one is not the model's, or one cannot be averaged.
-    """
+    """Parameters of the optimizer that get gradients, with their names, in the order of the model."""
     wanted = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, Work, as_torch
 from kfcomm.torch.collectives import Collectives
 from kfcomm.torch.ddp import SharedBuffers
-from kfcomm.torch.meeting import Handle, address_of, in_order, make_world, own
+from kfcomm.torch.meeting import ProcessHandle, address_of, in_order, make_world, own
 from kfcomm.torch.naming import Calls
 from kfcomm.torch.tensors import place, read
 
@@ -119,34 +119,17 @@ class Messages:
         return CollectiveTimeout(text, key="monitored_barrier", arrived=arrived, missing=missing)
 
 
+if TYPE_CHECKING:
+    from kfcomm.torch.registration import Worlds
+
 NAME = "kfcomm"
 Base: Any = TorchBackend
 
 
-class Keeper(Protocol):
-    """Owner of the open backends of this process."""
-
-    def keep(self, backend: Backend) -> None:
-        """Keep an open backend."""
-
-    def follow(self, backend: Backend, follower: Backend) -> None:
-        """Keep ``follower``, which will take the place of ``backend``."""
-
-    def forget(self, backend: Backend) -> None:
-        """Drop a closed backend."""
-
-
 class Backend(Collectives, Messages, Base):  # type: ignore[misc]
-    """The backend of a process group, below torch's own ``ProcessGroup``.
+    """The backend of a process group, below torch's own ``ProcessGroup``."""
 
-    Args:
-        comm: of the ranks of the group; closed with it.
-        store: of this group alone.
-        timeout: of its calls.
-        keeper: notified when it is closed, and of the backends made from it.
-    """
-
-    def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Keeper) -> None:
+    def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> None:
         Base.__init__(self, comm.rank, comm.size)
         # Threads of the pool start with the first futures, so that groups without asynchronous calls have none.
         self._completers = ThreadPoolExecutor(MAX_COMPLETERS, "kfcomm-torch")
@@ -219,15 +202,15 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
             CollectiveTimeout: not all remaining ranks have called it with the same arguments.
             PeerLost: further ranks are lost: exclude them too, and call it again.
         """
-        births = [birth for rank, birth in enumerate(self._comm.births) if rank not in ranks_to_exclude]
+        uids = [uid for rank, uid in enumerate(self._comm.births) if rank not in ranks_to_exclude]
         try:
-            self._latest = without_others(self._latest, births, self._timeout.total_seconds())
-            check_births(self._latest, births)
+            self._latest = without_others(self._latest, uids, self._timeout.total_seconds())
+            check_uids(self._latest, uids)
         except KfcommError as error:
             raise as_torch(error) from None
         timeout = self._timeout if opts_override is None else opts_override._timeout
         # A new group counts its calls from 0 and needs keys of its own; its size, which only falls, makes them unique.
-        store = dist.PrefixStore(f"{SHRUNK}/{len(births)}", self._store)
+        store = dist.PrefixStore(f"{SHRUNK}/{len(uids)}", self._store)
         made = Backend(self._latest, store, timeout, self._keeper)
         # Their links may still be in use by groups made of this one: they are closed with the smaller group.
         made._owned += self._owned
@@ -236,15 +219,10 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         return made
 
     def find_lost(self, timeout_s: float | None) -> list[int]:
-        """Ranks of this group that are lost. The surviving ranks agree on them, and are in the next epoch afterwards.
-
-        Raises:
-            ConfigError: this is not the group of all ranks.
-            CollectiveError: see ``Communicator.shrink``.
-        """
+        """Ranks of this group that are lost. The survivors agree on them, and are in the next epoch afterwards."""
         seconds = self._timeout.total_seconds() if timeout_s is None else timeout_s
         self._latest = of_those_that_live(self._latest, seconds)
-        return [rank for rank, birth in enumerate(self._comm.births) if birth not in self._latest.births]
+        return [rank for rank, uid in enumerate(self._comm.births) if uid not in self._latest.births]
 
     # ---------------------------------------------------------------- other processes
 
@@ -273,7 +251,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         self.set_timeout(self._timeout)
         return NOTHING
 
-    def _check_ranks(self, handles: Sequence[Handle]) -> None:
+    def _check_ranks(self, handles: Sequence[ProcessHandle]) -> None:
         """Refuse other ranks or another size: torch's C++ keeps those of a backend unchanged."""
         moved = [(rank, one.rank) for rank, one in enumerate(handles) if one.rank != rank]
         if moved or len(handles) != self.size():
@@ -307,12 +285,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
 
 
 class Unmet:
-    """Placeholder for a communicator until ``reconfigure`` makes one.
-
-    Args:
-        rank: in the group.
-        size: of the group.
-    """
+    """Placeholder for a communicator until ``reconfigure`` makes one."""
 
     shares_memory = False
 
@@ -341,7 +314,7 @@ class Unmet:
 SHRUNK = "shrunk"
 
 
-def without_others(comm: Communicator, births: Collection[int], timeout_s: float) -> Communicator:
+def without_others(comm: Communicator, uids: Collection[int], timeout_s: float) -> Communicator:
     """The communicator of the surviving ranks, which alone have to call it.
 
     They make a group of their own first. If they are the rest of a world, and all of them know of the losses, the next
@@ -349,16 +322,12 @@ def without_others(comm: Communicator, births: Collection[int], timeout_s: float
 
     Args:
         comm: of the surviving ranks and others; returned as it is if it has no others.
-        births: uids of the surviving ranks, this one's among them.
+        uids: uids of the surviving ranks, this one's among them.
         timeout_s: for which they wait for each other.
-
-    Raises:
-        CollectiveTimeout: not all of them have called it with the same ranks.
-        PeerLost: one of them is lost.
     """
-    if len(births) == comm.size:
+    if len(uids) == comm.size:
         return comm
-    excluded = {rank for rank, birth in enumerate(comm.births) if birth not in births}
+    excluded = {rank for rank, uid in enumerate(comm.births) if uid not in uids}
     left = comm.group([rank for rank in range(comm.size) if rank not in excluded], SHRUNK, timeout=timeout_s)
     if comm.size < comm._session.layout.size:  # comm is a group: its world continues
         return left
@@ -370,22 +339,13 @@ def without_others(comm: Communicator, births: Collection[int], timeout_s: float
 
 
 def of_those_that_live(comm: Communicator, timeout_s: float) -> Communicator:
-    """The communicator of the next epoch; ``comm`` itself, if the surviving ranks know of no loss.
-
-    Raises:
-        ConfigError: ``comm`` is a group, not the whole world.
-        CollectiveError: see ``Communicator.shrink``.
-    """
+    """The communicator of the next epoch; ``comm`` itself, if the surviving ranks know of no loss."""
     is_whole = comm.agree(not comm._session.engine.router.lost, timeout=timeout_s)
     return comm if is_whole else comm.shrink(timeout=timeout_s)
 
 
-def check_births(comm: Communicator, births: Collection[int]) -> None:
-    """Refuse an epoch that lacks one of these uids.
-
-    Raises:
-        PeerLost: further ranks were lost.
-    """
-    lost = [birth for birth in births if birth not in comm.births]
+def check_uids(comm: Communicator, uids: Collection[int]) -> None:
+    """Refuse an epoch that lacks one of these uids."""
+    lost = [uid for uid in uids if uid not in comm.births]
     if lost:
         raise PeerLost(f"more ranks were lost meanwhile: {lost}, by their first numbers; leave them out, too")

@@ -99,15 +99,6 @@ COMPRESSED = (torch.float16, torch.float32, torch.float64)
 class Bucket:
     """Some gradients of one dtype, averaged together.
 
-    Args:
-        comm: averages them.
-        parameters: with their names.
-        name: of the collective.
-        average: exact or compressed, with a state for these gradients.
-
-    Raises:
-        ConfigError: NumPy cannot calculate with this dtype, which a compressor has to.
-
     Attributes:
         places: by parameter, in order.
         nbytes: of the gradients.
@@ -220,11 +211,7 @@ class Bucket:
         return self._exchange is None or self._exchange.done()
 
     def wait(self) -> None:
-        """Wait for the average.
-
-        Raises:
-            CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
-        """
+        """Wait for the average."""
         if self._exchange is not None:
             self._exchange.wait()
 
@@ -280,11 +267,6 @@ class CompressedAverage(threading.Thread):
 class Marks:
     """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank.
 
-    Args:
-        comm: sends them.
-        buckets: their places.
-        name: of the collective.
-
     Attributes:
         words: of each rank, by its rank in the group; known when the marks have arrived.
     """
@@ -320,11 +302,7 @@ class Marks:
         self._exchange.cancel()
 
     def wait(self) -> None:
-        """Wait for them.
-
-        Raises:
-            CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
-        """
+        """Wait for them."""
         if self._is_read:
             return
         self._exchange.wait()

@@ -81,11 +81,7 @@ SUM = Meaning(Op.SUM)
 
 
 def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
-    """The meaning of a ``ReduceOp`` for tensors of this dtype.
-
-    Raises:
-        ConfigError: the op is not supported.
-    """
+    """The meaning of a ``ReduceOp`` for tensors of this dtype."""
     kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
     number = int(kind)
     if number == PLAIN_SUM and dtype is not torch.bool:
@@ -100,14 +96,7 @@ def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
 
 
 def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: int) -> tuple[Op, Any]:
-    """Turn an average of integers into a sum and a division by the size, truncated as NCCL does it.
-
-    Args:
-        op: of the call; others are returned as they are.
-        finish: called before the division.
-        tensor: the result's.
-        size: number of ranks.
-    """
+    """Turn an average of integers into a sum and a division by the size, truncated as NCCL does it."""
     if op is not Op.AVG or tensor.is_floating_point() or tensor.is_complex():
         return op, finish
 
@@ -120,11 +109,7 @@ def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: i
 
 
 def sparse_parts(tensor: Any, reduce_op: Any) -> tuple[Any, Any]:
-    """Indices and values of a tensor in COO layout, one row for each entry.
-
-    Raises:
-        ConfigError: the op is not a sum.
-    """
+    """Indices and values of a tensor in COO layout, one row for each entry."""
     op, factor = meaning_of(reduce_op, tensor.dtype)
     if op is not Op.SUM:
         raise ConfigError(f"sparse tensors can be summed; {op} of them has no meaning here")
@@ -140,7 +125,7 @@ def add_up_sparse(tensor: Any, indices: Any, values: Any) -> None:
     """Make ``tensor`` the sum of the entries of all ranks."""
     count = len(indices)
     rows = torch.empty((count, *tensor.shape[tensor.sparse_dim() :]), dtype=tensor.dtype)
-    place(rows).array[:] = values.reshape(-1)
+    place(rows)[0][:] = values.reshape(-1)
     made = torch.sparse_coo_tensor(torch.from_numpy(indices).t(), rows, tensor.shape, check_invariants=True)
     with torch.no_grad():
         tensor.copy_(made.coalesce())
@@ -196,10 +181,6 @@ class Work(BaseWork):  # type: ignore[misc]
 
         Args:
             timeout: of this wait, after which the collective continues; None or 0: until its own timeout.
-
-        Raises:
-            CollectiveTimeout: it is not done by then.
-            CollectiveError: it failed.
         """
         self._await(timeout)
         self._finish()
@@ -287,11 +268,7 @@ class Work(BaseWork):  # type: ignore[misc]
 
 
 class Done(BaseWork):  # type: ignore[misc]
-    """Work that was complete when its call returned.
-
-    Args:
-        tensors: its result.
-    """
+    """Work that was complete when its call returned."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
         super().__init__()

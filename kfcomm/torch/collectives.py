@@ -295,12 +295,7 @@ class Collectives:
 
 
 class _Reported:
-    """Block that prepares a call: an error in it also fails this call on the other ranks, which would else wait.
-
-    Args:
-        of: whose call it is.
-        steps: number of the call's steps.
-    """
+    """Block that prepares a call: an error in it also fails this call on the other ranks, which would else wait."""
 
     __slots__ = ("_of", "_steps")
 
@@ -319,11 +314,7 @@ class _Reported:
 
 
 class Several(Work):
-    """Several works that are waited for together.
-
-    Args:
-        works: at least one.
-    """
+    """Several works that are waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         *self._before, last = works

@@ -89,11 +89,7 @@ Given: TypeAlias = "str | Compression | Mapping[str, str | Compression | None] |
 
 
 def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | None]:
-    """The compression of each parameter's gradient.
-
-    Raises:
-        ConfigError: a kind is unknown, or a pattern matches no name.
-    """
+    """The compression of each parameter's gradient."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, Compression(given) if isinstance(given, str) else given)
     patterns = {pattern: Compression(one) if isinstance(one, str) else one for pattern, one in given.items()}

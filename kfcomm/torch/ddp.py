@@ -83,12 +83,7 @@ class SharedBuffers:
 
 
 class BucketWork(Work):
-    """Reduction of a bucket, with a future of another tensor than the one that was given.
-
-    Args:
-        handle: of it.
-        ending: its completion; the only tensor is the bucket.
-    """
+    """Reduction of a bucket, with a future of another tensor than the one that was given."""
 
     def __init__(self, handle: Handle[Any], ending: Ending) -> None:
         super().__init__(handle, ending._replace(finish=self._fill))

@@ -66,12 +66,7 @@ class Covered:
 
 
 class Deferred:
-    """Updates of one optimizer that are made later.
-
-    Args:
-        optimizer: whose step is deferred.
-        exchange: of its gradients.
-    """
+    """Updates of one optimizer that are made later."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: Exchange) -> None:
         self._optimizer = optimizer
@@ -90,11 +85,7 @@ class Deferred:
         self._classes: dict[type[Any], type[Any]] = {}
 
     def hooks(self, before_step: RemovableHandle) -> list[RemovableHandle]:
-        """Register hooks for uses that covers do not see.
-
-        Args:
-            before_step: of the hook that calls `take`.
-        """
+        """Register hooks for uses that covers do not see."""
         optimizer = self._optimizer
         self._before_step = before_step
         after_step = optimizer.register_step_post_hook(self._after_step)
@@ -126,11 +117,7 @@ class Deferred:
             gradient.__class__ = self._covering(type(gradient))
 
     def show(self) -> None:
-        """Wait for gradients under way, unless a step has taken them.
-
-        Raises:
-            CollectiveError: see ``Exchange.settle``.
-        """
+        """Wait for gradients under way, unless a step has taken them."""
         if not self._is_covered:
             return
         self._is_covered = False
@@ -180,12 +167,7 @@ class Deferred:
                 self._finish(bucket)
 
     def finish(self) -> None:
-        """Carry out all requested steps of the optimizer.
-
-        Raises:
-            ConfigError: a parameter was written to meanwhile.
-            CollectiveError: see ``Exchange.wait_for``.
-        """
+        """Carry out all requested steps of the optimizer."""
         for bucket in list(self._pending):
             if bucket in self._pending:
                 self._finish(bucket)

@@ -57,12 +57,6 @@ class Steps:
 class Exchange:
     """Exchange of all gradients of a model, once per pass.
 
-    Args:
-        comm: of the ranks.
-        name: of the collectives.
-        buckets: the gradients.
-        model: its buffers become rank 0's.
-
     Attributes:
         buckets: see there.
         name: of the collectives.
@@ -90,11 +84,7 @@ class Exchange:
     # ---------------------------------------------------------------- to leave
 
     def came(self, bucket: Bucket, place: Place, *, is_inner: bool) -> None:
-        """Take a gradient of a backward pass, and send its bucket if it is full.
-
-        Raises:
-            ConfigError: the gradient was taken before, and was sent.
-        """
+        """Take a gradient of a backward pass, and send its bucket if it is full."""
         self._is_held = self._is_held or is_inner
         if bucket.is_begun:
             raise ConfigError(
@@ -130,11 +120,7 @@ class Exchange:
         return bucket.done() and self._marks.done()
 
     def wait_for(self, bucket: Bucket) -> list[Place]:
-        """Wait for the average of a bucket; the places for which any rank had a gradient.
-
-        Raises:
-            CollectiveError: it has failed, or the backward pass of a rank has; or ranks differ in their steps.
-        """
+        """Wait for the average of a bucket; the places for which any rank had a gradient."""
         # The marks first: they tell whether the pass has failed on a rank, before any average of it is used.
         self._wait_for_marks()
         self._wait(bucket)
@@ -158,11 +144,7 @@ class Exchange:
         self.close()
 
     def wait_for_buffers(self, *, and_marks: bool) -> None:
-        """Wait until the buffers are rank 0's; with ``and_marks`` also until it is known which gradients there are.
-
-        Raises:
-            CollectiveError: see ``settle``.
-        """
+        """Wait until the buffers are rank 0's; with ``and_marks`` also until it is known which gradients there are."""
         try:
             self._buffers.wait()
             if and_marks:

@@ -29,18 +29,7 @@ from kfcomm.sync.communicator import Communicator, join
 
 
 def make_world(store: Any, rank: int, size: int, timeout: timedelta) -> Communicator:
-    """Make a world of the ranks that share a store of torch; all of them call it.
-
-    Args:
-        store: of this group alone.
-        rank: of this process.
-        size: how many ranks there are.
-        timeout: of the group's collectives, and for joining.
-
-    Raises:
-        ConfigError: the settings cannot work.
-        RendezvousError: ranks are missing at the timeout (names all of them), or refuse each other.
-    """
+    """Make a world of the ranks that share a store of torch; all of them call it."""
     # The generation: all ranks have made the same number of groups over this store.
     folder = f"kfcomm/{store.add(f'kfcomm/{rank}', 1)}"
     meeting = ForeignRendezvous(
@@ -97,7 +86,7 @@ SCHEME = "kfcomm"
 NO_RANK = -1
 
 
-class Handle(NamedTuple):
+class ProcessHandle(NamedTuple):
     """Address of a process that can take part in ``reconfigure``.
 
     Attributes:
@@ -115,7 +104,7 @@ class Handle(NamedTuple):
         return "|".join((SCHEME, *map(str, self)))
 
     @classmethod
-    def of(cls, text: str) -> Handle:
+    def of(cls, text: str) -> ProcessHandle:
         """The handle of this text.
 
         Raises:
@@ -138,7 +127,7 @@ class Own:
         self._store: Any = None
         self._pid = 0
 
-    def handle(self, rank: int, towards: tuple[str, int]) -> Handle:
+    def handle(self, rank: int, towards: tuple[str, int]) -> ProcessHandle:
         """The handle of this process.
 
         Args:
@@ -150,7 +139,7 @@ class Own:
             self._host = choose_address(os.environ.get("KFCOMM_INTERFACE") or None, towards)
             # Port 0: the system chooses one, and the handle carries it.
             self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        return Handle(self._uid, self._host, int(self._store.port), rank)
+        return ProcessHandle(self._uid, self._host, int(self._store.port), rank)
 
     def meet(self, handles: Collection[str], uuid: int, timeout: timedelta) -> tuple[Any, int]:
         """The store of all these processes for this rendezvous, and the place of this process among them.
@@ -159,10 +148,6 @@ class Own:
             handles: a list in the order of ranks; a set is ordered by present ranks, new processes last.
             uuid: the same on all processes, a new one for each rendezvous.
             timeout: for reaching the store.
-
-        Raises:
-            ConfigError: this process's handle is missing, or one is given twice.
-            RendezvousError: the first one's store cannot be reached.
         """
         found = in_order(handles)
         uids = [one.uid for one in found]
@@ -173,13 +158,9 @@ class Own:
         return dist.PrefixStore(f"reconfigure/{uuid}", store), place
 
 
-def in_order(handles: Collection[str]) -> list[Handle]:
-    """Handles by rank: in the order of a list; of a set by present ranks, new processes last.
-
-    Raises:
-        ConfigError: there are no handles, one is not of this backend, or a process is named twice.
-    """
-    found = [Handle.of(one) for one in handles]
+def in_order(handles: Collection[str]) -> list[ProcessHandle]:
+    """Handles by rank: in the order of a list; of a set by present ranks, new processes last."""
+    found = [ProcessHandle.of(one) for one in handles]
     if not found or len({one.uid for one in found}) < len(found):
         raise ConfigError(f"handles name each process once, and at least one; got {len(found)}")
     if isinstance(handles, list | tuple):
@@ -187,7 +168,7 @@ def in_order(handles: Collection[str]) -> list[Handle]:
     return sorted(found, key=lambda one: (one.rank == NO_RANK, one.rank, one.uid))
 
 
-def _reached(first: Handle, timeout: timedelta) -> Any:
+def _reached(first: ProcessHandle, timeout: timedelta) -> Any:
     try:
         return dist.TCPStore(first.host, first.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:

@@ -120,9 +120,6 @@ class Calls:
         store: of this group alone, through which ranks compare calls that wait.
         rank: of this process in the group.
         fail: called with name, number of its use and error text of each call that differs from those of other ranks.
-
-    Attributes:
-        number: of the next call.
     """
 
     def __init__(self, store: Any, rank: int, fail: Callable[[str, int, str], object]) -> None:
@@ -137,13 +134,7 @@ class Calls:
         self._watcher: threading.Thread | None = None
 
     def begin(self, verb: str, x: Any, options: dict[str, Any]) -> Call:
-        """Record a call that is made now.
-
-        Args:
-            verb: of the communicator.
-            x: its contribution.
-            options: of the verb.
-        """
+        """Record a call that is made now."""
         kind = _kind(verb, x, options)
         words = self._words.get(kind)
         if words is None:

@@ -180,12 +180,7 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 class StepExchange:
-    """Run of an algorithm in each step, before the optimizer's own step.
-
-    Attributes:
-        agreement: the algorithm.
-        hook: on the optimizer's steps.
-    """
+    """Run of an algorithm in each step, before the optimizer's own step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, agreement: Agreement) -> None:
         self.agreement = agreement
@@ -252,9 +247,6 @@ def agreeing(
         comm: blocking.
         name: of the collectives.
         make: makes the algorithm, of the parameters, and of those that get gradients.
-
-    Raises:
-        CollectiveMismatch, ConfigError: as `synchronous_sgd`.
     """
     _check(optimizer, comm)
     name = checked_name(name)
@@ -290,11 +282,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The gradients that exist, in their own memory.
-
-    Raises:
-        ConfigError: one is sparse.
-    """
+    """The gradients that exist, in their own memory."""
     found = {}
     for name, one in zip(parameters_of(optimizer), _each(optimizer), strict=True):
         if one.grad is not None:

@@ -79,11 +79,7 @@ def communicator(group: Any = None) -> Communicator:
 
 
 def backend_of(group: Any = None) -> Backend:
-    """The backend of a process group.
-
-    Raises:
-        ConfigError: it is not ``kfcomm``.
-    """
+    """The backend of a process group."""
     found = group or dist.group.WORLD
     for device in DEVICES:
         try:
@@ -96,7 +92,7 @@ def backend_of(group: Any = None) -> Backend:
 
 
 class Worlds:
-    """The open backends of this process, and that of torch's default group; implements ``backend.Keeper``.
+    """The open backends of this process, and that of torch's default group.
 
     They have to be kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
     """

@@ -61,12 +61,6 @@ def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str 
 def check_alike(comm: Communicator, name: str, about: Mapping[str, str], problem: str | None) -> None:
     """Compare descriptions between ranks, and refuse differences and problems.
 
-    Args:
-        comm: blocking.
-        name: of the described object.
-        about: descriptions by name.
-        problem: of this rank, if any.
-
     Raises:
         ConfigError: on all ranks, with both sides and their ranks.
     """
@@ -108,13 +102,7 @@ def begin_broadcast(
 
 
 class Buffers:
-    """The buffers of a model, which get the values of rank 0 after each pass.
-
-    Args:
-        model: its buffers are looked up each time.
-        comm: blocking.
-        name: of the collective.
-    """
+    """The buffers of a model, which get the values of rank 0 after each pass."""
 
     def __init__(self, model: torch.nn.Module, comm: Communicator, name: str) -> None:
         self._of = [(module, one) for module in model.modules() for one in module._buffers]
@@ -139,11 +127,7 @@ class Buffers:
         return self._handle is None or self._handle.done()
 
     def wait(self) -> None:
-        """Wait until they are there.
-
-        Raises:
-            CollectiveError: see ``kfcomm.sync.Handle.result``.
-        """
+        """Wait until they are there."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
@@ -237,11 +221,7 @@ def _packed(content: Any) -> bytes | None:
 
 
 def decoded(value: Any) -> Any:
-    """The value that ``encoded`` was given.
-
-    Raises:
-        CollectiveError: a peer has sent data that ``encoded`` does not make.
-    """
+    """The value that ``encoded`` was given."""
     match value:
         case msgpack.ExtType(code=int(code), data=bytes(data)):
             try:

@@ -9,25 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_char
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of, unsupported
 from kfcomm.errors import ConfigError
-
-
-class Place(NamedTuple):
-    """Memory for a result that belongs in a tensor.
-
-    Attributes:
-        array: flat and writable.
-        finish: copies it to the tensor; None if it is the tensor's own memory.
-    """
-
-    array: Any
-    finish: Callable[[], object] | None
 
 
 def read(tensor: Any, *, as_bytes: bool = False) -> Any:
@@ -47,20 +35,23 @@ def read(tensor: Any, *, as_bytes: bool = False) -> Any:
     return _flat(tensor, as_bytes)
 
 
-def place(tensor: Any, *, as_bytes: bool = False) -> Place:
-    """Memory for a result in the tensor, which holds the tensor's content before."""
+def place(tensor: Any, *, as_bytes: bool = False) -> tuple[Any, Callable[[], object] | None]:
+    """Flat memory for a result in the tensor, which holds the tensor's content before; and a function that copies it.
+
+    The function is None where the memory is the tensor's own.
+    """
     if tensor.requires_grad:
         tensor = tensor.detach()
     if is_plain(tensor):
-        return Place(_flat(tensor, as_bytes), None)
+        return _flat(tensor, as_bytes), None
     scratch = tensor.contiguous().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return Place(_flat(scratch, as_bytes), lambda: tensor.copy_(scratch))
+    return _flat(scratch, as_bytes), lambda: tensor.copy_(scratch)
 
 
 def places(tensors: Sequence[Any], *, as_bytes: bool = False) -> tuple[list[Any], Callable[[], object] | None]:
     """Memory for results in several tensors, and one function that copies all of them."""
     found = [place(tensor, as_bytes=as_bytes) for tensor in tensors]
-    return [one.array for one in found], together(one.finish for one in found)
+    return [array for array, _ in found], together(finish for _, finish in found)
 
 
 def together(steps: Any) -> Callable[[], object] | None:

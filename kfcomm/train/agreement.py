@@ -62,11 +62,7 @@ def rebuilt(tree: Tree, arrays: Mapping[str, Any], path: str = "") -> Tree:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """A tree like ``tree`` of what ``function`` gives for each array, and for those of ``others`` with its name.
-
-    Raises:
-        ConfigError: a tree has no array, or the trees have arrays of different names.
-    """
+    """A tree like ``tree`` of what ``function`` gives for each array, and for those of ``others`` with its name."""
     first, rest = leaves(tree), [leaves(other) for other in others]
     for other in rest:
         if other.keys() != first.keys():

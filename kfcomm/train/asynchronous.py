@@ -51,11 +51,7 @@ class Packing:
         return np.concatenate(parts)
 
     def unpack(self, blob: Blob, tree: Tree) -> tuple[Tree, list[float]]:
-        """Decode a blob as a tree like ``tree``, and its head.
-
-        Raises:
-            CollectiveMismatch: it is of another form.
-        """
+        """Decode a blob as a tree like ``tree``, and its head."""
         if blob.nbytes != self.nbytes or bytes(blob[:DIGEST_NBYTES]) != bytes(self._digest):
             raise CollectiveMismatch(
                 f"a peer's model has other names, shapes or dtypes: {blob.nbytes} bytes, here {self.nbytes} of "

@@ -191,11 +191,7 @@ def fit(observations: Sequence[Observation]) -> Throughput:
 
 
 def _minimum(observations: Sequence[Observation], free: Sequence[bool], gamma: float) -> tuple[float, list[float]]:
-    """A local minimum, of those parameters that are free: its cost, and all parameters.
-
-    Raises:
-        ConfigError: SciPy is not installed.
-    """
+    """A local minimum, of those parameters that are free: its cost, and all parameters."""
     try:
         from scipy.optimize import least_squares
     except ImportError as error:

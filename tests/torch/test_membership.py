@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import kfcomm
 import kfcomm.torch
-from kfcomm.torch.meeting import Handle, in_order
+from kfcomm.torch.meeting import ProcessHandle, in_order
 from tests.torch.fleet import Fleet
 from tests.torch.test_launching import environment
 
@@ -190,8 +190,9 @@ def test_reconfigure_grows_the_group(tmp_path: Path) -> None:
 
 
 def test_handles() -> None:
-    one, two, new = Handle("a", "127.0.0.1", 1, 0), Handle("b", "::1", 2, 1), Handle("c", "127.0.0.1", 3, -1)
-    assert Handle.of(str(two)) == two
+    one, two = ProcessHandle("a", "127.0.0.1", 1, 0), ProcessHandle("b", "::1", 2, 1)
+    new = ProcessHandle("c", "127.0.0.1", 3, -1)
+    assert ProcessHandle.of(str(two)) == two
     assert in_order([str(two), str(one)]) == [two, one]
     assert in_order({str(new), str(two), str(one)}) == [one, two, new]
     for wrong in (["x"], [], ["other|a|b|1|2"], [str(one), str(one)], ["kfcomm|a|b|c|1"]):

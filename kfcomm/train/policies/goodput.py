@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.policy import Context
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import GradientStatistics
-from kfcomm.train.policies.gradient_noise import GradientNoise
+from kfcomm.train.policies.gradient_noise import GradientPolicy
 from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
 from kfcomm.types import override
 
@@ -28,7 +28,7 @@ Key = tuple[int, int, int]
 """Hosts, ranks, and samples of a rank."""
 
 
-class PolluxGoodput(Policy):
+class PolluxGoodput(GradientPolicy):
     """Fits a model to the steps so far, and goes where it predicts the highest goodput: samples a second, by worth.
 
     1. The seconds of each step are noted by its shape (hosts, ranks, samples of a rank); the first after a change
@@ -80,9 +80,9 @@ class PolluxGoodput(Policy):
         self._least_gain = least_gain
         self._least_utility = least_utility
 
+    @override
     def on_start(self, ctx: Context) -> None:
-        """Begin to measure."""
-        self._gradients = GradientNoise()
+        super().on_start(ctx)
         self._seen: dict[Key, list[float]] = {}
         self._last: Key | None = None
         self._num_since = 0
@@ -201,7 +201,7 @@ class PolluxGoodput(Policy):
     @override
     def load_state_dict(self, state: Any) -> None:
         self._gradients.load(state[0])
-        self._seen = {_key(key): list(times) for key, times in state[1]}
+        self._seen = {(hosts, ranks, batch): list(times) for (hosts, ranks, batch), times in state[1]}
         self._initial_batch = state[2]
 
 
@@ -218,8 +218,3 @@ class _View:
 
     def best(self, shapes: Sequence[Shape]) -> Shape:
         return best_shape(self.throughput, self.gradients, self.initial_batch, shapes)[0]
-
-
-def _key(given: Sequence[int]) -> Key:
-    hosts, ranks, batch = given
-    return hosts, ranks, batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
@@ -83,7 +83,28 @@ def norms(metrics: StepMetrics) -> tuple[float, float]:
     return sum(norm * norm for norm in local) / len(local), metrics.mean(GRADIENT_NORM) ** 2
 
 
-class NoiseScaleBatch(Policy):
+class GradientPolicy(Policy):
+    """Base of policies that measure the noise of gradients."""
+
+    _shared: ClassVar[tuple[str, ...]] = ()
+    """Attributes that ranks which join get, beside the averages."""
+
+    def on_start(self, ctx: Context) -> None:
+        """Begin to measure."""
+        self._gradients = GradientNoise()
+
+    @override
+    def state_dict(self) -> Any:
+        return [self._gradients.state(), *(getattr(self, one) for one in self._shared)]
+
+    @override
+    def load_state_dict(self, state: Any) -> None:
+        self._gradients.load(state[0])
+        for one, value in zip(self._shared, state[1:], strict=True):
+            setattr(self, one, value)
+
+
+class NoiseScaleBatch(GradientPolicy):
     """Sets the batch to the gradient noise scale, as that grows or falls along training.
 
     A batch far below the noise scale gains from each further sample almost as much as from the first; one far above
@@ -105,6 +126,8 @@ class NoiseScaleBatch(Policy):
         ConfigError: a number is out of its range.
     """
 
+    _shared = ("_changed_at", "_least")
+
     def __init__(
         self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 50,
         rest: int = 50,
@@ -122,9 +145,9 @@ class NoiseScaleBatch(Policy):
         self._warmup = warmup
         self._rest = rest
 
+    @override
     def on_start(self, ctx: Context) -> None:
-        """Begin to measure."""
-        self._gradients = GradientNoise()
+        super().on_start(ctx)
         self._changed_at: int | None = None
         self._least = self._given_least or ctx.hyperparameters.batch_size or 1
 
@@ -152,21 +175,12 @@ class NoiseScaleBatch(Policy):
         count = max(count, -(-self._least // unit))
         return max(1, min(count, self._most // unit)) * unit
 
-    @override
-    def state_dict(self) -> Any:
-        return [self._gradients.state(), self._changed_at, self._least]
-
-    @override
-    def load_state_dict(self, state: Any) -> None:
-        self._gradients.load(state[0])
-        self._changed_at, self._least = state[1:]
-
 
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 """Unit roundoff: largest relative error of a number in this dtype (float16: within its range)."""
 
 
-class WireByNoise(Policy):
+class WireByNoise(GradientPolicy):
     """Sends gradients in 16 bits while rounding adds little to their noise.
 
     The mean of B samples' gradients has the variance tr(Σ) / B. Each rounding of a sum to a dtype with unit roundoff u
@@ -183,6 +197,8 @@ class WireByNoise(Policy):
         ConfigError: a dtype is unknown, or a number is out of its range.
     """
 
+    _shared = ("_changed_at",)
+
     def __init__(
         self, dtypes: Sequence[str] = ("bfloat16",), *, part: float = 0.01, warmup: int = 50, rest: int = 50
     ) -> None:
@@ -198,9 +214,9 @@ class WireByNoise(Policy):
         self._warmup = warmup
         self._rest = rest
 
+    @override
     def on_start(self, ctx: Context) -> None:
-        """Begin to measure."""
-        self._gradients = GradientNoise()
+        super().on_start(ctx)
         self._changed_at: int | None = None
 
     def after_step(self, ctx: Context) -> None:
@@ -221,17 +237,8 @@ class WireByNoise(Policy):
             self._changed_at = ctx.step
             ctx.set_wire_dtype(wanted, variance=variance, added=added, part=self._part)
 
-    @override
-    def state_dict(self) -> Any:
-        return [self._gradients.state(), self._changed_at]
 
-    @override
-    def load_state_dict(self, state: Any) -> None:
-        self._gradients.load(state[0])
-        self._changed_at = state[1]
-
-
-class AdaScaleRate(Policy):
+class AdaScaleRate(GradientPolicy):
     """Multiplies the learning rate by AdaScale's gain for the present batch; see ``kfcomm.train.AdaScale``.
 
     The first batch and learning rate are those of the schedule. A step with S times the batch is worth r steps of the
@@ -250,6 +257,8 @@ class AdaScaleRate(Policy):
     Source: Johnson et al., "AdaScale SGD", ICML 2020.
     """
 
+    _shared = ("_progress", "_batch", "_rate")
+
     def __init__(
         self, schedule: Callable[[float], float] | None = None, *, tolerance: float = 0.05, warmup: int = 20
     ) -> None:
@@ -259,9 +268,10 @@ class AdaScaleRate(Policy):
         self._tolerance = tolerance
         self._warmup = warmup
 
+    @override
     def on_start(self, ctx: Context) -> None:
-        """Take what holds for what the schedule is made for."""
-        self._gradients = GradientNoise()
+        super().on_start(ctx)
+        # What holds now is what the schedule is made for.
         self._progress = 0.0
         self._batch = ctx.hyperparameters.batch_size
         self._rate = ctx.hyperparameters.learning_rate
@@ -292,17 +302,8 @@ class AdaScaleRate(Policy):
             return 1.0
         return gain(noise / self._batch, signal, batch / self._batch)
 
-    @override
-    def state_dict(self) -> Any:
-        return [self._gradients.state(), self._progress, self._batch, self._rate]
 
-    @override
-    def load_state_dict(self, state: Any) -> None:
-        self._gradients.load(state[0])
-        self._progress, self._batch, self._rate = state[1:]
-
-
-class SwitchAgreement(Policy):
+class SwitchAgreement(GradientPolicy):
     """Changes once from agreement ``first`` to ``then``: after a step, or when averaging gradients pays.
 
     Synchronous SGD makes one step of all ranks' samples. If their number is above the noise scale it loses the many
@@ -322,6 +323,8 @@ class SwitchAgreement(Policy):
         ConfigError: a number is out of its range.
     """
 
+    _shared = ("_running", "_is_done")
+
     def __init__(
         self, first: str = "sma", then: str = "ssgd", *, at_step: int | None = None, ratio: float = 1.0,
         patience: int = 10, warmup: int = 50,
@@ -338,9 +341,9 @@ class SwitchAgreement(Policy):
         self._patience = patience
         self._warmup = warmup
 
+    @override
     def on_start(self, ctx: Context) -> None:
-        """Ask for the first one, if it does not hold."""
-        self._gradients = GradientNoise()
+        super().on_start(ctx)
         self._running = 0
         self._is_done = False
         if ctx.step == 0 and ctx.hyperparameters.agreement != self._first:
@@ -360,12 +363,3 @@ class SwitchAgreement(Policy):
         if is_late or self._running >= self._patience:
             self._is_done = True
             ctx.set_agreement(self._then, batch=batch, **self._gradients.evidence)
-
-    @override
-    def state_dict(self) -> Any:
-        return [self._gradients.state(), self._running, self._is_done]
-
-    @override
-    def load_state_dict(self, state: Any) -> None:
-        self._gradients.load(state[0])
-        self._running, self._is_done = state[1:]
