@@ -299,10 +299,8 @@ def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, optio
             devices.check(options.wire_dtype)
             read = [devices.read(x, options.stream) for x in xs]
             ops = _ops(verb, options.op, read)
-            orders = [
-                Order(verb, list_key(key, place), one.dtype, one.shape, ops[one.dtype], root, overlapping=overlapping)
-                for place, one in enumerate(read)
-            ]
+            kinds = [PlanKey(verb, one.dtype, one.shape, ops[one.dtype], root) for one in read]
+            orders = [Order(kind, list_key(key, at), overlapping=overlapping) for at, kind in enumerate(kinds)]
             given = [
                 devices.given(one, spec.result_shape(one.shape, rank, size) if gets else None, into)
                 for one, into in zip(read, outs, strict=True)
@@ -350,7 +348,8 @@ def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: 
             devices.check(options.wire_dtype)
             if not is_even:
                 raise ConfigError("the arrays of a list are of one shape, where they are on a device")
-            order = Order(Verb.REDUCE_SCATTER, name or UNNAMED, dtype, whole_shape, op, overlapping=may_overlap(name))
+            kind = PlanKey(Verb.REDUCE_SCATTER, dtype, whole_shape, op)
+            order = Order(kind, name or UNNAMED, overlapping=may_overlap(name))
             return devices.one(order, devices.stacked(read), shape, options)
         arrays = [adapt(one) for one in read]
         wire = None if options.wire_dtype is None else wire_dtype_of(options.wire_dtype, dtype)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
+    from kfcomm.collectives.on_device.calls import CallPlan
+    from kfcomm.collectives.on_device.verbs import DeviceVerbs
     from kfcomm.collectives.plans import Plan
 
 Begun: TypeAlias = "Operation | SlotUse | Over"
@@ -240,6 +242,63 @@ class CompiledName(Compiled):
             return False
         # Two contiguous arrays share memory if their bounds do.
         return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)
+
+
+class CompiledCall(Compiled):
+    """Cached plan of a name with arrays on devices.
+
+    Args:
+        group: whose name it is.
+        arguments: of the first use.
+        plan: of the first use.
+        devices: begin its calls.
+        gets: shape of this rank's result; None if it gets none.
+    """
+
+    __slots__ = ("_devices", "_gets", "_plan")
+
+    def __init__(
+        self, group: Group, arguments: Arguments, plan: CallPlan, devices: DeviceVerbs, gets: Shape | None
+    ) -> None:
+        super().__init__(group, plan.order.key or None, arguments, plan.plan)
+        self._plan = plan
+        self._devices = devices
+        self._gets = gets
+
+    def call(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any]) -> bool:
+        """Begin a use with these arrays; False, and nothing begun, if it is not like the first one."""
+        if arguments != self._arguments:
+            return False
+        devices, order = self._devices, self._plan.order
+        try:
+            given = devices.given_again(x, out, order.kind, self._gets)
+            if given is None:
+                return False
+            buffers = devices.buffers((given,), first_of)
+        except Exception:  # noqa: BLE001  all checks find the same again, and tell the other ranks
+            return False
+        call, is_free = devices.add(self._plan, buffers, handle)
+        # The device may not be done with the call before, whose handle is: that is not unusual.
+        if not call.post_again(self):
+            call.post(None, overlapping=order.overlapping or is_free)
+        return True
+
+    @override
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
+        return None  # an array in host memory
+
+    @override
+    def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
+        return False  # while a strategy is being agreed, each call is checked in full
+
+    @override
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        return None  # a start of a persistent collective calls the verb, which finds this plan
+
+
+def first_of(results: list[Any]) -> Any:
+    """The result of a call with one array."""
+    return results[0]
 
 
 class Use:

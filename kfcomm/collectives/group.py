@@ -13,11 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray
-from kfcomm.collectives.compiled import MAX_NAMES, CompiledBarrier, CompiledName
+from kfcomm.collectives.compiled import MAX_NAMES
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
-from kfcomm.collectives.specs import Arguments, Shape
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, Post, shown
 from kfcomm.core.graph import GraphPair
@@ -204,26 +202,13 @@ class Group:
             named(handle, operation)
         return operation
 
-    def compile(
-        self, name: str | None, arguments: Arguments, array: HostArray | None, gets: Shape | None, plan: Plan
-    ) -> None:
-        """A collective of this kind was posted: work out what can be known of the next one under this name.
-
-        Args:
-            name: of the call.
-            arguments: of the call.
-            array: what this rank gave, a view of a NumPy array; None for a verb without arrays.
-            gets: shape of what this rank gets; None if it gets nothing.
-            plan: under which it was posted.
-        """
+    def may_compile(self) -> bool:
+        """Whether the plan of a name can be cached now; the cache is emptied if it is full."""
         if self._waiting is not None or self.engine.unusual:
-            return
+            return False
         if len(self.compiled) >= MAX_NAMES:
             self.forget()
-        if array is None:
-            self.compiled[name] = CompiledBarrier(self, name, arguments, plan)
-        else:
-            self.compiled[name] = CompiledName(self, name, arguments, array.dtype, array.shape, gets, plan)
+        return True
 
     def forget(self) -> None:
         """Drop all cached plans."""

@@ -235,6 +235,22 @@ class Planner:
         plan = Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
         return self._hosted(plan, (pair,), 0)
 
+    def elsewhere(self, kind: PlanKey, path: str, counts: tuple[Any, ...], memory: str) -> Plan:
+        """A collective of device memory, which a path carries out: to the engine it has no chunks.
+
+        Args:
+            kind: what is done.
+            path: name of the path; ranks of a group take the same one.
+            counts: what else must be the same everywhere.
+            memory: see ``Signature``.
+        """
+        op = "" if kind.op is None else str(kind.op)
+        signature = Signature(
+            str(kind.verb), dtype_name(kind.dtype), kind.shape, op, kind.root, path, counts=counts, memory=memory
+        )  # fmt: skip
+        program = programs.elsewhere(self.rank, self.size)
+        return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
+
     def _hosted(self, plan: Plan, pairs: Sequence[GraphPair], count: int) -> Plan:
         """The same plan, with what is done inside this host in a slot if the graphs make a star of it."""
         is_short = count * plan.work.item <= HOSTED_NBYTES

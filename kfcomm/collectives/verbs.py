@@ -16,7 +16,7 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.arrays.reduce import kernel, wire_dtype_of
-from kfcomm.collectives.compiled import NO_ARRAY
+from kfcomm.collectives.compiled import NO_ARRAY, CompiledBarrier, CompiledCall, CompiledName
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
@@ -125,7 +125,7 @@ class Verbs:
             op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``;
                 or what others have for these: ``"mean"``, ``np.add``, ``torch.distributed.ReduceOp.SUM``, ``MPI.SUM``.
                 Or ``adasum``, for floating point numbers in host memory: the sum of gradients that are orthogonal, the
-                mean of those that are parallel, each array by itself; see "Ways to agree".
+                mean of those that are parallel, each array by itself; see "Algorithms".
             out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``. Of the dtype of the
                 result, and of its shape or one that joins or splits neighbouring axes of it.
             timeout: seconds, or a ``timedelta``; None for the communicator's.
@@ -324,7 +324,9 @@ class Verbs:
             spec, root = SPECS[verb], self._checked_root(verb, options.root)
             array = devices.read(x, options.stream)
             op = checked_op(options.op, array.dtype) if spec.folds else None
-            order = Order(verb, name or UNNAMED, array.dtype, array.shape, op, root, overlapping=may_overlap(name))
+            kind = PlanKey(verb, array.dtype, array.shape, op, root)
+            alike = spec.arguments(options.op if isinstance(options.op, Hashable) else op, options.root)
+            order = Order(kind, name or UNNAMED, overlapping=may_overlap(name), alike=alike)
             return devices.one(order, array, self._result_shape(spec, array.shape, root), options, handle)
 
     def _on_host(
@@ -387,12 +389,15 @@ class Verbs:
 
         See ``CompiledName``. ``handle``: what is returned; a new one if left out.
         """
-        if type(x) is not np.ndarray:
-            return None
         group = self._group
         if type(name) is not str:
             name = checked_name(name)
         compiled = group.compiled.get(name)
+        if type(x) is not np.ndarray:
+            if type(compiled) is not CompiledCall:
+                return None
+            made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+            return made if compiled.call(x, arguments, out, made) else None
         if compiled is None and not group.waits:
             return None
         if handle is None:
@@ -462,8 +467,11 @@ class Verbs:
                 value=value, outcome=outcome, timeout_s=timeout_s, priority=options.priority, handle=made, seq=seq,
                 generation=plans.generation,
             )  # fmt: skip
-            if alike is not None and (array is None or array.is_view):
-                group.compile(name, alike, array, shape, chosen)
+            if alike is not None and (array is None or array.is_view) and group.may_compile():
+                if array is None:
+                    group.compiled[name] = CompiledBarrier(group, name, alike, chosen)
+                else:
+                    group.compiled[name] = CompiledName(group, name, alike, array.dtype, array.shape, shape, chosen)
 
         # A later step never waits for a strategy that is being agreed: it runs under the plans of its first step, which
         # the other ranks may wait for before they call ``set_strategy``.

@@ -40,7 +40,6 @@ from kfcomm.collectives.on_device.calls import Call, Path
 from kfcomm.collectives.on_device.formation import Channel, Failures, Launcher, Use, Ways
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
-from kfcomm.core.signature import Signature
 from kfcomm.errors import CollectiveAborted, TransportError
 from kfcomm.transports.base import BackendMaker, CollectiveBackend
 from kfcomm.types import override
@@ -50,9 +49,6 @@ logger = logging.getLogger("kfcomm")
 T = TypeVar("T")
 
 FORM, ORDER, FAILED, ENDED = range(4)
-
-MAX_DIGESTS = 4096
-"""Of signatures; of more, all are forgotten."""
 
 GRACE_S = 0.5
 """How long launched calls have to complete when another has failed: those that every rank has launched will."""
@@ -111,7 +107,6 @@ class BackendPath(Path):
         self._due: deque[tuple[Call, int]] = deque()  # of these, whose turn has come, and what others must hear before
         self._launched: dict[Call, None] = {}
         self._to_watch: list[Call] = []  # of these, those of whose end nobody has asked to hear
-        self._digests: dict[Signature, str] = {}
         self._is_ordering = False
         self._failures = Failures(group, Ways(partial(self._say, FAILED), self._forbid, self._break, self._arrive_all))
         self._ended: set[int] = set()
@@ -410,13 +405,11 @@ class BackendPath(Path):
 
     def _key_of(self, call: Call) -> str:
         """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
-        digest = self._digests.get(call.signature)
-        if digest is None:
-            if len(self._digests) >= MAX_DIGESTS:
-                self._digests.clear()
-            said = repr(tuple(call.signature)).encode()
-            digest = self._digests[call.signature] = hashlib.blake2b(said, digest_size=8).hexdigest()
-        return f"{call.key}\0{digest}"
+        key: str | None = call.memo.get("")
+        if key is None:
+            digest = hashlib.blake2b(repr(tuple(call.signature)).encode(), digest_size=8).hexdigest()
+            key = call.memo[""] = f"{call.key}\0{digest}"
+        return key
 
     def _failure(self) -> str | None:
         return self._reason if self._launcher is None else self._launcher.backend.failure()

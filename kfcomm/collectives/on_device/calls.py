@@ -25,28 +25,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from kfcomm.arrays.devices import Device, Mark, Stream
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice, Route
-from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.core import program as programs
+from kfcomm.collectives.plans import Plan, PlanKey, Planner
+from kfcomm.collectives.specs import Arguments
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, ItemSizes, Post, shown
-from kfcomm.core.signature import Signature
-from kfcomm.engine.operation import Operation, Work
+from kfcomm.core.collective import GroupView, Post, shown
+from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
 from kfcomm.strategies import build
 from kfcomm.transports.base import BackendMaker, Part
-from kfcomm.types import Layout, Op, Verb
+from kfcomm.types import Layout, Verb
 
-DType: TypeAlias = "np.dtype[Any]"
-
-_SIZES = ItemSizes(1, 1)
+Ended: TypeAlias = "Callable[[Call, BaseException | None], None]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,27 +50,38 @@ class Order:
     """The request of a call, the same on every rank.
 
     Attributes:
-        verb: what is done.
+        kind: what is done, and the dtype of all parts.
         key: under which name.
-        dtype: of all parts.
-        shape: of the caller's array.
-        op: how contributions are combined; None for verbs that only move data.
-        root: rank in the group; -1 for verbs without.
         counts: what else must be the same everywhere.
         overlapping: further uses of the key may begin before this one is over.
         first: the first of several calls that are one to the caller, whose number this one takes: a rank that refuses
             all of them takes a number of the first alone.
+        alike: what a next call under this name needs to have in common with this one, if its plan is to be cached.
     """
 
-    verb: Verb
+    kind: PlanKey
     key: str
-    dtype: DType
-    shape: tuple[int, ...]
-    op: Op | None = None
-    root: int = -1
     counts: tuple[Any, ...] = ()
     overlapping: bool = False
     first: Handle[Any] | None = None
+    alike: Arguments | None = None
+
+
+@dataclass(slots=True, eq=False)
+class CallPlan:
+    """Common properties of all calls of one kind under one name, whatever arrays they have.
+
+    Attributes:
+        order: what is asked for.
+        path: what carries it out.
+        plan: signature and program.
+        memo: what the path has derived from it: by the key of a step, or "" for the call itself.
+    """
+
+    order: Order
+    path: Path
+    plan: Plan
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,49 +130,45 @@ class Path(Protocol):
 class Call:
     """One collective of device memory on this rank.
 
-    Attributes:
+    Args:
         group: of whom.
-        verb, key, dtype, shape, op, root: see ``Order``.
-        device, stream, ready, parts: see ``Buffers``.
+        plan: of the call.
+        buffers: of the call.
+        handle: of the caller.
+        ended: told when it is over, with an error that the handle could not raise any more.
+        priority: see `Operation`.
+
+    Attributes:
+        kind, key: see `Order`.
+        device, stream, ready, parts: see `Buffers`.
         plans: those of the strategy in force when it was called.
-        priority: see ``Operation``.
-        memory: see ``Signature.memory``.
         signature: what all ranks must agree on.
+        memo: see `CallPlan`.
         head: what the runtime knows of it.
         is_over: done, or failed: its memory is not to be touched by anything that is not on a stream yet.
         is_enqueued: the caller has its result.
     """
 
     __slots__ = (
-        "_ended", "_has_begun", "_outcome", "_path", "device", "dtype", "group", "handle", "head", "is_enqueued",
-        "is_over", "key", "memory", "op", "parts", "plans", "priority", "ready", "root", "shape", "signature", "stream",
-        "verb",
+        "_buffers", "_ended", "_has_begun", "_plan", "device", "group", "handle", "head", "is_enqueued", "is_over",
+        "key", "kind", "memo", "parts", "plans", "priority", "ready", "signature", "stream",
     )  # fmt: skip
 
     def __init__(
-        self, group: Group, order: Order, buffers: Buffers, path: Path, handle: Handle[Any], *, priority: int,
-        memory: str, ended: Callable[[Call, BaseException | None], None],
-    ) -> None:  # fmt: skip
+        self, group: Group, plan: CallPlan, buffers: Buffers, handle: Handle[Any], ended: Ended, priority: int = 0
+    ) -> None:
         self.group = group
-        self.verb, self.key, self.dtype, self.shape = order.verb, order.key, order.dtype, order.shape
-        self.op, self.root = order.op, order.root
+        self.kind, self.key = plan.order.kind, plan.order.key
         self.device, self.stream, self.ready, self.parts = buffers.device, buffers.stream, buffers.ready, buffers.parts
         self.plans = group.plans
+        self.signature = plan.plan.signature
+        self.memo = plan.memo
         self.priority = priority
-        self.memory = memory
         self.handle = handle
         self.is_over = self.is_enqueued = self._has_begun = False
-        self._outcome = buffers.outcome
-        self._path = path
+        self._plan = plan
+        self._buffers = buffers
         self._ended = ended
-        self.signature = Signature(
-            str(order.verb), dtype_name(order.dtype), order.shape, "" if order.op is None else str(order.op),
-            order.root, path.name, counts=order.counts, memory=memory,
-        )  # fmt: skip
-        # To the runtime a call is an operation without chunks.
-        work = Work(None, None, group.view.size, in_result=False)
-        self.head = Operation(_Ending(self), None, None, work, priority=priority)
-        self.head.nbytes = sum((one.source if one.target is None else one.target).nbytes for one in self.parts)
 
     @property
     def title(self) -> str:
@@ -177,18 +180,37 @@ class Call:
 
         ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
         """
-        group, head = self.group, self.head
-        program = programs.elsewhere(group.view.rank, group.view.size)
+        group, plan = self.group, self._plan.plan
+        # To the runtime a call is an operation without chunks.
+        self.head = head = Operation(_Ending(self), None, None, plan.work, priority=self.priority)
+        head.nbytes = self._nbytes()
         generation = self.plans.generation
-        post = Post(group.view, self.key, self.signature, program, _SIZES, generation, overlapping, seq)
+        post = Post(group.view, self.key, plan.signature, plan.program, plan.sizes, generation, overlapping, seq)
         group.engine.post(post, head, group.timeout_s if timeout_s is None else timeout_s)
         self.handle.seq = group.last_seq(self.key)
+        self._begin()
+
+    def post_again(self, name: Compiled) -> bool:
+        """The same, as the next use of a cached name; False, and nothing begun, if anything is unusual."""
+        self.head = head = name.operation(name, _Ending(self), NO_ARRAY, NO_ARRAY, None)
+        head.nbytes = self._nbytes()
+        if not self.group.engine.post_again(name.series, self.plans.stamp, head):
+            return False
+        self.handle.seq = head.seq
+        self._begin()
+        return True
+
+    def _nbytes(self) -> int:
+        return sum((one.source if one.target is None else one.target).nbytes for one in self.parts)
+
+    def _begin(self) -> None:
+        path = self._plan.path
         if self.is_over:
-            self._path.never_began(self.key, self.handle.seq)
+            path.never_began(self.key, self.handle.seq)
             return
-        self.handle.operation = head
+        self.handle.operation = self.head
         self._has_begun = True
-        self._path.begin(self)
+        path.begin(self)
 
     def enqueued(self, mark: Mark) -> None:
         """The result is complete behind this mark: the caller's stream waits for it, the caller does not."""
@@ -197,7 +219,7 @@ class Call:
         self.is_enqueued = True
         try:
             self.device.wait(self.stream, mark)
-            result = self._outcome()
+            result = self._buffers.outcome()
         except Exception as error:  # noqa: BLE001  of the device or the caller's library: it belongs to the caller
             if not self.handle.done():
                 self.handle.set_exception(error)
@@ -221,7 +243,7 @@ class Call:
         late = None
         if error is not None:
             if self._has_begun:
-                self._path.give_up(self)
+                self._plan.path.give_up(self)
             if not self.handle.done():
                 self.handle.set_exception(error)
             elif self.is_enqueued:
@@ -299,9 +321,12 @@ class Paths:
         if self.choice is not None:
             self._made = {route: self._make(route) for route in {Route.STAGED, self.choice.route}}
 
-    def of(self, order: Order) -> Path:
-        """The path of an order."""
-        return self._made[self._route(order)]
+    def plan(self, order: Order) -> CallPlan:
+        """Choose what carries an order out. It depends on kind and name alone, and so is the same for the next call."""
+        path = self._made[self._route(order)]
+        memory = "" if self.choice is not None and self.choice.mixed else "device"
+        plan = self.group.plans.plan(Planner.elsewhere, order.kind, path.name, order.counts, memory)
+        return CallPlan(order, path, plan)
 
     def never_began(self, key: str, seq: int) -> None:
         """A call of this rank failed before anybody could tell which path it would take."""
@@ -320,14 +345,14 @@ class Paths:
             path.close()
 
     def _route(self, order: Order) -> Route:
-        choice, maker = self.choice, self.maker
+        choice, maker, kind = self.choice, self.maker, order.kind
         if choice is None or maker is None or choice.route is Route.STAGED:
             return Route.STAGED
-        if not maker.supports(order.verb, order.dtype, order.op):
+        if not maker.supports(kind.verb, kind.dtype, kind.op):
             return Route.STAGED
         if choice.route is Route.HIERARCHY:
-            return Route.HIERARCHY if order.verb is Verb.ALL_REDUCE and not order.counts else Route.STAGED
-        is_even = order.verb is not Verb.REDUCE_SCATTER or order.shape[0] % self.group.view.size == 0
+            return Route.HIERARCHY if kind.verb is Verb.ALL_REDUCE and not order.counts else Route.STAGED
+        is_even = kind.verb is not Verb.REDUCE_SCATTER or kind.shape[0] % self.group.view.size == 0
         return Route.BACKEND if is_even else Route.STAGED
 
     def _make(self, route: Route) -> Path:

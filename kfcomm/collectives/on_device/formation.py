@@ -97,7 +97,8 @@ class Launcher:
     def _put(self, call: Call) -> tuple[Mark, BaseException | None]:
         try:
             self._device.wait(self._stream, call.ready)
-            self.backend.launch(call.verb, call.parts, call.op, call.root, self._stream)
+            kind = call.kind
+            self.backend.launch(kind.verb, call.parts, kind.op, kind.root, self._stream)
             return self._device.mark(self._stream), None
         except Exception as error:  # noqa: BLE001  of the device's libraries: it belongs to the call
             return None, error if isinstance(error, TransportError) else TransportError(str(error))

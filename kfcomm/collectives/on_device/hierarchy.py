@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.calls import Path
+from kfcomm.collectives.plans import PlanKey
 from kfcomm.transports.base import Part
 from kfcomm.types import Verb, override
 
@@ -59,14 +60,14 @@ class Step:
         then: Callable[[Mark], None], done: Callable[[Step], None],
     ) -> None:  # fmt: skip
         self.group = group
-        self.verb, self.key, self.dtype, self.shape = verb, key, whole.dtype, (count,)
         # averages of equally many averages are the average of all
-        self.op = None if verb is Verb.ALL_GATHER else whole.op
-        self.root = -1
+        op = None if verb is Verb.ALL_GATHER else whole.kind.op
+        self.kind, self.key = PlanKey(verb, whole.kind.dtype, (count,), op), key
         self.device, self.stream, self.ready, self.parts = whole.device, stream, ready, (part,)
         self.plans = group.plans
-        self.priority, self.memory, self.head = whole.priority, whole.memory, whole.head
-        self.signature = whole.signature._replace(verb=str(verb), counts=(key, self.shape))
+        self.priority, self.head = whole.priority, whole.head
+        self.signature = whole.signature._replace(verb=str(verb), counts=(key, (count,)))
+        self.memo: dict[str, Any] = whole.memo.setdefault(key, {})
         self.title = whole.title
         self.is_over = False
         self._whole = whole
@@ -198,17 +199,17 @@ class HierarchicalPath(Path):
         (part,) = call.parts
         device, local = self._device, self._inside.view.size
         size, target = part.source.size, part.source if part.target is None else part.target
-        per_block = max(1, self._share_nbytes // call.dtype.itemsize) * local
+        per_block = max(1, self._share_nbytes // call.kind.dtype.itemsize) * local
         blocks = []
         for index, start in enumerate(range(0, max(size, 1), per_block)):
             stop = min(size, start + per_block)
             each = -(-(stop - start) // local)
-            share = device.empty(each, call.dtype, call.stream)
+            share = device.empty(each, call.kind.dtype, call.stream)
             source, place = part.source[start:stop], target[start:stop]
             if each * local == stop - start:
                 blocks.append(_Block(index, source, place, share))
                 continue
-            padded = device.empty(each * local, call.dtype, call.stream)
+            padded = device.empty(each * local, call.kind.dtype, call.stream)
             device.copy(source, padded[: stop - start], call.stream)
             blocks.append(_Block(index, padded, padded, share, place))
         return blocks
@@ -228,7 +229,7 @@ class HierarchicalPath(Path):
         self._path_of(step).begin(step)
 
     def _path_of(self, step: Step) -> Any:
-        return self._staged if step.verb is Verb.ALL_REDUCE else self._backend
+        return self._staged if step.kind.verb is Verb.ALL_REDUCE else self._backend
 
     def _reduced(self, call: Call, block: _Block, mark: Mark) -> None:
         part = Part(block.share, block.share)

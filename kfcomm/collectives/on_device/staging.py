@@ -33,7 +33,7 @@ from kfcomm.collectives.group import Turn
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
-from kfcomm.collectives.plans import Plan, PlanKey
+from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.specs import SPECS
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.collective import Post, shown
@@ -84,6 +84,13 @@ class _Staged:
     handle: Handle[Any] | None = None
 
 
+class _Known(NamedTuple):
+    """Segments of all calls of one name, and plans by numbers of elements."""
+
+    segments: list[Segment]
+    plans: dict[int, Plan]
+
+
 class Staging:
     """One call under way."""
 
@@ -93,7 +100,10 @@ class Staging:
         self._device = call.device
         self._first_seq = call.head.seq * MAX_SEGMENTS
         self._streams = path.streams(call)
-        segments = _segments(call, path) if path.view.size > 1 else []
+        known: _Known | None = call.memo.get("")
+        if known is None:
+            known = call.memo[""] = _Known(_segments(call, path) if path.view.size > 1 else [], {})
+        self._plans, segments = known.plans, known.segments
         self._staged = [_Staged(segment, path.turns.next(call.key)) for segment in segments]
         self._num_begun = self._num_held = self._num_posted = 0
         self._num_left = len(segments)
@@ -111,7 +121,7 @@ class Staging:
         call, device, gate = self._call, self._device, self._streams.gate
         device.wait(gate, call.ready)
         is_alone = self._path.view.size == 1
-        if is_alone or (call.verb is Verb.BROADCAST and call.root == self._path.view.rank):
+        if is_alone or (call.kind.verb is Verb.BROADCAST and call.kind.root == self._path.view.rank):
             for source, target in call.parts:
                 if target is not None and target is not source and source.nbytes:
                     device.copy(source, target, gate)
@@ -156,8 +166,11 @@ class Staging:
                 self._is_here(staged)
 
     def _prepare(self, staged: _Staged) -> None:
-        staged.plan = _plan_of(self._call, staged.segment.count)
-        dtype, room = self._call.dtype, staged.segment.room
+        count = staged.segment.count
+        staged.plan = self._plans.get(count)
+        if staged.plan is None:
+            staged.plan = self._plans[count] = _plan_of(self._call, count)
+        dtype, room = self._call.kind.dtype, staged.segment.room
         if room:
             staged.block = self._path.pool_of(self._device).take(room * dtype.itemsize)
             staged.memory = staged.block.view.view(dtype)
@@ -351,13 +364,13 @@ class Staging:
 
 
 def _segments(call: Call, path: StagedPath) -> list[Segment]:
-    itemsize = call.dtype.itemsize
+    kind, itemsize = call.kind, call.kind.dtype.itemsize
     counts = [
-        (part.target if call.verb is Verb.BROADCAST and part.target is not None else part.source).nbytes // itemsize
+        (part.target if kind.verb is Verb.BROADCAST and part.target is not None else part.source).nbytes // itemsize
         for part in call.parts
     ]
-    place = Place(path.view.rank, path.view.size, call.root)
-    return segments_of(call.verb, place, call.shape, counts, path.segment_nbytes // itemsize)
+    place = Place(path.view.rank, path.view.size, kind.root)
+    return segments_of(kind.verb, place, kind.shape, counts, path.segment_nbytes // itemsize)
 
 
 def _plan_of(call: Call, count: int) -> Plan:
@@ -365,8 +378,8 @@ def _plan_of(call: Call, count: int) -> Plan:
 
     Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
     """
-    shape = (count,) if SPECS[call.verb].is_elementwise else call.shape
-    plan, whole = call.plans.of(PlanKey(call.verb, call.dtype, shape, call.op, call.root), call.key), call.signature
+    kind = call.kind._replace(shape=(count,)) if SPECS[call.kind.verb].is_elementwise else call.kind
+    plan, whole = call.plans.of(kind, call.key), call.signature
     signature = plan.signature._replace(shape=whole.shape, counts=whole.counts, memory=whole.memory)
     return replace(plan, signature=signature)
 

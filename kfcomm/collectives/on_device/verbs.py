@@ -21,10 +21,12 @@ from kfcomm.arrays.devices import Device, Stream
 from kfcomm.arrays.devices.host import HOST
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, host_kind_of
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
+from kfcomm.collectives.compiled import CompiledCall, first_of
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
-from kfcomm.collectives.on_device.calls import Buffers, Call, Order
+from kfcomm.collectives.on_device.calls import Buffers, Call, CallPlan, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
+from kfcomm.collectives.plans import PlanKey
 from kfcomm.collectives.specs import CallOptions, Shape, row_elements
 from kfcomm.errors import ConfigError
 from kfcomm.transports.base import Part
@@ -241,9 +243,30 @@ class DeviceVerbs:
             MemoryError: the device has no memory for the results.
             TransportError: the device has failed.
         """
-        group = self._group
-        device, dtype = self._device_of(given[0].array), order.dtype
-        stream = None if isinstance(given[0].array, HostArray) else given[0].array.stream
+        group, timeout_s = self._group, options.timeout_s
+        buffers = self.buffers(given, outcome)
+        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+
+        def post() -> None:
+            seq = None if order.first is None else order.first.seq
+            if made.cancelled():
+                made.seq = group.refuse_now(order.key, asyncio.CancelledError(), seq=seq)
+                self._paths.never_began(order.key, made.seq)
+                return
+            plan = self._paths.plan(order)
+            call, is_free = self.add(plan, buffers, made, options.priority)
+            call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
+            if order.alike is not None and group.may_compile():
+                group.compiled[order.key or None] = CompiledCall(group, order.alike, plan, self, given[0].shape)
+
+        group.in_order(post)
+        return made
+
+    def buffers(self, given: Sequence[Given], outcome: Callable[[list[Any]], Any]) -> Buffers:
+        """Memory of a call, and its place on the caller's stream."""
+        first = given[0].array
+        device, dtype = self._device_of(first), first.dtype
+        stream = None if isinstance(first, HostArray) else first.stream
         targets: list[Any] = [
             None if shape is None else out.flat if out is not None else device.empty(math.prod(shape), dtype, stream)
             for _, shape, out in given
@@ -258,28 +281,23 @@ class DeviceVerbs:
                 ]
             )
 
-        buffers = Buffers(device, stream, device.mark(stream), parts, results)
-        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
-        timeout_s = options.timeout_s
+        return Buffers(device, stream, device.mark(stream), parts, results)
 
-        def post() -> None:
-            seq = None if order.first is None else order.first.seq
-            if made.cancelled():
-                made.seq = group.refuse_now(order.key, asyncio.CancelledError(), seq=seq)
-                self._paths.never_began(order.key, made.seq)
-                return
-            path = self._paths.of(order)
-            memory = "" if self.mixed else "device"
-            call = Call(group, order, buffers, path, made, priority=options.priority, memory=memory, ended=self._ended)
-            # A name is free again when its handle is done, which is before the device is.
-            earlier = self._latest.get(order.key)
-            is_free = earlier is None or earlier.is_enqueued or earlier.is_over
-            self._live.add(call)
-            self._latest[order.key] = call
-            call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
+    def add(self, plan: CallPlan, buffers: Buffers, handle: Handle[Any], priority: int = 0) -> tuple[Call, bool]:
+        """A call that is to be posted now, and whether its name is free for it."""
+        call = Call(self._group, plan, buffers, handle, self._ended, priority)
+        # A name is free again when its handle is done, which is before the device is.
+        earlier = self._latest.get(call.key)
+        self._live.add(call)
+        self._latest[call.key] = call
+        return call, earlier is None or earlier.is_enqueued or earlier.is_over
 
-        group.in_order(post)
-        return made
+    def given_again(self, x: Any, out: Any, kind: PlanKey, shape: Shape | None) -> Given | None:
+        """An array for the next call under a cached name; None if it is another kind of array, or has news to raise."""
+        array = self.read(x, None)
+        if array.dtype != kind.dtype or array.shape != kind.shape or (self._late is not None and not self._is_told):
+            return None
+        return None if isinstance(array, HostArray) and not self.mixed else self.given(array, shape, out)
 
     def given(self, array: AnyArray, shape: Shape | None, out: Any) -> Given:
         """One array, with where its result goes if the caller says so and this rank gets one."""
@@ -290,7 +308,7 @@ class DeviceVerbs:
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call with one array, and a result of ``shape``, if that is given."""
-        return self.begin(order, [self.given(array, shape, options.out)], _only, options, handle)
+        return self.begin(order, [self.given(array, shape, options.out)], first_of, options, handle)
 
     def many(
         self, given: Mapping[str, Given], gathered: Callable[[dict[str, Any]], Any], ops: Mapping[Any, Op | None],
@@ -316,10 +334,9 @@ class DeviceVerbs:
         for number, (_, members) in enumerate(sorted(by_dtype.items())):
             chosen = [given[name] for name in members]
             arrays, dtype = [one.array for one in chosen], chosen[0].array.dtype
-            order = Order(
-                Verb.ALL_REDUCE, many_key(named, number), dtype, (sum(one.flat.size for one in arrays),), ops[dtype],
-                counts=digest_of(members, arrays), first=handles[0] if handles else None,
-            )  # fmt: skip
+            kind = PlanKey(Verb.ALL_REDUCE, dtype, (sum(one.flat.size for one in arrays),), ops[dtype])
+            first = handles[0] if handles else None
+            order = Order(kind, many_key(named, number), digest_of(members, arrays), first=first)
             handles.append(self.begin(order, chosen, _named(found, members), options))
         join(self._group.engine.reactor, handles, whole, lambda: gathered(found))
         return whole
@@ -335,7 +352,7 @@ class DeviceVerbs:
         handles: list[Handle[Any]] = []
         for order, one in zip(orders, given, strict=True):
             numbered = replace(order, counts=alike, first=handles[0] if handles else None)
-            handles.append(self.begin(numbered, [one], _only, options))
+            handles.append(self.begin(numbered, [one], first_of, options))
         join(self._group.engine.reactor, handles, whole, lambda: listed([handle.result() for handle in handles]))
         return whole
 
@@ -381,10 +398,6 @@ class DeviceVerbs:
         error, self._late = self._late, None
         if error is not None:
             raise error
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
 
 
 def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:

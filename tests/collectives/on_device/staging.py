@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.devices.host import HostDevice
-from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.staged import StagedPath
+from kfcomm.collectives.plans import PlanKey
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import ItemSizes, Post
@@ -66,8 +66,9 @@ class Call:
         root: int, dtype: Any, priority: int = 0, memory: str = "device",
     ) -> None:  # fmt: skip
         self.group, self.device, self.stream, self._path = rank.group, rank.device, rank.stream, rank.path
-        self.verb, self.key, self.parts, self.shape, self.op, self.root = verb, key, tuple(parts), shape, op, root
-        self.dtype, self.priority, self.memory = np.dtype(dtype), priority, memory
+        self.kind, self.key, self.parts = PlanKey(verb, np.dtype(dtype), shape, op, root), key, tuple(parts)
+        self.priority, self.memory = priority, memory
+        self.memo: dict[str, Any] = {}
         self.plans = self.group.plans
         self.ready = self.device.mark(self.stream)
         self.is_over = False
@@ -81,8 +82,7 @@ class Call:
 
     @property
     def signature(self) -> Signature:
-        name = dtype_name(self.dtype)
-        return Signature(str(self.verb), name, self.shape, str(self.op or ""), self.root, "staged", memory=self.memory)
+        return self.group.plans.planner.elsewhere(self.kind, "staged", (), self.memory).signature
 
     def post(self, timeout_s: float | None = None) -> Call:
         view = self.group.view
