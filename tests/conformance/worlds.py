@@ -106,7 +106,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
 
 
 def _queued(link: Any) -> int:
-    return len(link._queue) if LINKS == "memory" else len(link._waiting) + len(link._pieces)
+    return len(link._queue) if LINKS == "memory" else len(link.queue) + len(link._pieces)
 
 
 def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[str]:
