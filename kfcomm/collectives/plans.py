@@ -25,8 +25,7 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.engine import shown
-from kfcomm.engine.direct import OneStepOperation, SlottedOperation
-from kfcomm.engine.hosted import HOSTED_NBYTES, HubOperation, hub_of
+from kfcomm.engine.hosted import HOSTED_NBYTES, hub_of
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.engine.wired import WiredOperation, WiredWork
 from kfcomm.errors import InternalError
@@ -137,8 +136,10 @@ class Planner:
             )
             plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
             is_long = graphs.direct is Direct.CHAINS
-            work = shown.all_reduced(plan.work, count, is_turned=is_long, is_shared=is_long and is_shared)
-            return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
+            work = shown.all_reduced(
+                plan.work, count, is_one_step=is_one_step, is_turned=is_long, is_shared=is_long and is_shared
+            )
+            return replace(plan, work=work)
         is_whole = graphs.is_whole or count < WHOLE_BELOW
         pairs, shares = ((graphs.pairs[way],), ()) if is_whole else (graphs.pairs, graphs.shares)
         program = programs.all_reduce(self.rank, pairs, count, chunk, shares)
@@ -225,11 +226,10 @@ class Planner:
         graphs = self.strategy.select(0)
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         if graphs.direct:
-            work = shown.all_reduced(Work(None, None, self.size, in_result=True), 0)
             is_one_step = graphs.direct is Direct.ONE_STEP
+            work = shown.all_reduced(Work(None, None, self.size, in_result=True), 0, is_one_step=is_one_step)
             program = self._one_step(0, 1, graphs) if is_one_step else programs.barrier(self.rank, graphs.pairs[0])
-            operation = OneStepOperation if is_one_step else SlottedOperation
-            return Plan(signature, program, ItemSizes(1, 1), work, -1, operation)
+            return Plan(signature, program, ItemSizes(1, 1), work, -1)
         pair = graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)]
         program = programs.barrier(self.rank, pair)
         plan = Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
@@ -257,8 +257,8 @@ class Planner:
         hub = hub_of(pairs, self.local) if self.local and is_short else None
         if hub is None:
             return plan
-        work = shown.hosted(plan.work, count, self.local, hub)
-        return replace(plan, work=work, operation=HubOperation if hub == self.rank else SlottedOperation)
+        work = shown.hosted(plan.work, count, self.local, hub, self.rank)
+        return replace(plan, work=work)
 
     def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:
         count = math.prod(shape)
@@ -301,7 +301,7 @@ def _in_slots(
     work = work_of(plan.work, *how)
     if work.cut.count * work.item > DIRECT_NBYTES:  # of parts, together
         return plan
-    return replace(plan, work=work, operation=SlottedOperation)
+    return replace(plan, work=work)
 
 
 def _wired(plan: Plan, wire: Wire) -> Plan:

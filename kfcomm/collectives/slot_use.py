@@ -6,7 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.collective import Collective
-from kfcomm.engine.direct import InSlot, SlottedOperation
+from kfcomm.engine.direct import InSlot
 from kfcomm.engine.recorder import BATCH
 from kfcomm.transports.shm.slots import generation_of
 from kfcomm.types import override
@@ -14,7 +14,7 @@ from kfcomm.types import override
 if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
     from kfcomm.core.signature import Signature
-    from kfcomm.engine.operation import Array
+    from kfcomm.engine.operation import Array, Operation
     from kfcomm.transports.shm.slot import Slot
 
 
@@ -60,7 +60,8 @@ class SlotUse(InSlot):
     """
 
     is_over = failed = False
-    _operation: SlottedOperation | None = None
+    value: Any
+    _operation: Operation | None = None
 
     def __init__(
         self, name: Compiled, slot: Slot, posted: tuple[int, int, float], future: Any, source: Array, out: Array,
@@ -124,7 +125,7 @@ class SlotUse(InSlot):
             engine.on_wait()
 
     @override
-    def enter(self) -> SlottedOperation:
+    def enter(self) -> Operation:
         operation = self._operation
         if operation is None:
             operation = self._operation = self.as_operation()
@@ -135,7 +136,7 @@ class SlotUse(InSlot):
                 operation.collective.series = engine.router.series(
                     series.group, series.key.name, cast("Signature", series.signature), series.program, series.sizes
                 )
-            engine.slots.add(operation)
+            engine.slots.add(cast("InSlot", operation.executor))
             engine.enter(operation)
             future = self.future
             if future is not None:
@@ -143,14 +144,15 @@ class SlotUse(InSlot):
         return operation
 
     @override
-    def as_operation(self) -> SlottedOperation:
-        operation: SlottedOperation = self._name.operation(self._name, self.future, self._in, self._out, self.value)
-        operation.slot, operation.word = self.slot, self.word
+    def as_operation(self) -> Operation:
+        operation: Operation = self._name.operation(self._name, self.future, self._in, self._out, self.value)
         stamp = generation_of(self.word, self._name.group.plans.generation) << 1
         operation.collective = collective = Collective(self._name.series, self.seq, stamp, operation)
-        collective.shortcut = operation
         operation.posted_s = collective.heard_s = self.posted_s
         operation.due_s = self.posted_s + self._name.first_s
+        executor = self._name.work.executor
+        if executor is not None:
+            executor(operation).use(self.slot, self.word)
         return operation
 
     def done(self) -> bool:

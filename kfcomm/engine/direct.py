@@ -1,10 +1,10 @@
-"""Operations of the strategy ``direct``, in which every rank reads the contributions of all ranks.
+"""Execution in slots of shared memory, in which every rank reads the contributions of all ranks.
 
-They are carried out in a slot, if their series has one: nothing is sent then, and all uses of slots are polled together
-(``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. Anything unusual makes
-a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a chunk of that
-use, or from the first rank. A rank that leaves sends what it would have sent without a slot; so all ranks follow the
-first that left.
+An operation is carried out in a slot, if its series has one: nothing is sent then, and all uses of slots are polled
+together (``slots.SlotTable``). Else it goes along graphs, or in one step from every rank to every other. Anything
+unusual makes a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a
+chunk of that use, or from the first rank. A rank that leaves sends what it would have sent without a slot; so all ranks
+follow the first that left.
 
 Invariants:
 
@@ -18,19 +18,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from os import sched_yield
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from kfcomm.core.collective import Collective, Shortcut
-from kfcomm.engine.operation import Array, Operation
-from kfcomm.engine.shown import SharedWork
+from kfcomm.core.collective import Shortcut
 from kfcomm.engine.slots import FEW
 from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import override
 
 if TYPE_CHECKING:
+    from kfcomm.core.program import Lane
     from kfcomm.engine.engine import Engine
+    from kfcomm.engine.operation import Array, Operation
+    from kfcomm.engine.shown import SharedWork
     from kfcomm.transports.shm.slot import Slot
 
 
@@ -48,7 +49,7 @@ class InSlot(ABC):
         word: of its use of the slot; the first.
         seq: the number of this use of its name.
         posted_s: when it began, by the monotonic clock.
-        value, nbytes, failed: see ``Operation``.
+        nbytes: see ``Operation``.
         is_operation: it is among those in flight.
     """
 
@@ -57,11 +58,8 @@ class InSlot(ABC):
     is_operation = False
     seq: int
     posted_s: float
-    value: Any
     nbytes: int
-    failed: bool
     engine: Engine
-    _out: Array
 
     @abstractmethod
     def look(self) -> bool:
@@ -87,51 +85,62 @@ class InSlot(ABC):
                 return
 
     @abstractmethod
-    def enter(self) -> SlottedOperation:
+    def enter(self) -> Operation:
         """Continue as an operation in the same slot, unless it already is one."""
 
     @abstractmethod
-    def as_operation(self) -> SlottedOperation:
+    def as_operation(self) -> Operation:
         """A view of it as an operation, for reading; on any thread."""
 
 
-class SlottedOperation(InSlot, Operation, Shortcut):
-    """Operation that uses a slot if there is one; the arguments are those of an ``Operation``."""
+class SlotExecutor(InSlot, Shortcut):
+    """Carries out one operation in a slot if there is one, until anything unusual; links do the rest."""
 
-    work: SharedWork
     is_operation = True
 
-    @override
-    def enter(self) -> SlottedOperation:
-        return self
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.collective = operation.collective
+        self.engine = operation.engine
+        self.work = cast("SharedWork", operation.work)
+        self.seq = operation.collective.seq
+        self.posted_s = operation.posted_s
+        self.nbytes = operation.nbytes
 
-    @override
-    def as_operation(self) -> SlottedOperation:
-        return self
-
-    @override
-    def begin(self, machine: Collective) -> None:
-        self.collective = machine
-        slot = self.engine.slots.of(self)
+    def begin(self) -> None:
+        """Begin in a slot, if there is one."""
+        operation, collective, slots = self.operation, self.collective, self.engine.slots
+        slot = slots.of(self)
         if slot is None:
             self._go_ordinary()
             return
-        self.engine.begins(self)
-        self.word = word_of(machine.seq * slot.num_words, machine.generation)
-        if slot.post(self._in, self.word):
-            self.engine.slots.wake(slot)
-        self.slot = slot
-        machine.shortcut = self
-        self.engine.slots.add(self)
+        self.engine.begins(operation)
+        self.use(slot, word_of(self.seq * slot.num_words, collective.generation))
+        if slot.post(operation.given, self.word):
+            slots.wake(slot)
+        slots.add(self)
         self.look()
+
+    def use(self, slot: Slot | None, word: int) -> None:
+        """It is in this slot from now on."""
+        self.slot, self.word = slot, word
+        self.operation.executor = self.collective.shortcut = self
+
+    @override
+    def enter(self) -> Operation:
+        return self.operation
+
+    @override
+    def as_operation(self) -> Operation:
+        return self.operation
 
     @override
     def look(self) -> bool:
-        slot, engine = self.slot, self.engine
+        slot, engine, operation = self.slot, self.engine, self.operation
         if slot is None:
             return False
         try:
-            is_over = slot.look(self.word, self._out)
+            is_over = slot.look(self.word, operation.out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
             engine.broke(self.collective, error)
             return True
@@ -141,10 +150,9 @@ class SlottedOperation(InSlot, Operation, Shortcut):
             return False
         slot.num_uses += 1
         if slot.outcome is not None:
-            self.value = slot.take_outcome(self.value)
-        engine.slots.drop(self)
-        self.slot = self.collective.shortcut = None
-        Operation.completed(self)
+            operation.value = slot.take_outcome(operation.value)
+        self._leave_slot()
+        operation.completed()
         return True
 
     @override
@@ -161,51 +169,75 @@ class SlottedOperation(InSlot, Operation, Shortcut):
                     posted |= 1 << index[world]
         return posted
 
-    @override
     def behind(self) -> list[int]:
+        """See ``Operation.behind``."""
         slot, index = self.slot, self.collective.group.index
         return [] if slot is None else [index[slot.members[place]] for place in slot.behind(self.word)]
-
-    @override
-    def reject(self, error: BaseException) -> None:
-        # Peers may still read what was shown for it.
-        if self.slot is not None:
-            self._forget(self.slot)
-        super().reject(error)
 
     @override
     def leave(self) -> None:
         if self.slot is None:
             return
-        self._forget(self.slot)
+        self._spoil(self.slot)
+        self._leave_slot()
         self._go_ordinary()
 
-    def _forget(self, slot: Slot) -> None:
+    # What the operation tells it.
+
+    def far(self, to: tuple[int, ...], phase: int) -> tuple[int, ...]:
+        """Those of these destinations that get a chunk by links."""
+        return to
+
+    def show(self, lane: Lane, index: int, phase: int) -> None:
+        """Show a chunk to the other destinations."""
+
+    def combine(self) -> bool:
+        """Make the result, now that all chunks have come; whether that was possible."""
+        return True
+
+    def give_up(self) -> None:
+        """The operation has failed; peers may still read what was shown for it."""
+        if self.slot is not None:
+            self._spoil(self.slot)
+        self._leave_slot()
+
+    def _spoil(self, slot: Slot) -> None:
         slot.is_dead = True
         slot.forget()
-        self.engine.slots.drop(self)
-        self.slot = self.collective.shortcut = None
+
+    def _leave_slot(self) -> None:
+        """Let go of the slot and the operation, so that they are in no cycle."""
+        if self.slot is not None:
+            self.engine.slots.drop(self)
+        self.slot = self.operation.executor = self.collective.shortcut = None
 
     def _go_ordinary(self) -> None:
         self.engine.slots.take_back(self)
-        super().begin(self.collective)
+        if not self.operation.is_cached:
+            self.engine.begins(self.operation)
+        self.collective.start()
 
 
-class OneStepOperation(SlottedOperation):
+class OneStepExecutor(SlotExecutor):
     """Without a slot, each input is sent whole to every rank: the machine gathers, and this folds at the end."""
 
-    _result: Array
+    _result: Array | None = None
 
     def _go_ordinary(self) -> None:
-        self._result = self._out
-        self._out = np.empty(self.work.cut.count * self.work.size, self.work.shown)
+        operation, work = self.operation, self.work
+        operation.executor = self
+        self._result = operation.out
+        operation.out = np.empty(work.cut.count * work.size, work.shown)
         super()._go_ordinary()
 
     @override
-    def completed(self) -> None:
-        try:
-            self.work.combine(self._out.reshape(self.work.size, -1), self._result)
-        except Exception as error:  # noqa: BLE001  as in ``look``
-            self.engine.broke(self.collective, error)
-        else:
-            super().completed()
+    def combine(self) -> bool:
+        operation, result, self._result = self.operation, self._result, None
+        operation.executor = None
+        if result is not None:
+            try:
+                self.work.combine(operation.out.reshape(self.work.size, -1), result)
+            except Exception as error:  # noqa: BLE001  as in ``look``
+                self.engine.broke(self.collective, error)
+                return False
+        return True

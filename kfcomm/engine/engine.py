@@ -214,12 +214,6 @@ class Engine:
         self.router.leave_out(group, name, below, effects)
         self.perform(effects)
 
-    def cancel(self, operation: Operation) -> None:
-        """The caller does not want it any more: it ends on every rank where it is not complete."""
-        collective = operation.collective
-        message = f"{collective.title} was cancelled on {collective.group.called(collective.group.rank)}"
-        self.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
-
     def abort(self, collective: Collective, cause: Cause) -> None:
         """Fail a collective here and on every other rank."""
         effects: Effects = []

@@ -11,10 +11,10 @@ For the ranks of one host the rules of ``direct`` hold, with chunks to and from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kfcomm.core.machine import DOWN, UP
-from kfcomm.engine.direct import SlottedOperation
+from kfcomm.engine.direct import SlotExecutor
 from kfcomm.transports.shm.slot import HubSlot
 from kfcomm.types import override
 
@@ -36,8 +36,8 @@ def hub_of(pairs: Sequence[GraphPair], ranks: Sequence[int]) -> int | None:
     return None
 
 
-class HubOperation(SlottedOperation):
-    """One of a host's hub. Nothing can be done before the others of this host have shown what they give."""
+class HubExecutor(SlotExecutor):
+    """Of a host's hub. Nothing can be done before the others of this host have shown what they give."""
 
     _host_slot: HubSlot | None = None
     _num_shown = 0
@@ -49,7 +49,7 @@ class HubOperation(SlottedOperation):
         if type(slot) is not HubSlot:
             return False
         try:
-            if not slot.look(self.word, self._out):
+            if not slot.look(self.word, self.operation.out):
                 return False
             if slot.late:
                 engine.slots.told(slot, self, is_over=True)
@@ -63,12 +63,11 @@ class HubOperation(SlottedOperation):
         return True
 
     @override
-    def reject(self, error: BaseException) -> None:
+    def give_up(self) -> None:
         # the others of this host, who wait for the result, are told by the abort
         if self._host_slot is not None:
-            self._forget(self._host_slot)
-            self._host_slot = None
-        super().reject(error)
+            self._spoil(self._host_slot)
+        super().give_up()
 
     @override
     def covers(self, rank: int) -> bool:
@@ -91,19 +90,23 @@ class HubOperation(SlottedOperation):
                     collective.take(route, index, given[begin * item : end * item])
 
     @override
-    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
+    def far(self, to: tuple[int, ...], phase: int) -> tuple[int, ...]:
+        if self._host_slot is None or phase != DOWN:
+            return to
+        return tuple(rank for rank in to if rank not in self.work.ranks)
+
+    @override
+    def show(self, lane: Lane, index: int, phase: int) -> None:
         slot = self._host_slot
         if slot is None or phase != DOWN:
-            super().send(to, lane, index, phase, source, payload)
             return
-        far = tuple(rank for rank in to if rank not in self.work.ranks)
-        if far:
-            super().send(far, lane, index, phase, source, payload)
-        begin, end = self._bounds(lane, index)
-        slot.show(lane.result_offset + begin, lane.result_offset + end, self._out)
+        program = self.collective.program
+        begin = lane.result_offset + index * program.chunk_elements
+        end = min(begin + program.chunk_elements, lane.result_offset + lane.count)
+        slot.show(begin, end, self.operation.out)
         self._num_shown += 1
-        if self._num_shown == self.collective.program.num_slots:
-            self._host_slot = None
+        if self._num_shown == program.num_slots:
+            self.operation.executor = None
             slot.num_uses += 1
             if slot.share(self.word):
                 self.engine.slots.wake(slot)

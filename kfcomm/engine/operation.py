@@ -7,16 +7,19 @@ rank keeps every chunk that it folds); else in scratch memory of the accumulatio
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
+from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import admit, may_send
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, PAYLOAD, RESULT, CollectiveDriver
 from kfcomm.core.program import Lane
 from kfcomm.engine.buffers import Payload
+from kfcomm.engine.recorder import BATCH
 from kfcomm.errors import InternalError
 from kfcomm.types import override
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from kfcomm.arrays.reduce import Kernel
     from kfcomm.core.collective import Collective, Series
+    from kfcomm.engine.direct import SlotExecutor
     from kfcomm.engine.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -49,14 +53,16 @@ class Work:
     Attributes:
         item: bytes of an element of input and result.
         is_partial_shared: partial results do live in the result.
+        executor: carries the operations out in a slot if it can, see ``kfcomm.engine.direct``; None: links do.
     """
 
-    __slots__ = ("dtype", "in_result", "is_partial_shared", "item", "kernel", "size")
+    __slots__ = ("dtype", "executor", "in_result", "is_partial_shared", "item", "kernel", "size")
 
     def __init__(self, kernel: Kernel | None, dtype: np.dtype[Any] | None, size: int, *, in_result: bool) -> None:
         self.kernel = kernel
         self.dtype = dtype
         self.size = size
+        self.executor: type[SlotExecutor] | None = None
         self.in_result = in_result
         self.item = 1 if dtype is None else dtype.itemsize
         self.is_partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
@@ -95,6 +101,8 @@ class Operation(CollectiveDriver):
     Attributes:
         engine: set when it is posted.
         collective: what it drives; set when it begins.
+        given, out: flat memory of the input and of the result.
+        executor: of the part that links do not carry out; None if they do all of it.
         is_over: it is complete or has failed.
         is_small: its input is one chunk, and sent from a copy.
         is_whole: it is one chunk, and what is folded lies in the result.
@@ -111,6 +119,7 @@ class Operation(CollectiveDriver):
     collective: Collective
     is_over = failed = is_small = is_whole = is_cached = False
     error: BaseException | None = None
+    executor: SlotExecutor | None = None
     value: Any = None
     finished_by: Callable[[Any], Any] | None = None
     priority = 0
@@ -135,9 +144,9 @@ class Operation(CollectiveDriver):
         priority: int = 0,
     ) -> None:
         self.future = future
-        self._in = _NOTHING if source is None else source
-        self._out = _NOTHING if result is None else result
-        self.nbytes = self._out.nbytes or self._in.nbytes
+        self.given = _NOTHING if source is None else source
+        self.out = _NOTHING if result is None else result
+        self.nbytes = self.out.nbytes or self.given.nbytes
         self.work = work
         if value is not None:
             self.value = value
@@ -160,8 +169,8 @@ class Operation(CollectiveDriver):
         self.work = name.work
         self.nbytes = name.nbytes
         self.future = future
-        self._in = source
-        self._out = result
+        self.given = source
+        self.out = result
         self.value = value
         self.posted_s = now_s = name.engine.reactor.time()
         self.timeout_s = name.timeout_s
@@ -179,15 +188,18 @@ class Operation(CollectiveDriver):
     def begin(self, machine: Collective) -> None:
         self.collective = machine
         machine.heard_s = self.posted_s
-        # A cached use is not the first, and has no priority; while calls are observed, nothing is cached.
-        if not self.is_cached:
-            self.engine.begins(self)
-        machine.start()
+        if self.work.executor is not None:
+            self.work.executor(self).begin()
+        else:
+            # A cached use is not the first, and has no priority; while calls are observed, nothing is cached.
+            if not self.is_cached:
+                self.engine.begins(self)
+            machine.start()
 
     @override
     def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
         # Held back where a destination may not have it yet: see ``admit``.
-        engine, collective = self.engine, self.collective
+        engine, collective, executor = self.engine, self.collective, self.executor
         if source == PAYLOAD:
             payload.forwarded(engine.pool)
             data = payload.view
@@ -195,7 +207,7 @@ class Operation(CollectiveDriver):
             data = self.to_send(lane, index, source)
         nbytes = len(data)
         series, links = collective.series, engine.links
-        for rank in to:
+        for rank in to if executor is None else executor.far(to, phase):
             peer = series.group.members[rank]
             sender = links.by_peer.get(peer) or links.towards(peer)
             link, state = sender.link, sender.state
@@ -222,13 +234,15 @@ class Operation(CollectiveDriver):
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, self, self.priority):
                 collective.sends += 1
+        if executor is not None:
+            executor.show(lane, index, phase)
 
     @override
     def fold(self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool) -> None:
         # FOLD_UP takes the long way: its result may be made in the link's memory.
         if self.is_whole and type(payload) is memoryview and tag != FOLD_UP:
-            kernel, out = self._folding(), self._out
-            own = self._in if first else out
+            kernel, out = self._folding(), self.out
+            own = self.given if first else out
             if tag == FOLD:
                 kernel.fold(own, np.frombuffer(payload, out.dtype), out)
             else:
@@ -255,8 +269,8 @@ class Operation(CollectiveDriver):
     def store(self, lane: Lane, index: int, payload: Payload | memoryview) -> None:
         if type(payload) is memoryview:
             # A chunk that is the whole result needs no bounds and no slices.
-            if self.is_cached and lane.count == len(self._out) and lane.num_chunks == 1:
-                self._out[:] = np.frombuffer(payload, self._out.dtype)
+            if self.is_cached and lane.count == len(self.out) and lane.num_chunks == 1:
+                self.out[:] = np.frombuffer(payload, self.out.dtype)
             else:
                 self.write(lane, index, payload)
         else:
@@ -274,7 +288,12 @@ class Operation(CollectiveDriver):
     @override
     def completed(self) -> None:
         engine, collective = self.engine, self.collective
-        engine.recorder.end(collective.series, collective.seq, self.posted_s, self.nbytes)
+        if self.executor is not None and not self.executor.combine():
+            return
+        ended = engine.recorder.ended
+        ended.append((collective.series, collective.seq, self.posted_s, monotonic(), self.nbytes))
+        if len(ended) >= BATCH:
+            engine.recorder.settle()
         engine.router.complete(collective)
         if engine.deadlines.inquiries:
             engine.deadlines.end(self)
@@ -289,6 +308,8 @@ class Operation(CollectiveDriver):
 
     def look_at_once(self) -> None:
         """Poll for its end, since the caller has nothing else to do; only where no descriptor signals it."""
+        if self.executor is not None:
+            self.executor.look_at_once()
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -298,7 +319,9 @@ class Operation(CollectiveDriver):
         """End it everywhere; False if it is over already."""
         if self.is_over:
             return False
-        self.engine.cancel(self)
+        group, rank = self.collective.group, self.engine.rank
+        message = f"{self.collective.title} was cancelled on {group.called(group.rank)}"
+        self.engine.abort(self.collective, Cause(CauseKind.CANCELLED, rank, message))
         return True
 
     def give_up(self) -> None:
@@ -342,6 +365,8 @@ class Operation(CollectiveDriver):
 
     def reject(self, error: BaseException) -> None:
         """Fail it: reject its future, and touch no memory any more."""
+        if self.executor is not None:
+            self.executor.give_up()
         self.is_over = self.failed = True
         self.error = error
         future, self.future = self.future, None
@@ -355,7 +380,7 @@ class Operation(CollectiveDriver):
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
         """The bytes of one chunk, to be read by links: a copy of them if they are few."""
         if self.is_small and source == INPUT:
-            return self._in.tobytes()
+            return self.given.tobytes()
         start, stop = self._bounds(lane, index)
         if (stop - start) * self.work.item > COPIED_NBYTES:
             return self.bytes_of(lane, index, source)
@@ -375,11 +400,11 @@ class Operation(CollectiveDriver):
         if source == INPUT:
             view = self._in_view
             if view is None:
-                view = self._in_view = self._in.view(np.uint8).data
+                view = self._in_view = self.given.view(np.uint8).data
         elif source == RESULT or self.work.is_partial_shared:
             view = self._out_view
             if view is None:
-                view = self._out_view = self._out.view(np.uint8).data
+                view = self._out_view = self.out.view(np.uint8).data
         else:
             item = self._folding().accumulate_dtype.itemsize
             view = self._partial_view
@@ -432,7 +457,7 @@ class Operation(CollectiveDriver):
 
     def write(self, lane: Lane, index: int, view: memoryview) -> None:
         """Make the result of what ``view`` holds."""
-        result = self._out
+        result = self.out
         if lane.count != result.size or lane.num_chunks != 1:
             start, stop = self._bounds(lane, index)
             result = self._part(lane, RESULT, start, stop)
@@ -450,11 +475,11 @@ class Operation(CollectiveDriver):
 
     def behind(self) -> list[int]:
         """Group ranks that keep it waiting although they may have posted it."""
-        return []
+        return [] if self.executor is None else self.executor.behind()
 
     def redirect(self, result: Array) -> None:
         """The result goes elsewhere from now on: there is a copy of what has come so far."""
-        self._out, self._out_view, self._last = result, None, None
+        self.out, self._out_view, self._last = result, None, None
         self.engine.links.redirect(self)
 
     def _reserve(self, to: int, nbytes: int) -> memoryview | None:
@@ -486,12 +511,12 @@ class Operation(CollectiveDriver):
 
     def _array(self, source: int) -> Array:
         if source == INPUT:
-            return self._in
+            return self.given
         if source == PARTIAL:
             if self._partial is None:
-                self._partial = np.empty(self._in.size, self._folding().accumulate_dtype)
+                self._partial = np.empty(self.given.size, self._folding().accumulate_dtype)
             return self._partial
-        return self._out
+        return self.out
 
     def _offset(self, lane: Lane, source: int) -> int:
         if source == INPUT or (source == PARTIAL and not self.work.is_partial_shared):
@@ -500,9 +525,9 @@ class Operation(CollectiveDriver):
 
     def _part(self, lane: Lane, source: int, start: int, stop: int) -> Array:
         if source == INPUT:
-            array: Array | None = self._in
+            array: Array | None = self.given
         else:
-            array = self._out if source == RESULT or self.work.is_partial_shared else self._partial
+            array = self.out if source == RESULT or self.work.is_partial_shared else self._partial
         if array is None:
             array = self._array(source)
         if stop - start == array.size:  # all of it: a slice costs 0.15 µs

@@ -43,7 +43,8 @@ class Recorder(Observer):
         meter: tallies what has ended, if anything does.
 
     Attributes:
-        ended: what is complete and to be settled: see ``end``.
+        ended: what is complete and to be settled, once there are ``BATCH`` of them: to tally one of hundreds of names
+            when it ends would cost three times as much, for memory that is in no cache.
     """
 
     __slots__ = ("_in_flight", "_kept", "_lock", "_meter", "_notes", "ended")
@@ -57,16 +58,6 @@ class Recorder(Observer):
         self._lock = Lock()
         if meter is not None:
             meter.settle = self.settle
-
-    def end(self, series: Series, seq: int, posted_s: float, nbytes: int) -> None:
-        """A collective is complete now; see ``Ended``.
-
-        To tally one of hundreds of names when it ends would cost three times as much, for memory that is in no cache.
-        """
-        ended = self.ended
-        ended.append((series, seq, posted_s, monotonic(), nbytes))
-        if len(ended) >= BATCH:
-            self.settle()
 
     def settle(self, patience_s: float = 0.0) -> None:
         """Tally what has ended, unless another thread is at it for longer than this many seconds.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kfcomm.common.callbacks import do_nothing
+from kfcomm.engine.direct import OneStepExecutor, SlotExecutor
+from kfcomm.engine.hosted import HubExecutor
 from kfcomm.engine.operation import Array, Work
 from kfcomm.transports.shm.slots import Cut
 
@@ -31,6 +33,7 @@ class SharedWork(Work):
         combine: makes this rank's result of it.
         hub: group rank which hears from, and sends to, every other in each use where there is no slot.
         ranks: those of the group that share the slot; all if left out.
+        executor: see ``Work``.
 
     Attributes:
         cut, combine, hub, ranks: see above.
@@ -39,8 +42,12 @@ class SharedWork(Work):
 
     __slots__ = ("combine", "cut", "hub", "ranks", "shown")
 
-    def __init__(self, work: Work, cut: Cut, combine: Combine, hub: int = 0, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, work: Work, cut: Cut, combine: Combine, hub: int = 0, ranks: Sequence[int] = (),
+        executor: type[SlotExecutor] = SlotExecutor,
+    ) -> None:  # fmt: skip
         super().__init__(work.kernel, work.dtype, work.size, in_result=work.in_result)
+        self.executor = executor
         self.shown = np.dtype(np.uint8) if work.dtype is None else work.dtype
         self.cut = cut
         self.combine = combine
@@ -48,8 +55,13 @@ class SharedWork(Work):
         self.ranks = ranks or range(work.size)
 
 
-def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: bool = False) -> SharedWork:
-    """All folds ``count`` elements of each; for ``is_turned`` and ``is_shared`` see ``Cut``."""
+def all_reduced(
+    work: Work, count: int, *, is_one_step: bool, is_turned: bool = False, is_shared: bool = False
+) -> SharedWork:
+    """All folds ``count`` elements of each.
+
+    ``is_one_step``: each gets all inputs also where there is no slot; for ``is_turned`` and ``is_shared`` see ``Cut``.
+    """
     kernel, size = work.kernel, work.size
     cut = Cut(count, work.item, size, is_turned=is_turned, is_shared=is_shared)
     combine: Combine
@@ -61,17 +73,17 @@ def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: b
         combine = kernel.fold_all  # of what is folded in parts it would copy them first
     else:
         combine = partial(_fold, kernel, size, is_turned)
-    return SharedWork(work, cut, combine)
+    return SharedWork(work, cut, combine, executor=OneStepExecutor if is_one_step else SlotExecutor)
 
 
-def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int) -> SharedWork:
+def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int, rank: int) -> SharedWork:
     """These ranks of one host show ``count`` elements, and the hub folds them as its program says; see ``hosted``."""
     place = ranks.index(hub)
     cut = Cut(
         count, work.item, len(ranks), is_whole=True, has_hub=True,
         gives=lambda giver, reader: count if place in (giver, reader) else 0,
     )  # fmt: skip
-    return SharedWork(work, cut, do_nothing, hub, ranks)
+    return SharedWork(work, cut, do_nothing, hub, ranks, HubExecutor if rank == hub else SlotExecutor)
 
 
 def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:

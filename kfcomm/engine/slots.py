@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kfcomm.core.collective import AnySignature, Key, Series
     from kfcomm.core.frame import Header
     from kfcomm.core.links import Incoming
-    from kfcomm.engine.direct import InSlot, SlottedOperation
+    from kfcomm.engine.direct import InSlot, SlotExecutor
     from kfcomm.engine.link_table import LinkTable
     from kfcomm.engine.meter import Meter
     from kfcomm.transports.shm.slot import Slot
@@ -58,18 +58,18 @@ class SlotTable:
         self._parked: list[SlotMemory] = []
         self._left: dict[bytes, list[Slot]] = {}
 
-    def of(self, operation: SlottedOperation) -> Slot | None:
+    def of(self, use: SlotExecutor) -> Slot | None:
         """The slot for a use that begins now; None if it goes the ordinary way."""
-        series = operation.collective.series
+        series = use.collective.series
         slot: Slot | None = series.slot
         if slot is None:
-            slot = self._found(operation)
+            slot = self._found(use)
             if slot is None:
                 return None
         if slot.is_dead:
             return None
         key = series.key
-        early = key.early.get(operation.seq)
+        early = key.early.get(use.seq)
         if len(key.live) > 1 or (early is not None and any(item[0].peer in slot.members for item in early.items)):
             slot.is_dead = True
             return None
@@ -160,9 +160,9 @@ class SlotTable:
 
     # ---------------------------------------------------------------- how they are agreed on
 
-    def _found(self, operation: SlottedOperation) -> Slot | None:
+    def _found(self, use: SlotExecutor) -> Slot | None:
         """A slot handed out before this use; without one, the hub hands one out with it."""
-        series = operation.collective.series
+        series = use.collective.series
         key = series.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
@@ -171,32 +171,32 @@ class SlotTable:
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
-            if peer != series.group.members[operation.work.hub] or not key.spoilt <= seq < operation.seq:
+            if peer != series.group.members[use.work.hub] or not key.spoilt <= seq < use.seq:
                 return None
             del offers[series.signature]
-            return self._taken(operation, memory, number, at)
-        if series.group.rank == operation.work.hub and len(key.live) == 1:
+            return self._taken(use, memory, number, at)
+        if series.group.rank == use.work.hub and len(key.live) == 1:
             if series.is_known:
-                self._hand_out(series, operation)
+                self._hand_out(series, use)
             series.is_known = True
         return None
 
-    def take_back(self, operation: SlottedOperation) -> None:
+    def take_back(self, use: SlotExecutor) -> None:
         """This rank sends chunks for this use; if it has handed out a slot that it uses no more, it tells all.
 
         Any other rank that does so sends a chunk to this one, whose graph reaches all: so all follow.
         """
-        series = operation.collective.series
+        series = use.collective.series
         slots = series.key.slots
         slot: Slot | None = None if slots is None else slots.get(series.signature)
-        if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
+        if slot is None or not slot.is_dead or not slot.is_root or use.seq >= slot.told_from:
             return
-        slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
+        slot.told_from = use.seq  # of overlapping uses an earlier one may leave later
         for peer in slot.others:
             sender = self._links.to(peer)
-            for header in definitions(sender.state, operation.collective):
+            for header in definitions(sender.state, use.collective):
                 sender.send(header)
-            sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
+            sender.send((NO_SLOT, series.key_id, series.signature_id, use.seq))
 
     def handed_out(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
         """The peer hands out a slot in its memory for a key and a signature, for the uses after one.
@@ -228,7 +228,9 @@ class SlotTable:
             return
         slot.is_dead = True
         for use in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
-            use.enter().leave()
+            executor = use.enter().executor
+            if executor is not None:
+                executor.leave()
 
     # ---------------------------------------------------------------- how they are given back
 
@@ -273,9 +275,9 @@ class SlotTable:
 
     # ---------------------------------------------------------------- inside
 
-    def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
+    def _taken(self, use: SlotExecutor, memory: SlotMemory, number: int, at: int) -> Slot | None:
         """The slot there, for this series from now on; None if there can be none."""
-        series, work = operation.collective.series, operation.work
+        series, work = use.collective.series, use.work
         group, key = series.group, series.key
         members = [group.members[rank] for rank in work.ranks]
         rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
@@ -301,25 +303,25 @@ class SlotTable:
         if not slot.is_relayed:
             series.slot = slot
 
-    def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
+    def _hand_out(self, series: Series, use: SlotExecutor) -> None:
         by_peer, group = self._links.by_peer, series.group
-        others = [group.members[rank] for rank in operation.work.ranks if rank != group.rank]
+        others = [group.members[rank] for rank in use.work.ranks if rank != group.rank]
         senders = [by_peer.get(peer) for peer in others]
         links = [None if sender is None else sender.link for sender in senders]
         memories = {None if link is None else link.slots for link in links}
         memory = memories.pop() if len(memories) == 1 else None
         if memory is None:
             return
-        where = memory.hand_out(operation.work.cut)
+        where = memory.hand_out(use.work.cut)
         if where is None:
             return
-        if self._taken(operation, memory, *where) is None:
+        if self._taken(use, memory, *where) is None:
             return
         for sender in senders:
             if sender is not None:
-                for header in definitions(sender.state, operation.collective):
+                for header in definitions(sender.state, use.collective):
                     sender.send(header)
-                sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+                sender.send((SLOT, series.key_id, series.signature_id, use.seq, *where))
 
 
 def _own_slots(keys: Iterable[Key]) -> list[Slot]:

@@ -124,11 +124,11 @@ class WiredOperation(Operation):
     def _place(self, lane: Lane, start: int, stop: int) -> Array:
         """Place of a chunk's converted bytes. Lanes that share one offset differ in the other."""
         if self._converted is None:
-            self._converted = np.empty(max(self._in.size, self._out.size), self._wire.wire_dtype)
+            self._converted = np.empty(max(self.given.size, self.out.size), self._wire.wire_dtype)
         offset = max(lane.input_offset, lane.result_offset)
         return self._converted[offset + start : offset + stop]
 
     def _array(self, source: int) -> Array:
         if source == PARTIAL and self._partial is None:
-            self._partial = np.empty(self._in.size, np.float32)
+            self._partial = np.empty(self.given.size, np.float32)
         return super()._array(source)
