@@ -50,16 +50,9 @@ _LOST_AFTER_S = 2.0
 
 
 class StoreClient(KeyValue):
-    """Client of the store at ``url``.
-
-    Args:
-        url: ``http://host:port``.
-        token: the secret of the job.
-        timeout_s: default time for which a request is repeated while the store cannot be reached.
-        tls: contexts for the connections; None for plain ones.
+    """Client of the store at ``url``; requests are repeated for ``timeout_s``, by default, while it is unreachable.
 
     Attributes:
-        url: of the store.
         identity: of the job whose store has answered; empty before.
         trouble: cause of the last failed attempt; empty after a success.
 

@@ -75,6 +75,7 @@ class Contents:
 
     Attributes:
         heard_s: when the launcher of each host asked last, by its position, on the clock of the loop.
+        asked: how often each rank has asked whether its world is complete, by folder and rank.
         later: claims a key in the store that these are the contents of, as soon as that can be.
 
     Raises (all methods): `StoreClosed` after `close`, `LocalProtocolError` for what is out of bounds.
@@ -86,7 +87,7 @@ class Contents:
         self._num_keys = 0
         self._nbytes = 0
         self._exits: dict[int, Exit] = {}
-        self._asked: dict[tuple[str, int], int] = {}
+        self.asked: dict[tuple[str, int], int] = {}
         self._waits = _Waits()
         self.later: Callable[[str, bytes], object] = self.claim
 
@@ -182,11 +183,6 @@ class Contents:
         await self._waits.wait((folder,), enough, wait_s)
         return dict(self._folders.get(folder, {}))
 
-    @property
-    def num_meeting(self) -> int:
-        """Number of ranks that have asked whether the world is complete."""
-        return len(self._asked)
-
     async def meet(self, request: MeetRequest, wait_s: float) -> tuple[dict[str, bytes], list[Exit]]:
         """Return values and exits, see `MeetRequest`.
 
@@ -196,7 +192,7 @@ class Contents:
         folder, count, unless = request.folder, request.count, request.unless
         self._checked(f"{folder}/{unless}")
         asker = folder, request.rank
-        self._asked[asker] = number = self._asked.get(asker, 0) + 1
+        self.asked[asker] = number = self.asked.get(asker, 0) + 1
 
         def ends() -> list[Exit]:
             return [end for end in self._exits.values() if end.rank < count] if request.heeds_ends else []
@@ -216,7 +212,7 @@ class Contents:
     def _gone(self, request: MeetRequest, number: int) -> None:
         folder, rank = request.folder, request.rank
         is_complete = len(self._folders.get(folder, {})) >= request.count
-        if self.is_closed or is_complete or self._asked.get((folder, rank)) != number:
+        if self.is_closed or is_complete or self.asked.get((folder, rank)) != number:
             return
         text = f"{rank}: rank {rank} went away while the world was joined: its connection to the store ended"
         with contextlib.suppress(LocalProtocolError):

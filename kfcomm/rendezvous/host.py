@@ -230,12 +230,7 @@ def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
 def save_costs(costs: Costs, busy: float | None = None) -> Path:
     """Save costs for later jobs on this host; unmeasured ones keep their saved values.
 
-    Args:
-        costs: measured costs.
-        busy: share of the processors that was in use just before; None if unknown.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    ``busy`` is the share of the processors that was in use before. Raises `ConfigError`: the file cannot be written.
     """
     path = path_of_costs()
     known = {name: value for name, value in costs._asdict().items() if value is not None}

@@ -37,16 +37,7 @@ class Response(NamedTuple):
 
 
 class HttpClient:
-    """Makes requests to one server, any number at once.
-
-    Args:
-        host: name or IP address.
-        port: of the server.
-        tls: context for the connections; None for plain ones.
-
-    Attributes:
-        is_closed: whether requests are refused.
-    """
+    """Makes requests to one server, any number at once, until it ``is_closed``; over TLS if there is a context."""
 
     def __init__(self, host: str, port: int, tls: SSLContext | None = None) -> None:
         self._host = host

@@ -125,23 +125,15 @@ async def _address_to_serve(host: str, port: int, settings: Settings) -> str:
 async def join(
     settings: Settings, me: PeerInfo, client: StoreClient, *, timeout_s: float | None = None
 ) -> tuple[PeerInfo, ...]:
-    """Register this process and wait until the world is complete.
+    """Register this process and wait until the world is complete; return all peers, by rank.
 
-    Args:
-        settings: rank and size.
-        me: description of this process for the others; its rank must be that of ``settings``.
-        client: of the job's store.
-        timeout_s: how long to wait; None for the timeout of ``settings``.
-
-    Returns:
-        All ``size`` peers, by rank.
+    A wait of ``stall_after_s`` is reported once, with the missing ranks; it ends after ``timeout_s``, by default that
+    of ``settings``.
 
     Raises:
         RendezvousError: another process holds the rank, the sizes or versions differ, ranks are missing at the end (all
             named), or the store does not answer or refuses the token. At once, with its ``rank``, if one has ended,
             according to its launcher or its connection to the store.
-
-    A wait of ``stall_after_s`` is reported once, with the ranks that are missing.
     """
     wait_s = settings.timeout_s if timeout_s is None else timeout_s
     begun_s = loop_now_s()

@@ -36,17 +36,9 @@ class ForeignStore(Protocol):
 
 @dataclass(slots=True)
 class ForeignRendezvous:
-    """One meeting of the ranks of a group.
+    """One meeting of the ranks of a group; ``folder`` is that of its keys alone.
 
-    Attributes:
-        store: where they meet.
-        owner: of the store, in messages: ``torch``.
-        group: what they join, in messages.
-        folder: of the keys of this meeting alone.
-        rank: of this process.
-        size: number of ranks.
-        timeout_s: how long to wait for the others.
-        stall_after_s: a wait of so long is reported once.
+    ``owner`` and ``group`` name the store's library and the group in messages. A long wait is reported once.
     """
 
     store: ForeignStore

@@ -48,13 +48,10 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank and size from one source; ``local`` is None if unknown.
+    """Rank and size from one source.
 
     Attributes:
-        source: the source.
-        rank: rank of this process.
-        size: number of processes.
-        local: rank and number of processes on this host.
+        local: rank and number of processes on this host; None if unknown.
         store: host and port at which rank 0 serves the store; None if unknown.
         because: variables and their values, for messages.
     """

@@ -24,16 +24,7 @@ LOOKS = 16
 
 
 class LoopDriver:
-    """Driver of one reactor by one loop.
-
-    Args:
-        reactor: to be driven.
-        loop: drives it.
-        looks: see ``LOOKS``.
-
-    Attributes:
-        timer_s: latest time until which the loop sleeps, by the monotonic clock.
-    """
+    """Driver of one reactor by one loop, which sleeps at most until ``timer_s``, by the monotonic clock."""
 
     def __init__(self, reactor: Reactor, loop: asyncio.AbstractEventLoop, *, looks: int = LOOKS) -> None:
         self._reactor = reactor

@@ -23,7 +23,7 @@ _EMPTY = memoryview(b"")
 
 
 class MemoryNetwork:
-    """Network among the engines of one world, by rank."""
+    """Network of one world, by rank."""
 
     def __init__(self, reactor: Readiness) -> None:
         self._reactor = reactor

@@ -50,10 +50,7 @@ _PAIRS: Final = {"complex64": "NCCL_FLOAT32", "complex128": "NCCL_FLOAT64"}
 
 
 class Nccl:
-    """Maker of backends over NCCL; implements `kfcomm.transports.base.BackendMaker`.
-
-    Args:
-        cuda: ``cupy.cuda``, or a fake of it in a test.
+    """Maker of backends over NCCL; ``cuda`` is ``cupy.cuda``, or a fake of it in a test.
 
     Raises:
         TransportError: CuPy or NCCL is missing, or cannot be loaded.
@@ -107,14 +104,13 @@ class NcclBackend(CollectiveBackend):
 
     @override
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
-        pointer: int = stream if isinstance(stream, int) else stream.ptr
         # NCCL knows nothing of parts without elements, whose memory may be nowhere.
         full = [part for part in parts if part.source.nbytes or (part.target is not None and part.target.nbytes)]
         with self._using:
             self._check_usable()
             try:
                 with _explained(f"launch {verb}"), self._cuda.Device(self._device.ordinal):
-                    self._launch(verb, full, op, root, stream, pointer)
+                    self._launch(verb, full, op, root, stream)
             except TransportError as error:
                 self._failure = str(error)
                 raise
@@ -174,9 +170,8 @@ class NcclBackend(CollectiveBackend):
             return str(error) if is_error else None
         return None
 
-    def _launch(
-        self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream, pointer: int
-    ) -> None:
+    def _launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
+        pointer: int = stream if isinstance(stream, int) else stream.ptr
         if verb in _OF_PEERS:
             for part in parts:
                 self._keep_own(verb, part, stream)

@@ -38,13 +38,7 @@ def payload_digest(key: bytes) -> Digest:
 
 
 class SealedOutbox(Outbox):
-    """Send queue of a link with seals.
-
-    Args:
-        options: of the link.
-        key: of this direction.
-        digest: of payloads; None where no frame has one.
-    """
+    """Send queue of a link with seals. ``digest`` is None where no frame has a payload."""
 
     __slots__ = ("_digest", "_heads", "_next", "_seal")
 
@@ -105,12 +99,7 @@ class SealedOutbox(Outbox):
 
 
 class SealedReader:
-    """Reader of sealed frames, in order: it checks every head before any other code reads it.
-
-    Args:
-        key: of this direction.
-        digest: of payloads; None where no frame has one.
-    """
+    """Reader of sealed frames, in order: it checks every head before any other code reads it."""
 
     __slots__ = ("_digest", "_due", "_next", "_seal")
 
@@ -158,15 +147,7 @@ class SealedReader:
 
 
 class Seals:
-    """Seals of one end of a connection, for both directions.
-
-    Args:
-        keys: of the two directions.
-        has_payloads: whether frames have payloads.
-
-    Raises:
-        ConfigError: see `payload_digest`.
-    """
+    """Seals of one end of a connection, for both directions. Raises `ConfigError` as `payload_digest` does."""
 
     def __init__(self, keys: Keys, *, has_payloads: bool) -> None:
         self._keys = keys

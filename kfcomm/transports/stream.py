@@ -80,20 +80,8 @@ class StreamLink(Link):
     All calls belong to the driver of ``reactor``. A frame that the peer must not send ends this link alone; so does
     ``RemoteProtocolError`` raised by ``inbound``.
 
-    Args:
-        sock: a connected stream socket whose handshake is over.
-        reactor: drives it: a `Reactor`, or any asyncio loop with ``add_reader`` (uvloop, selector loops).
-        inbound: receives what arrives.
-        peer: world rank of the other end.
-        options: sizes.
-        seals: of the frames in both directions; None for plain ones.
-
-    Attributes:
-        kind: ``unix`` or ``tcp``.
-        bytes_in: bytes received, heads included.
-        bytes_out: bytes that the kernel has taken.
-        frames_in: whole frames received.
-        frames_out: frames that the kernel has taken.
+    ``reactor`` is a `Reactor`, or any asyncio loop with ``add_reader`` (uvloop, selector loops). ``seals`` are those of
+    the frames in both directions. ``bytes_out`` and ``frames_out`` are what the kernel has taken; bytes include heads.
     """
 
     needs_flush = True
@@ -144,7 +132,7 @@ class StreamLink(Link):
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that the kernel has yet to take."""
+        """Bytes that the kernel has not taken."""
         return self._outbox.nbytes
 
     @override
@@ -177,8 +165,8 @@ class StreamLink(Link):
             with contextlib.suppress(OSError):  # a dead connection: reading tells so
                 hold_little(self._sock)
 
+    @override
     def flush(self) -> None:
-        """Move queued frames as far as the kernel takes them; the rest follows by itself."""
         if self._writer_on or self._flushing or self._fd < 0:
             return
         frame = self._outbox.take_only()
@@ -297,14 +285,14 @@ class StreamLink(Link):
 
     # Receiving.
 
+    @override
     def disown(self, owner: object) -> None:
-        """Stop writing to the placement of ``owner``; the rest of its payload is dropped."""
         if self._rest is not None and self._placement.owner is owner:
             self._skip = len(self._rest)
             self._rest = self._placement = None
 
+    @override
     def redirect(self, owner: object) -> None:
-        """Continue writing where the placement of ``owner`` is now."""
         if self._rest is not None and self._placement.owner is owner:
             self._placement.redirect()
             self._rest = self._placement.view[-len(self._rest) :]
@@ -314,7 +302,9 @@ class StreamLink(Link):
         try:
             while self._fd >= 0:
                 if budget <= 0:
-                    self._go_on_later()
+                    # Others have their turn. The loop calls again for data in the kernel, not for data that TLS decrypted.
+                    if self._pending is not None and self._pending():
+                        self._reactor.call_soon(self._readable_still)
                     break
                 if self._rest is None and not self._end:
                     moved = self._end = self._receive_bytes(self._room)
@@ -340,11 +330,6 @@ class StreamLink(Link):
             raise
         finally:
             self._inbound.burst_end(self)
-
-    def _go_on_later(self) -> None:
-        """Yield to others. The loop calls again for data in the kernel, but not for data that TLS has decrypted."""
-        if self._pending is not None and self._pending():
-            self._reactor.call_soon(self._readable_still)
 
     def _readable_still(self) -> None:
         if self._fd >= 0:
@@ -446,12 +431,12 @@ class StreamLink(Link):
             self._writer_on = True
             self._reactor.add_writer(self._fd, self._drain)
 
+    @override
     def descriptors(self) -> tuple[int, ...]:
-        """The socket's descriptor while the link is open."""
         return (self._fd,) if self._fd >= 0 else ()
 
+    @override
     def abort(self) -> None:
-        """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
         self._end_with(None)
 
     async def wait_closed(self) -> None:

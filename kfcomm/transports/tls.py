@@ -31,12 +31,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class Tls(NamedTuple):
-    """TLS contexts of a process.
-
-    Attributes:
-        client: for those that this process opens.
-        server: for those that it accepts.
-    """
+    """TLS contexts of a process, for connections that it opens and for those that it accepts."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext

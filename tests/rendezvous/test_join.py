@@ -265,7 +265,7 @@ async def test_a_rank_whose_connection_ends_while_it_joins_is_told_to_the_others
         joins = [asyncio.create_task(job.join(peer(0), 3))]
         assert await job.server.store.contents.get("world/0/1", LONG_S) is not None
         assert await job.server.store.contents.get("world/0/0", LONG_S) is not None
-        while job.server.store.contents.num_meeting < 2:  # noqa: ASYNC110  the client has no news of it
+        while len(job.server.store.contents.asked) < 2:  # noqa: ASYNC110  the client has no news of it
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)

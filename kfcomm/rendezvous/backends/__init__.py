@@ -80,12 +80,9 @@ class LocalStore(KeyValue):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Circumstances in which a backend is opened.
+    """Circumstances in which a launcher opens a backend: ``is_first`` for that of the first host, which is one.
 
-    Attributes:
-        environ: of the launcher.
-        is_first: whether this is the launcher of the first host; there is one.
-        within_s: how long to try to reach a server.
+    ``within_s`` bounds the attempts to reach a server.
     """
 
     environ: Mapping[str, str]

@@ -43,10 +43,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class FileStore(LocalStore):
-    """Store in a folder.
-
-    Args:
-        folder: created if missing; for this user alone.
+    """Store in a folder of this user alone, which is created if missing.
 
     Raises:
         ConfigError: another process uses it, it cannot be written, or holds other files.

@@ -190,13 +190,7 @@ class Heap:
 
 
 class PeerHeap:
-    """Heap of a peer, mapped when it is first needed.
-
-    Args:
-        descriptor: of the segment; this object closes it.
-
-    Attributes:
-        descriptor: see above; -1 when it is closed.
+    """Heap of a peer, mapped when it is first needed. It owns ``descriptor``, which is -1 when it is closed.
 
     Raises:
         RemoteProtocolError: not a sealed segment.
@@ -246,11 +240,7 @@ class PeerHeap:
 
 
 class Heaps:
-    """Heap of this process and known heaps of its peers.
-
-    Args:
-        rank: world rank of this process.
-    """
+    """Heap of this process, whose world rank is ``rank``, and known heaps of its peers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -299,7 +289,7 @@ class Heaps:
             self._peers[peer] = heap
 
     def empty(self, nbytes: int) -> Array | None:
-        """Allocate in the heap of this process, as ``Heap.empty``."""
+        """Allocate in the heap of this process."""
         self.settle()
         heap = self.own()
         return None if heap is None else heap.empty(nbytes)

@@ -29,16 +29,14 @@ LOOKS_AMONG_HOSTS = 4
 
 
 class Hub:
-    """Poller of all links; implements ``reactor.Poller``.
+    """Poller of all links, and of ``slots``; implements ``reactor.Poller``.
 
     Args:
         reactor: drives it.
         is_waiting: whether something is in flight on this rank.
-        slots: polled as well.
         has_far: there are ranks on other hosts.
 
     Attributes:
-        is_awake: it polls every link again soon.
         restless: links to be polled also without news, until they have nothing left to do.
     """
 

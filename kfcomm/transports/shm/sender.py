@@ -142,7 +142,8 @@ class ShmSender(ShmLink):
                 self._take_back()
                 moved = True
             if self._words[_BACK_TAIL] != self._into.head:
-                self._hear()
+                self._into.read(BURST_NBYTES, self._take)
+                self._inbound.burst_end(self)
                 self._tell_of_room()
                 moved = True
             if self.queue and self._stuck != self._room():
@@ -259,10 +260,6 @@ class ShmSender(ShmLink):
             self._nbytes -= nbytes
             self._arena.release(piece)
         self._num_returned = upto
-
-    def _hear(self) -> None:
-        self._into.read(BURST_NBYTES, self._take)
-        self._inbound.burst_end(self)
 
     def _refuse_chunk(self, *_: object) -> None:
         raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")

@@ -144,12 +144,9 @@ class SlotSpec(NamedTuple):
 
     Attributes:
         number, at: see ``SlotMemory.hand_out``.
-        members: world ranks of the group.
-        rank: group rank of this process.
-        hub: group rank of the process that has handed the slot out.
+        members: world ranks of the group; ``rank`` and ``hub`` are places among them.
+        hub: the process that has handed the slot out.
         dtype: of the contributions.
-        cut: how messages are cut.
-        combine: see ``Combine``.
     """
 
     number: int

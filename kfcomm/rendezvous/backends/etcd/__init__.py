@@ -30,12 +30,7 @@ _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?"
 class Address:
     """An etcd, and the prefix of one job in it.
 
-    Attributes:
-        endpoints: ``http://host:port`` of its members.
-        prefix: all keys of the job begin with this and a slash.
-        user: name for authentication; empty without.
-        password: of that user.
-        tls: context for the connections; None for plain ones.
+    ``endpoints`` are the ``http://host:port`` of its members; all keys of the job begin with ``prefix`` and a slash.
     """
 
     endpoints: tuple[str, ...]

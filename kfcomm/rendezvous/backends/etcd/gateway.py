@@ -62,9 +62,6 @@ class _Failed(Exception):
 class Gateway:
     """Client of an etcd.
 
-    Args:
-        address: of the etcd.
-
     Attributes:
         trouble: cause of the last failed attempt; empty after a success.
         is_in_use: whether a job runs, which needs etcd for changes alone; before, it cannot begin without etcd.

@@ -39,16 +39,9 @@ _OVER = b" over"
 
 
 class Lease:
-    """The lease of a job, as one launcher knows it.
+    """The lease of a job, as one launcher knows it; its number is the value of ``key``.
 
-    Args:
-        gateway: client of the etcd.
-        key: key with the number of the lease.
-        lost: called when it has ended before the job.
-        over: called, with the reason, when the job is over.
-
-    Attributes:
-        number: of the lease.
+    ``lost`` is called when it has ended before the job, ``over``, with the reason, when the job is over.
     """
 
     def __init__(self, gateway: Gateway, key: bytes, lost: Callable[[], None], over: Callable[[str], None]) -> None:

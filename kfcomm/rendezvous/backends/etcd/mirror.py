@@ -46,11 +46,7 @@ _LOG = logging.getLogger("kfcomm.etcd")
 
 
 class EtcdStore(LocalStore):
-    """Store in etcd, mirrored in memory. Made by `begin`.
-
-    Args:
-        gateway: client of the etcd.
-    """
+    """Store in etcd, mirrored in memory. Made by `begin`."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
@@ -66,12 +62,7 @@ class EtcdStore(LocalStore):
 
     @classmethod
     async def begin(cls, address: Address, *, is_first: bool, within_s: float) -> EtcdStore:
-        """Connect to an etcd and load its values of the job.
-
-        Args:
-            address: of the etcd.
-            is_first: whether this is the launcher of the first host; there is one.
-            within_s: how long to try.
+        """Connect to an etcd within this time, and load its values of the job; one launcher ``is_first``.
 
         Raises:
             RendezvousError: etcd cannot be reached, refuses the user, or another launcher is the first.
