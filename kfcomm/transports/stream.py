@@ -302,7 +302,7 @@ class StreamLink(Link):
         try:
             while self._fd >= 0:
                 if budget <= 0:
-                    # Others have their turn. The loop calls again for data in the kernel, not for data that TLS decrypted.
+                    # Let others have their turn. The loop calls again for data in the kernel, not inside TLS.
                     if self._pending is not None and self._pending():
                         self._reactor.call_soon(self._readable_still)
                     break
