@@ -51,8 +51,9 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """All IPv4 and IPv6 addresses of this host, except link-local ones, which need a scope."""
+    """All IPv4 and IPv6 addresses of this host, except link-local ones."""
     found = (*_ipv4(), *_ipv6())
+    # A link-local address needs a scope, which peers of another interface do not have.
     return tuple(each for each in found if not ipaddress.ip_address(each.address).is_link_local)
 
 

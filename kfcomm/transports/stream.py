@@ -417,13 +417,11 @@ class StreamLink(Link):
         return self._closing or self._fd < 0
 
     def close(self) -> None:
-        """Say goodbye after what is queued. The peer's answers are read until it closes its side, too.
-
-        Closing the socket while bytes of the peer are unread would reset the connection, which can destroy bytes that
-        are still on their way to the peer.
-        """
+        """Say goodbye after what is queued. The peer's answers are read until it closes its side, too."""
         if self.is_closing:
             return
+        # The socket is closed later: while bytes of the peer are unread, that would reset the connection, which can
+        # destroy bytes that are still on their way to the peer.
         header = (_BYE,)
         self._outbox.put(header, self._encode(header), None, None)
         self._closing = True

@@ -191,8 +191,6 @@ class Offer(NamedTuple):
 async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMemory, heap: Heap | None) -> Shared:
     """Show the peer a new segment, the arena, the slots, and the heap if there is one; the socket stays open.
 
-    No timeout: a busy peer answers late, and the end of the peer ends the wait.
-
     Raises:
         LinkRefused: the peer or this process cannot share memory.
         TransportError: the peer went away.
@@ -209,7 +207,7 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMem
             raise LinkRefused(f"descriptors cannot be passed: {why(error)}") from error
         finally:
             os.close(descriptor)
-        await readable(sock.fileno())
+        await readable(sock.fileno())  # without a timeout: a busy peer answers late, and its end ends the wait
         answer = sock.recv(1 + _MAX_REASON_NBYTES)
     if answer[:1] != _YES:
         raise LinkRefused(answer[1:].decode(errors="replace") or "the peer closed the connection")

@@ -88,13 +88,9 @@ class Heap:
             self.descriptor = -1
 
     def empty(self, nbytes: int) -> Array | None:
-        """Allocate uninitialized bytes from the beginning of a page; None if there are no more.
-
-        None also in a forked child, since only the parent knows what is free. They are freed with the last view of the
-        array.
-        """
+        """Allocate uninitialized bytes from the beginning of a page, freed with the array's last view; None if full."""
         room = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner:  # a forked child: only the parent knows what is free
             return None
         with self._lock:
             mapping = self._mapping or self._map()
@@ -144,11 +140,8 @@ class Heap:
         return at
 
     def _forget(self, at: int, room: int) -> None:
-        """Free an array whose last view is gone: on any thread, perhaps while the lock is held.
-
-        Not in a forked child: the parent may still have a view.
-        """
-        if os.getpid() != self._owner:
+        """Free an array whose last view is gone: on any thread, perhaps while the lock is held."""
+        if os.getpid() != self._owner:  # a forked child: the parent may still have a view
             return
         self._ended.append((at, room))
         self._settle()
@@ -252,18 +245,16 @@ class Heaps:
         self._num_loans = 0
 
     def own(self) -> Heap | None:
-        """Return the heap of this process, made at the first call, on any thread; None if the system refuses one.
-
-        A program may make its first array while the engine opens links. Peers that were shown another heap than the
-        one of the arrays would read zeros, so the first heap wins. Without a lock: a child forked meanwhile would
-        wait for it for ever.
-        """
+        """Return the heap of this process, made at the first call, on any thread; None if the system refuses one."""
         if self._own is None:
             try:
                 heap = Heap()
             except OSError as error:
                 logger.debug("no symmetric memory: %s", error)
                 return None
+            # A program may make its first array while the engine opens links. Peers that were shown another heap than
+            # that of the arrays would read zeros, so the first heap wins. Without a lock: a child forked meanwhile
+            # would wait for it for ever.
             self._own = self._first.setdefault(self.rank, heap)
             if self._own is not heap:
                 heap.close()

@@ -141,9 +141,10 @@ class ShmLink(Link, ABC):
         self.owes_bell = False
 
     def _settle_bell(self) -> None:
-        """Wake the peer if it stays parked for some polls: often it wakes by itself, and a wake-up is expensive."""
+        """Wake the peer if it stays parked for some polls."""
         with self._fence:
             pass
+        # Often it wakes by itself, and a wake-up is expensive.
         if not self._words[self._far]:
             self.owes_bell = False
         elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
@@ -167,11 +168,8 @@ class ShmLink(Link, ABC):
         return not self.queue and (self._said_bye or not self.is_closing)
 
     def park(self, what: Parked) -> None:
-        """Have the peer wake this side from now on; a fence and a poll must follow.
-
-        A peer with unread records may be one that does not poll: it is woken, parked or not.
-        """
-        if not self._out.is_empty:
+        """Have the peer wake this side from now on; a fence and a poll must follow."""
+        if not self._out.is_empty:  # the peer may be one that does not poll: it is woken, parked or not
             self.wake_peer()
         self.ring_bell()
         self._words[self._near] = what

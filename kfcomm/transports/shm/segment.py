@@ -29,15 +29,13 @@ if sys.platform == "linux":
 
 
 def why_unsupported() -> str | None:
-    """Return why this process cannot share memory, or None.
-
-    Other processors than x86 may show a peer the counter of a record before the record itself, and plain Python has no
-    ordered store; 32-bit processors may show half a word.
-    """
+    """Return why this process cannot share memory, or None."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
     if not hasattr(socket, "send_fds"):
         return "descriptors cannot be passed over sockets here"
+    # Other processors than x86 may show a peer the counter of a record before the record itself, and plain Python has
+    # no ordered store; 32-bit processors may show half a word.
     if platform.machine() not in _ORDERED_STORES:
         return f"stores are not ordered on {platform.machine()}"
     if sys.maxsize < 1 << 32:
@@ -254,11 +252,11 @@ class Arena:
         self._free[self._size_of_slab[slab]].append(piece)
 
     def handed_on(self) -> Arena | None:
-        """Return a new arena with the same memory, for other links; this one is empty from then on.
+        """Return a new arena with the same memory, for other links; None if any piece may still be read or written.
 
-        So its pages are reused, which the system takes longer to provide than a copy takes. None, without a change, if
-        any piece may still be read or written.
+        This one is empty from then on.
         """
+        # So its pages are reused, which the system takes longer to provide than a copy takes.
         if self._readers or self.is_doubtful or self.descriptor < 0:
             return None
         made = Arena(self.num_slabs, (self.descriptor, self._mapping))
