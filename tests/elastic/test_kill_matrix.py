@@ -104,7 +104,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
         is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
         is_in_time = self.log.comm.epoch == 0 and self.log.step == 2  # the boundary before step 0 counts
-        if is_in_time and self.log.comm.rank == OTHER and entry.key[0] == "c" and is_last and not handle.cancelled():
+        if is_in_time and self.log.comm.rank == OTHER and entry.name == "c" and is_last and not handle.cancelled():
             entry.inner = None
             self.look_if_quiet()
         else:
