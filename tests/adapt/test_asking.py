@@ -155,6 +155,7 @@ async def test_of_one_policys_own_wishes_the_last_holds() -> None:
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
+        (lambda ctx: ctx.set_strategy("rnig"), "unknown strategy 'rnig'; did you mean ring?"),
         (lambda ctx: ctx.set_batch_size(30), "a batch of 30 does not divide among 4 ranks; 28 or 32 would"),
         (lambda ctx: ctx.set_learning_rate(math.nan), "a learning rate is a finite number"),
         (lambda ctx: ctx.set_agreement("smaa"), "the program knows no agreement 'smaa'; did you mean sma?"),
@@ -168,17 +169,6 @@ async def test_invalid_request_switches_the_policy_off_everywhere(ask: Callable[
     decisions, seen = await trained(lambda comm: [Asks("Bad", 1, do=lambda ctx: ask(ctx) and None)], held, steps=4)
     assert decisions[0].what.startswith("switched off: it raised on every rank: ConfigError in after_step: ")
     assert says in decisions[0].what
-    assert set(seen) == {(64, 0.1, "sma", None)}
-
-
-@pytest.mark.asyncio
-async def test_ranks_that_ask_for_different_batches() -> None:
-    def make(comm: Communicator) -> list[Policy]:
-        return [Asks("Rank", 1, do=lambda ctx: ctx.set_batch_size(128 if comm.rank else 256) and None)]
-
-    decisions, seen = await trained(make, held, steps=4)
-    what = "switched off: the ranks disagree: rank 0 asks for batch size 256, rank 1 asks for batch size 128"
-    assert words(decisions) == [(2, "Rank", what)]
     assert set(seen) == {(64, 0.1, "sma", None)}
 
 

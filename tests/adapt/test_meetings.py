@@ -11,8 +11,6 @@ import pytest
 
 from kfcomm.adapt import Adaptation, Context, Decision, Policy
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
-from kfcomm.strategies import build
-from kfcomm.types import Layout
 from kfcomm.world.communicator import Communicator
 from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, until, works, world
@@ -146,18 +144,6 @@ async def test_several_requests_at_once_are_done_in_order() -> None:
 
 
 @pytest.mark.asyncio
-async def test_of_two_policies_the_first_has_its_way() -> None:
-    asks = [Doing(lambda ctx, name=name: ctx.set_strategy(name) and None, name=name) for name in ("ring", "clique")]
-    decisions, in_force = await adapted(lambda comm: asks, steps=5)
-    clique = build("clique", Layout.even(4, 4)).digest.hex()[:8]
-    assert words(decisions) == [
-        (3, "clique", f"asks for strategy clique [{clique}]: overruled by ring, which comes before it"),
-        (3, "ring", "strategy star -> ring"),
-    ]
-    assert in_force[-1] == "ring"
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("bad", [(2,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -278,12 +264,6 @@ async def test_a_policy_that_catches_the_failure_stays() -> None:
     decisions, in_force = await adapted(lambda comm: [Doing(ask)], steps=5)
     assert words(decisions) == [(3, "Doing", "strategy star -> ring")]
     assert in_force[-1] == "ring"
-
-
-@pytest.mark.asyncio
-async def test_an_unknown_strategy_is_refused_when_it_is_asked_for() -> None:
-    decisions, _ = await adapted(lambda comm: [Doing(lambda ctx: ctx.set_strategy("rnig") and None)])
-    assert "ConfigError in after_step: unknown strategy 'rnig'; did you mean ring?" in decisions[0].what
 
 
 @pytest.mark.asyncio

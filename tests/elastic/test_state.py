@@ -27,15 +27,6 @@ def test_values_are_attributes() -> None:
         one.steps  # noqa: B018
     with pytest.raises(ConfigError, match="not 'steps'"):
         one.steps = 1
-
-
-@pytest.mark.parametrize("value", [object(), {1, 2}, {"a": [1j]}, [lambda: 1]])
-def test_unsendable_value_is_refused_with_its_path(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"value.*cannot be in a state"):
-        State(value=value)
-    one = State(value=1)
-    with pytest.raises(ConfigError, match="cannot be in a state"):
-        one.value = value
     with pytest.raises(ConfigError, match="underscore"):
         State(_hidden=1)
 

@@ -16,7 +16,7 @@ from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.elastic.checks import MAX_DEPTH
 from kfcomm.elastic.state import plan_of, small_of
 from kfcomm.errors import ConfigError
-from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.testing import run_ranks, world
 
 
 class Color(enum.StrEnum):
@@ -101,22 +101,6 @@ async def test_unsendable_value_added_later_raises_everywhere_at_the_next_bounda
             return -2
 
         assert await run_ranks(comms, main) == [4, 4, 4]
-
-
-def test_the_same_for_programs_without_an_event_loop() -> None:
-    with sync_world(2, elastic=True, timeout=3600) as comms:
-
-        def main(comm: Any) -> None:
-            state = State(best={})
-            with Elastic(comm, state) as elastic:
-                steps = elastic.steps(ElasticSampler(20, 2))
-                next(steps)
-                if comm.rank == 0:
-                    state.best[1, 2] = 3
-                with pytest.raises(ConfigError, match=r"^rank 0: best cannot be in a state: it has the key \(1, 2\)"):
-                    next(steps)
-
-        run_threads(list(comms), main)
 
 
 @pytest.mark.parametrize("what", ["tuple key", "object array", "endless", "equal keys"])
