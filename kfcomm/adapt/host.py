@@ -46,39 +46,22 @@ class Held:
 
 
 class PolicyHost:
-    """Shared state of policies, the same on every rank, and the changes that all ranks make together.
-
-    Args:
-        comm: communicator of all ranks, or a `StaticWorld`.
-        hyperparameters: at first.
-        policies: in the same order on every rank.
-        on_decision: called with each decision, and its level for the log.
-
-    Attributes:
-        runners: the policies on this rank, in their order.
-        observed: numbers that the program observes.
-        recorder: writes down what happens; None without a record.
-        decisions: all decisions.
-        metrics: of the last step at whose end the ranks met; None before.
-        num_steps: number of steps that have ended.
-        hyperparameters: of the next step.
-        holders: by subject, the policy that has changed it last.
-    """
+    """Shared state of policies, the same on every rank, and the changes that all ranks make together."""
 
     def __init__(
         self, comm: Any, hyperparameters: Hyperparameters, policies: Sequence[Policy],
         on_decision: Callable[[Decision, int], None] | None = None,
     ) -> None:  # fmt: skip
-        self.comm = comm
-        self.runners = [Runner(policy, self) for policy in policies]
+        self.comm = comm  # communicator of all ranks, or a `StaticWorld`
+        self.runners = [Runner(policy, self) for policy in policies]  # in an order that all ranks share
         self.observed = Observed()
-        self.hyperparameters = hyperparameters
-        self.recorder: StepRecorder | None = None
+        self.hyperparameters = hyperparameters  # of the next step
+        self.recorder: StepRecorder | None = None  # writes down what happens; None without a record
         self.decisions: list[Decision] = []
-        self.metrics: StepMetrics | None = None
-        self.num_steps = 0
-        self.holders: dict[str, Named] = {}
-        self._on_decision = on_decision
+        self.metrics: StepMetrics | None = None  # of the last step at whose end the ranks met; None before
+        self.num_steps = 0  # number of steps that have ended
+        self.holders: dict[str, Named] = {}  # by subject, the policy that has changed it last
+        self._on_decision = on_decision  # called with each decision, and its level for the log
 
     @property
     def held(self) -> Held:
@@ -166,11 +149,7 @@ class PolicyHost:
     # ---------------------------------------------------------------- arguments of requests
 
     def check_size(self, size: Any) -> int:
-        """Check a number of ranks that a policy asks for.
-
-        Raises:
-            ConfigError: it is not a number of ranks, or the ranks of this program cannot change.
-        """
+        """Check a number of ranks that a policy asks for."""
         number = whole_number(size)
         if number is None or number < 1:
             raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
@@ -179,11 +158,7 @@ class PolicyHost:
         return number
 
     def check_rank(self, rank: Any) -> int:
-        """Check a rank that a policy asks to replace.
-
-        Raises:
-            ConfigError: the rank is out of range, or the ranks of this program cannot change.
-        """
+        """Check a rank that a policy asks to replace."""
         number = whole_number(rank)
         if number is None or not 0 <= number < self.comm.size:
             raise ConfigError(f"a rank is a whole number from 0 to {self.comm.size - 1}, not {rank!r}")
@@ -225,21 +200,14 @@ class PolicyHost:
 
 
 class Runner:
-    """Policy and its state on this rank.
-
-    Attributes:
-        policy: the policy.
-        is_off: it is not called any more, on any rank.
-        failure: its error on this rank, in words; empty without one.
-        at_rest: set while its method has returned, or waits for the ranks.
-    """
+    """Policy and its state on this rank."""
 
     def __init__(self, policy: Policy, host: PolicyHost) -> None:
         self.policy = policy
         self.name = plain_text(policy.name)
-        self.is_off = False
-        self.failure = ""
-        self.at_rest = asyncio.Event()
+        self.is_off = False  # it is not called any more, on any rank
+        self.failure = ""  # its error on this rank, in words; empty without one
+        self.at_rest = asyncio.Event()  # set while its method has returned, or waits for the ranks
         self.at_rest.set()
         self._context = Context(host, self)
         self._host = host

@@ -238,22 +238,15 @@ class Observed:
     """Numbers that the program of one rank has observed since the last meeting.
 
     A name gets a column on all ranks after one of them has observed it for the first time, by one more exchange.
-
-    Attributes:
-        columns: names that all ranks know, in the same order.
     """
 
     def __init__(self) -> None:
-        self.columns: tuple[str, ...] = ()
+        self.columns: tuple[str, ...] = ()  # names that all ranks know, in the same order
         self._values: dict[str, float] = {}
         self._names: set[str] = set()
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Keep values; the last one of a name counts.
-
-        Raises:
-            ConfigError: a value is not a number, or there are too many names.
-        """
+        """Keep values; the last one of a name counts."""
         for name, value in values.items():
             number = _number(name, value)
             if len(name) > MAX_NAME or len(self._names | {name}) > MAX_OBSERVED:

@@ -138,11 +138,7 @@ def strategy_as_json(strategy: AnyStrategy) -> list[str]:
 
 
 def encoded(value: Any) -> Any:
-    """Encode a value for strict JSON: null for nan, text for infinities.
-
-    Raises:
-        ConfigError: JSON cannot carry it.
-    """
+    """Encode a value for strict JSON: null for nan, text for infinities."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -157,11 +157,7 @@ class ElasticCall:
         return None if default is inspect.Parameter.empty else default
 
     def title(self) -> str:
-        """Return the text by which the ranks match the call, as in a plain job; empty without a name.
-
-        Raises:
-            ConfigError: the name is not valid.
-        """
+        """Return the text by which the ranks match the call, as in a plain job; empty without a name."""
         name = checked_name(self.get("name"))
         # Without a name, the names of the arrays identify the call, as in a plain job.
         if self.verb != "all_reduce_many":
@@ -170,11 +166,7 @@ class ElasticCall:
         return many_key(names) if names else ""
 
     def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
-        """Call the verb with another root and ``out``, and with another timeout, if one is given.
-
-        Raises:
-            ConfigError: as the verb does.
-        """
+        """Call the verb with another root and ``out``, and with another timeout, if one is given."""
         args, kwargs = self._args, self._kwargs
         places = _PLACES[self.verb]
         changed = {}
@@ -288,27 +280,19 @@ class CallLog:
     """Calls of one rank while an ``Elastic`` is open, and where its epoch stands: all that its users share.
 
     Runs in the engine's thread, except ``add``.
-
-    Attributes:
-        comm: communicator of the epoch.
-        shown: uids of the ranks of the step, which its calls number from 0.
-        step: number of the step since ranks last joined or left by a plan: the same on the ranks that joined then.
-        entries: calls of this step, by key.
-        kept: the boundary before this step: another rank may still need its result.
-        outcomes: what was agreed after a loss about calls that are over on some ranks only.
-        is_changing: a change of the epoch is under way.
-        error: error that has ended all calls; else None.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.shown: Uids = comm.births
+        self.shown: Uids = comm.births  # uids of the ranks of the step, which its calls number from 0
+        # Number of the step since ranks last joined or left by a plan: the same on the ranks that joined then
         self.step = 0
         self.entries: dict[Key, Entry] = {}
-        self.kept: list[Entry] = []
+        self.kept: list[Entry] = []  # the boundary before this step: another rank may still need its result
+        # What was agreed after a loss about calls that are over on some ranks only
         self.outcomes: dict[Key, CallOutcome] = {}
-        self.is_changing = False
-        self.error: BaseException | None = None
+        self.is_changing = False  # a change of the epoch is under way
+        self.error: BaseException | None = None  # error that has ended all calls; else None
         self._uses: dict[str, int] = {}
 
     # ---------------------------------------------------------------- the epoch

@@ -81,20 +81,12 @@ def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> No
 
 
 def about_of(path: Path) -> tuple[CheckpointHeader, str] | None:
-    """Header of a file, and its digest; None without a file.
-
-    Raises:
-        ConfigError: it is not a readable checkpoint, or has another version.
-    """
+    """Header of a file, and its digest; None without a file."""
     return _reading(path, _about)
 
 
 def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
-    """Read the arrays of a file with this header, flat.
-
-    Raises:
-        ConfigError: they differ from the header.
-    """
+    """Read the arrays of a file with this header, flat."""
 
     def read(file: zipfile.ZipFile, _: Path) -> list[Array]:
         arrays = [_array(file, *one) for one in about.plan]
@@ -280,14 +272,7 @@ class Found(NamedTuple):
 
 
 class Checkpoint:
-    """The checkpoint file of one state, written each ``every`` steps.
-
-    Attributes:
-        lineage: ids of the jobs that continued from each other; this job is the last.
-
-    Raises:
-        ConfigError: an argument is not valid.
-    """
+    """The checkpoint file of one state, written each ``every`` steps."""
 
     def __init__(self, path: str | os.PathLike[str], every: int, state: State) -> None:
         self.path = Path(path)
@@ -295,7 +280,7 @@ class Checkpoint:
             raise ConfigError(f"checkpoint_every is a number of steps from 1 on, not {every!r}")
         if not self.path.parent.is_dir():
             raise ConfigError(f"there is no directory {str(self.path.parent)!r} for a checkpoint")
-        self.lineage = ["0"]
+        self.lineage = ["0"]  # ids of the jobs that continued from each other; this job is the last
         self.every = every
         self._state = state
         self._kept = Kept(state)
@@ -309,20 +294,12 @@ class Checkpoint:
         return sendable(str(self.path))
 
     async def find(self) -> Found | None:
-        """Read the description of the file; None without a file.
-
-        Raises:
-            ConfigError: the file is not a checkpoint, or is damaged.
-        """
+        """Read the description of the file; None without a file."""
         found = await asyncio.get_running_loop().run_in_executor(self._thread, about_of, self.path)
         return None if found is None else Found(found[1], found[0].number)
 
     async def read(self) -> Any:
-        """Load the state of the file; returns the position that was written with it, None without a file.
-
-        Raises:
-            ConfigError: the file is damaged, or of another state; then the state is unchanged.
-        """
+        """Load the state of the file; returns the position that was written with it, None without a file."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read)
 
     def _read(self) -> Any:

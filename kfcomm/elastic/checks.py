@@ -33,16 +33,11 @@ class MappingKey:
 
 
 class Unfit(Exception):
-    """Error: a value cannot be in a state.
-
-    Attributes:
-        path: its keys and indices, from the innermost container outwards.
-        why: reason.
-    """
+    """Error: a value cannot be in a state."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.path: list[Any] = []
+        self.path: list[Any] = []  # its keys and indices, from the innermost container outwards
         self.why = why
 
 
@@ -53,9 +48,6 @@ def check(value: Any, name: str, *, is_quick: bool = False) -> None:
         value: value for a state.
         name: its name.
         is_quick: check only the type and dtype of arrays.
-
-    Raises:
-        ConfigError: with the path of the value, the reason, and what to give instead.
 
     Cost: about 1 µs for each array; if it is quick, about 0.2 µs for each value.
     """

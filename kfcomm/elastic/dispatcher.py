@@ -78,21 +78,15 @@ class Recovery:
     """Changes of the epoch of one rank while an ``Elastic`` is open. Runs in the engine's thread.
 
     Arguments as for `Dispatcher`.
-
-    Attributes:
-        runner: posts the calls.
-        is_released: a plan has released this rank.
-        num_changes: number of changes of the epoch so far.
-        paused_s: total time that calls have waited for them.
     """
 
     def __init__(
         self, log: CallLog, moved: Callable[[Communicator], None], reports: EpochReports, *, finishes: bool
     ) -> None:
         self.runner = CallRunner(log, self._start, finishes=finishes)
-        self.is_released = False
+        self.is_released = False  # a plan has released this rank
         self.num_changes = 0
-        self.paused_s = 0.0
+        self.paused_s = 0.0  # total time that calls have waited for them
         self._log = log
         self._moved = moved
         self._reports = reports
@@ -240,15 +234,8 @@ class Dispatcher:
     A blocking caller may execute a call itself, on its own thread: then ``enter`` begins it, and one of ``done``,
     ``take_over`` and ``abandon`` ends it.
 
-    Args:
-        comm: communicator of the epoch.
-        moved: called with the communicator of each new epoch.
-        reports: reports each new epoch to the store.
-        finishes: repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all.
-
-    Attributes:
-        log: calls of the step.
-        recovery: changes of the epoch.
+    ``moved`` is called with the communicator of each new epoch. With ``finishes`` the remaining ranks repeat what no
+    rank has finished when one is lost; else it fails on all.
     """
 
     def __init__(
@@ -259,11 +246,7 @@ class Dispatcher:
         self._runner = self.recovery.runner
 
     def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
-        """Begin a call of this step.
-
-        Raises:
-            ConfigError: as the verb does.
-        """
+        """Begin a call of this step."""
         handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
         entry = self.log.add(ElasticCall(verb, args, kwargs), handle)
         handle.withdraw = partial(self._runner.withdraw, entry)
@@ -289,11 +272,7 @@ class Dispatcher:
         return rows, handle.contributors or ()
 
     def refuse(self, name: str | None, error: BaseException, steps: int) -> None:
-        """Refuse this rank's next call of a name: it takes its place in the step, and fails on the other ranks.
-
-        Raises:
-            ConfigError: it cannot be a name.
-        """
+        """Refuse this rank's next call of a name: it takes its place in the step, and fails on the other ranks."""
         handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
         entry = self.log.add(ElasticCall("barrier", (name,), {}), handle)
         entry.refusal = error, steps

@@ -70,15 +70,7 @@ class StateOffer(NamedTuple):
 
 
 class Handover:
-    """Handover of one state, while an ``Elastic`` is open.
-
-    Args:
-        comm: communicator of all ranks.
-        calls: calls of this rank.
-        state: state of this rank.
-        program: see ``program_digest``, from when training began.
-        options: options of this rank's ``Elastic``, by name; the same on all ranks.
-    """
+    """Handover of one state, while an ``Elastic`` is open."""
 
     def __init__(
         self, comm: ElasticCommunicator, calls: Dispatcher, state: State, program: str, options: dict[str, Any]
@@ -86,8 +78,8 @@ class Handover:
         self.comm = comm
         self.calls = calls
         self._state = state
-        self._program = program
-        self._options = options
+        self._program = program  # see ``program_digest``, from when training began
+        self._options = options  # options of this rank's ``Elastic``, by name; the same on all ranks
 
     async def carry_out(
         self, place: Any, having: Uids | None = None, *, wrong: str | None = None, are_new: bool = False
@@ -247,11 +239,7 @@ class Entrance:
         return self._begun(await self._handover.carry_out(None, self._births[:num_old]))
 
     async def begin(self) -> Position:
-        """Agree with the other ranks on the position from which all begin.
-
-        Raises:
-            ConfigError: see ``Elastic``.
-        """
+        """Agree with the other ranks on the position from which all begin."""
         while True:
             holders = await self._holders()
             if not holders:

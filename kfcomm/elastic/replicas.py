@@ -182,9 +182,6 @@ class Replicas:
     async def commit(self) -> bool:
         """Commit the local states of all ranks, which all call it; returns whether the commit is complete.
 
-        Raises:
-            ConfigError: the state of a rank cannot be sent, or read; on all ranks.
-
         Cost: a copy of the state, ``num_copies`` messages of it, and two small gathers.
         """
         wrong, mine, small = self._copied()
@@ -214,11 +211,7 @@ class Replicas:
         return is_complete
 
     def restore(self) -> None:
-        """Restore this rank's state from the last complete commit.
-
-        Raises:
-            ConfigError: no commit is complete; or the arrays have other shapes by now.
-        """
+        """Restore this rank's state from the last complete commit."""
         if self._last is None:
             raise ConfigError("there is no complete commit to go back to")
         here = self._comm.current

@@ -33,18 +33,13 @@ MAX_SCRATCH = 8
 
 
 class CallRunner:
-    """Execution of one rank's calls in the communicator of the epoch. Runs in the engine's thread.
-
-    Args:
-        log: calls of this rank.
-        start_change: starts a change of the epoch, after which calls are posted again.
-        finishes: repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all.
-    """
+    """Execution of one rank's calls in the communicator of the epoch. Runs in the engine's thread."""
 
     def __init__(self, log: CallLog, start_change: Callable[[], None], *, finishes: bool) -> None:
         self.log = log
         self.transfer = ResultTransfer(log, self.look_if_quiet)
-        self._start_change = start_change
+        self._start_change = start_change  # starts a change of the epoch, after which calls are posted again
+        # Repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all
         self._finishes = finishes
         self._quiet: asyncio.Future[None] | None = None
         self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
@@ -275,17 +270,10 @@ class CallRunner:
 
 
 class ResultTransfer:
-    """Transfer of results of one rank, or to it, in the communicator of the epoch.
-
-    Args:
-        log: calls of this rank.
-        ended: called when a part of this rank has ended.
-
-    Attributes:
-        parts: this rank's part in calls that are over here, each with the step of the call.
-    """
+    """Transfer of results of one rank, or to it, in the communicator of the epoch."""
 
     def __init__(self, log: CallLog, ended: Callable[[], None]) -> None:
+        # This rank's part in calls that are over here, each with the step of the call
         self.parts: dict[Handle[Any], int] = {}
         self._log = log
         self._ended = ended
@@ -381,11 +369,7 @@ def restored(fields: Any, like: Any) -> Any:
 
 
 def written(result: Any, out: Any) -> Any:
-    """Copy a result to the caller's ``out``; returns ``out``.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Copy a result to the caller's ``out``; returns ``out``."""
     if isinstance(out, Mapping):
         for key, one in result.items():
             written(one, out[key])

@@ -189,25 +189,17 @@ class Position(NamedTuple):
 
 
 class Samplers:
-    """Samplers that this rank has used, by name.
-
-    Attributes:
-        waiting: positions of the samplers that this rank has not used yet, by name.
-    """
+    """Samplers that this rank has used, by name."""
 
     def __init__(self) -> None:
-        self.waiting: dict[Name, Any] = {}
+        self.waiting: dict[Name, Any] = {}  # positions of the samplers that this rank has not used yet, by name
         self._found: dict[Name, ElasticSampler] = {}
         self._first: dict[Name, Any] = {}
         self._names: weakref.WeakKeyDictionary[ElasticSampler, Name] = weakref.WeakKeyDictionary()
         self._num_unnamed = 0
 
     def name_of(self, sampler: ElasticSampler) -> Name:
-        """Return the name of a sampler; at its first use, set it to its position.
-
-        Raises:
-            ConfigError: it differs from the sampler of that position; or another sampler has its name.
-        """
+        """Return the name of a sampler; at its first use, set it to its position."""
         if not isinstance(sampler, ElasticSampler):
             raise ConfigError(f"steps go through a kfcomm.elastic.ElasticSampler, not through {sampler!r:.80}")
         name = self._names.get(sampler)
@@ -290,11 +282,7 @@ class Told(NamedTuple):
 
 
 def check_names(number: int, told: Sequence[Told]) -> None:
-    """Refuse names by which no rank has made a call in a step of this number.
-
-    Raises:
-        ConfigError: on all ranks, the same.
-    """
+    """Refuse names by which no rank has made a call in a step of this number."""
     missing = sorted(set.intersection(*(set(one.missing) for one in told)))
     if missing:
         made = told[0].made
@@ -306,26 +294,15 @@ def check_names(number: int, told: Sequence[Told]) -> None:
 
 
 class Course:
-    """One walk through a sampler, with the calls that count for the samples of its step, on one rank.
-
-    Args:
-        name: name of the sampler.
-        sampler: the sampler.
-        passes: see ``Elastic.steps``.
-        names: names of the calls by which samples count as used; None for all calls.
-
-    Attributes:
-        step: the current step; None between steps.
-        is_left: the program has left its loop.
-    """
+    """One walk through a sampler, with the calls that count for the samples of its step, on one rank."""
 
     def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
         self.name = name
         self.sampler = sampler
-        self.passes = passes
-        self.names = names
-        self.step: Step | None = None
-        self.is_left = False
+        self.passes = passes  # see ``Elastic.steps``
+        self.names = names  # names of the calls by which samples count as used; None for all calls
+        self.step: Step | None = None  # the current step; None between steps
+        self.is_left = False  # the program has left its loop
         self._uids: Uids = ()  # ranks of the step
         self._met: set[str] = set()  # names of calls of all steps
         self._begin()
@@ -377,11 +354,7 @@ class Course:
         return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
 
     def end_step(self, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
-        """Repeat unused samples of the step; ``uids``: the remaining ranks, with their reports.
-
-        Raises:
-            ConfigError: see ``check_names``.
-        """
+        """Repeat unused samples of the step; ``uids``: the remaining ranks, with their reports."""
         step, self.step, self._is_void = self.step, None, False
         if step is not None:
             if not is_void:

@@ -146,26 +146,15 @@ def rebuilt(tree: Any, arrays: list[Array]) -> dict[str, Any]:
 
 
 class Kept:
-    """Copy of a state, to restore it or to write it while training continues.
-
-    Args:
-        state: the state.
-
-    Attributes:
-        plan: see ``plan_of``.
-        arrays: flat, in the order of ``arrays_of``.
-        outline: see ``outline_of``.
-        small: see ``small_of``.
-        place: position of training, or another value that was copied with it.
-    """
+    """Copy of a state, to restore it or to write it while training continues."""
 
     def __init__(self, state: State) -> None:
-        self.place: Any = None
+        self.place: Any = None  # position of training, or another value that was copied with it
         self._state = state
-        self.plan: list[list[Any]] = []
-        self.arrays: list[Array] = []
-        self.outline: list[Any] = []
-        self.small: Any = None
+        self.plan: list[list[Any]] = []  # see ``plan_of``
+        self.arrays: list[Array] = []  # flat, in the order of ``arrays_of``
+        self.outline: list[Any] = []  # see ``outline_of``
+        self.small: Any = None  # see ``small_of``
 
     def keep(self, place: Any) -> None:
         """Copy the state now.

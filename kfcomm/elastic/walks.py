@@ -50,31 +50,20 @@ LOOKS_SHARE = 50
 
 
 class Walks:
-    """Walks of one rank while an ``Elastic`` is open.
-
-    Args:
-        handover: handover of the state.
-        requests: requests to the job.
-        states: the state that all ranks share, and this rank's local state.
-        checkpoint: checkpoint of the shared state.
-        restarts: steps are repeated after a loss.
-
-    Attributes:
-        is_replaying: this rank has not reached the walk that it has to resume.
-    """
+    """Walks of one rank while an ``Elastic`` is open."""
 
     def __init__(
         self, handover: Handover, requests: Requests, states: tuple[State, State | None],
         checkpoint: Checkpoint | None, *, restarts: bool,
     ) -> None:  # fmt: skip
-        self.is_replaying = False
+        self.is_replaying = False  # this rank has not reached the walk that it has to resume
         self._comm = handover.comm
         self._calls = handover.calls
         self._handover = handover
         self._requests = requests
-        self._state, self._own = states
+        self._state, self._own = states  # what all ranks share, and what is this rank's own
         self._checkpoint = checkpoint
-        self._restarts = restarts
+        self._restarts = restarts  # steps are repeated after a loss
         self._samplers = Samplers()
         self._open: list[Course] = []
         self._earlier = 0
@@ -135,11 +124,7 @@ class Walks:
             course.is_left = True
 
     def _is_here(self, course: Course) -> bool:
-        """Whether this is the walk to resume; False for one that is over.
-
-        Raises:
-            ConfigError: this rank has joined others, and makes other calls than they do.
-        """
+        """Whether this is the walk to resume; False for one that is over."""
         is_over = course.passes is not None and course.sampler.passes >= course.passes
         if self._walk is None:
             return True
@@ -235,11 +220,7 @@ class Walks:
         return fault
 
     def leave(self) -> Walk[None]:
-        """Check that all ranks leave; otherwise raise an error.
-
-        Raises:
-            ConfigError: loops over steps were skipped as finished, and the loop to resume was not reached.
-        """
+        """Check that all ranks leave; otherwise raise an error."""
         if self.is_replaying and self._walk is not None and (self._has_left_out or self._is_joining):
             name, passes, _ = self._walk
             raise ConfigError(
