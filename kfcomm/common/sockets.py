@@ -141,6 +141,8 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 SOCKETS = "/proc/net/unix"
 _UCRED = struct.Struct("iII")
 _LISTENS = 0x10000  # __SO_ACCEPTCON, of the flags in /proc/net/unix
+MAX_ANSWER_NBYTES = 1 << 26
+"""Of one answer; statistics of ten thousand keys take 2 MB."""
 
 
 class Credentials(NamedTuple):
@@ -161,10 +163,11 @@ def credentials_of(sock: socket.socket) -> Credentials:
     return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
-def listening_names(listing: str | None = None) -> list[str]:
-    """Return the abstract names at which processes of this network namespace listen, without their ``@``.
+def own_names(prefix: str, listing: str | None = None) -> list[str]:
+    """Return what follows ``PREFIX/UID/`` in the abstract names at which processes of this user listen.
 
     Args:
+        prefix: of the names.
         listing: the text of /proc/net/unix; read if omitted. Other systems than Linux do not have it: no names.
     """
     if listing is None:
@@ -173,4 +176,26 @@ def listening_names(listing: str | None = None) -> list[str]:
         except OSError:
             return []
     rows = (line.split(maxsplit=7) for line in listing.splitlines()[1:])
-    return [row[7].removeprefix("@") for row in rows if len(row) == 8 and int(row[3], 16) & _LISTENS]
+    begin = f"@{prefix}/{os.getuid()}/"
+    names = (row[7] for row in rows if len(row) == 8 and int(row[3], 16) & _LISTENS)
+    return [name.removeprefix(begin) for name in names if name.startswith(begin)]
+
+
+def ask(name: str, question: bytes, timeout_s: float) -> bytes | None:
+    """Ask a process that listens at an abstract name; return all that it answers until it hangs up.
+
+    None if it belongs to another user: anyone may listen there, and only processes of this user are believed.
+
+    Raises:
+        OSError: no process listens there, or it takes longer than ``timeout_s`` for any part of its answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout_s)
+        sock.connect("\0" + name)
+        if not credentials_of(sock).is_same_user:
+            return None
+        sock.sendall(question)
+        answer = bytearray()
+        while len(answer) <= MAX_ANSWER_NBYTES and (part := sock.recv(1 << 20)):
+            answer += part
+        return bytes(answer)

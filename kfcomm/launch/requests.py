@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from kfcomm.common import sockets
 from kfcomm.common.sizes import shortened
-from kfcomm.common.sockets import credentials_of, listening_names
 from kfcomm.errors import ConfigError
 
 _MAX_COMMAND = 60
@@ -128,7 +128,7 @@ class Requests:
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if not credentials_of(writer.get_extra_info("socket")).is_same_user:
+            if not sockets.credentials_of(writer.get_extra_info("socket")).is_same_user:
                 return
             async with asyncio.timeout(PATIENCE_S):
                 line = (await reader.readline()).decode(errors="replace").strip()
@@ -146,8 +146,7 @@ class Requests:
 
 def jobs(listing: str | None = None) -> list[str]:
     """The elastic jobs of this user on this host, by name."""
-    begin = f"{PREFIX}/{os.getuid()}/"
-    return sorted({name.removeprefix(begin) for name in listening_names(listing) if name.startswith(begin)})
+    return sorted(set(sockets.own_names(PREFIX, listing)))
 
 
 def find(asked: str | None) -> str:
@@ -181,16 +180,13 @@ def ask(job: str, line: str) -> dict[str, Any]:
     Raises:
         ConfigError: the job does not answer, or refuses.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(PATIENCE_S)
-        try:
-            sock.connect(f"\0{PREFIX}/{os.getuid()}/{job}")
-            if not credentials_of(sock).is_same_user:
-                raise ConfigError(f"job {job} is another user's")
-            sock.sendall(line.encode() + b"\n")
-            told: dict[str, Any] = json.loads(sock.makefile().readline() or "{}")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"job {job} does not answer: {error}") from error
+    try:
+        answer = sockets.ask(f"{PREFIX}/{os.getuid()}/{job}", line.encode() + b"\n", PATIENCE_S)
+        told: dict[str, Any] = json.loads(answer or b"{}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"job {job} does not answer: {error}") from error
+    if answer is None:
+        raise ConfigError(f"job {job} is another user's")
     if "error" in told or not told:
         raise ConfigError(told.get("error", f"job {job} has ended"))
     return told

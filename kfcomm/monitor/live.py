@@ -21,8 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kfcomm.common import sockets
 from kfcomm.common.sizes import shortened
-from kfcomm.common.sockets import credentials_of, listening_names
+from kfcomm.common.sockets import ask, credentials_of, own_names
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.serving import PATIENCE_S, Attendant
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm")
 
 PREFIX = "kfcomm-live"
-MAX_NBYTES = 1 << 26
-"""Of one answer; ten thousand keys take 2 MB."""
+MAX_NBYTES = sockets.MAX_ANSWER_NBYTES
 MAX_COMMAND = 60
 _MAX_JOB_LETTERS = 32
 _RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
@@ -91,10 +91,10 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
         None of them where that file does not exist, as on other systems than Linux.
     """
     found: dict[str, list[tuple[int, str]]] = {}
-    for name in listening_names(listing):
-        parts = name.split("/")
-        if parts[:2] == [PREFIX, str(os.getuid())] and _RANK_AND_PROCESS.fullmatch("/".join(parts[3:])):
-            found.setdefault(parts[2], []).append((int(parts[3]), name))
+    for name in own_names(PREFIX, listing):
+        job, _, place = name.partition("/")
+        if _RANK_AND_PROCESS.fullmatch(place):
+            found.setdefault(job, []).append((int(place.partition("/")[0]), f"{PREFIX}/{os.getuid()}/{name}"))
     return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
 
 
@@ -138,21 +138,9 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
 def _ask(name: str) -> Statistics | None:
     from kfcomm.monitor.statistics import Statistics  # here: this is done by those who watch, not by a rank
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(PATIENCE_S)
-        try:
-            sock.connect("\0" + name)
-            if not credentials_of(sock).is_same_user:
-                return None
-            sock.sendall(b"?")
-            return Statistics.from_json(json.loads(_all_of(sock)))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.debug("no statistics from %s: %s", name, error)
-            return None
-
-
-def _all_of(sock: socket.socket) -> bytes:
-    parts: list[bytes] = []
-    while sum(map(len, parts)) <= MAX_NBYTES and (part := sock.recv(1 << 20)):
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        answer = ask(name, b"?", PATIENCE_S)
+        return None if answer is None else Statistics.from_json(json.loads(answer))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.debug("no statistics from %s: %s", name, error)
+        return None

@@ -1,14 +1,5 @@
 """From what the engine tells to the lines of a trace file: pure, in the order in which things happened.
 
-A file is one JSON array in the Trace Event Format, one event to a line, the comma before it: whatever of it has been
-written is a whole trace but for the closing bracket, which viewers do without. So a killed process leaves a file that
-opens. Times are microseconds of the rank's own monotonic clock, with three decimals. A rank is a process of the trace,
-its number one more than the rank (0 means something else to viewers); the numbers of its tracks are unlike those of all
-other ranks, since viewers do not keep tracks of different processes apart. Besides the events there are three metadata
-events of our own, which viewers pass over: ``kfcomm`` on the first line (whose trace this is), ``kfcomm clock`` (how
-the clock relates to that of rank 0) and ``kfcomm end`` on the last. The format:
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-
 The engine's side notes tuples, which are cheap; here they get their names, ids and tracks, and here it is worked out
 who is waited for: while a collective is in flight, its program says how many chunks each peer still owes it. The tracks
 of a rank:
@@ -84,14 +75,12 @@ class Translator:
 
     def translate(self, note: Note, lines: list[str]) -> None:
         """Append the lines of one note."""
-        self._translate[note[0]](lines, *note[1:])
+        self._translate[note[0]](lines, note)
 
     # ---------------------------------------------------------------- collectives
 
-    def _posted(
-        self, lines: list[str], ns: int, key: Key, seq: int, group: GroupView, signature: Signature,
-        program: Program, nbytes: int, priority: int,
-    ) -> None:  # fmt: skip
+    def _posted(self, lines: list[str], note: Note) -> None:
+        _, ns, key, seq, group, signature, program, nbytes, priority = note
         label, in_use = self._label(key)
         name = self._name(key)
         owed = dict(self._owed_to(program, group))
@@ -125,7 +114,8 @@ class Translator:
         in_use.add(label)
         return label, in_use
 
-    def _ended(self, lines: list[str], ns: int, key: Key, seq: int, reason: str) -> None:
+    def _ended(self, lines: list[str], note: Note) -> None:
+        _, ns, key, seq, reason = note
         found = self._open.pop((key, seq), None)
         if found is None:
             return
@@ -142,13 +132,15 @@ class Translator:
 
     # ---------------------------------------------------------------- chunks
 
-    def _sent(self, lines: list[str], ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
+    def _sent(self, lines: list[str], note: Note) -> None:
+        _, ns, peer, key, seq, nbytes = note
         begin = self._begins.get((SENT, peer, key)) or self._begin(lines, SENT, peer, key)
         lines.append(
             f'{{"ph":"i","s":"t",{begin}{ns // 1000}.{ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
         )
 
-    def _arrived(self, lines: list[str], ns: int, since_ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
+    def _arrived(self, lines: list[str], note: Note) -> None:
+        _, ns, since_ns, peer, key, seq, nbytes = note
         begin = self._begins.get((ARRIVED, peer, key)) or self._begin(lines, ARRIVED, peer, key)
         if since_ns:
             how, from_ns = f'"ph":"X","dur":{microseconds(ns - since_ns)}', since_ns
@@ -223,14 +215,16 @@ class Translator:
 
     # ---------------------------------------------------------------- everything else
 
-    def _instant(self, lines: list[str], ns: int, name: str, details: dict[str, Any]) -> None:
+    def _instant(self, lines: list[str], note: Note) -> None:
+        _, ns, name, details = note
         track = self._track(lines, "events", 1)
         lines.append(
             f'{{"ph":"i","s":"t","cat":"event","name":{quoted(name)},"pid":{self._pid},"tid":{track},'
             f'"ts":{microseconds(ns)},"args":{json.dumps(plain(details), ensure_ascii=False)}}}'
         )
 
-    def _span(self, lines: list[str], ns: int, until_ns: int, name: str, details: dict[str, Any]) -> None:
+    def _span(self, lines: list[str], note: Note) -> None:
+        _, ns, until_ns, name, details = note
         track = self._track(lines, "program", 0)
         lines.append(
             f'{{"ph":"X","cat":"program","name":{quoted(name)},"pid":{self._pid},"tid":{track},'
@@ -238,13 +232,15 @@ class Translator:
             f'"args":{json.dumps(plain(details), ensure_ascii=False)}}}'
         )
 
-    def _counter(self, lines: list[str], ns: int, name: str, unit: str, value: float) -> None:
+    def _counter(self, lines: list[str], note: Note) -> None:
+        _, ns, name, unit, value = note
         lines.append(
             f'{{"ph":"C","name":{quoted(name)},"pid":{self._pid},"ts":{microseconds(ns)},'
             f'"args":{{{quoted(unit)}:{value:.3f}}}}}'
         )
 
-    def _sampled(self, lines: list[str], ns: int, sample: ClockSample) -> None:
+    def _sampled(self, lines: list[str], note: Note) -> None:
+        sample: ClockSample = note[2]
         found = {"at_ns": sample.at_ns, "offset_ns": sample.offset_ns, "uncertainty_ns": sample.uncertainty_ns}
         lines.append(metadata(CLOCK, self._rank, found))
 
@@ -292,6 +288,14 @@ def _take(owed: dict[int, int], peer: int, count: int) -> bool:
     return True
 
 
+# A file is one JSON array in the Trace Event Format, one event to a line, the comma before it: whatever of it has been
+# written is a whole trace but for the closing bracket, which viewers do without. So a killed process leaves a file that
+# opens. Times are microseconds of the rank's own monotonic clock, with three decimals. A rank is a process of the
+# trace, its number one more than the rank (0 means something else to viewers); the numbers of its tracks are unlike
+# those of all other ranks, since viewers do not keep tracks of different processes apart. Besides the events there are
+# three metadata events of our own, which viewers pass over: ``kfcomm`` on the first line (whose trace this is),
+# ``kfcomm clock`` (how the clock relates to that of rank 0) and ``kfcomm end`` on the last. The format:
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 FORMAT = 1
 SUFFIX = ".trace.json"
 ABOUT, CLOCK, END = "kfcomm", "kfcomm clock", "kfcomm end"
