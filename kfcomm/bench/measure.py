@@ -144,7 +144,7 @@ Run = Callable[[], Awaitable[Sequence[Any]]]
 
 
 class Caller(ABC):
-    """The world of one rank, through one of the interfaces.
+    """The world of one rank, through one of the interfaces: coroutines, which never wait for the blocking one.
 
     Attributes:
         session: of the communicator; its ``devices`` are those of the ranks.

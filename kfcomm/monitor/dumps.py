@@ -1,8 +1,7 @@
 """Dumps of a process's collectives as JSON, on request or on a signal; ``kfcomm doctor`` reads those of several ranks.
 
 Invariants: making one only reads, so that it can be done on any thread, at any moment, whatever state the process is
-in. The engine may be at work on another thread, or have been interrupted on this one: everything that it may change is
-copied in one step of the interpreter, and looked at again if that failed. A file is written whole or not at all.
+in. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -201,6 +200,8 @@ def _write(whole: Path, records: list[dict[str, Any]]) -> None:
 
 def record_of(session: Session) -> Record:
     """Everything that this process knows of a session, as JSON-able values."""
+    # The engine may be at work on another thread, or have been interrupted on this one: `steady` copies what it may
+    # change in one step of the interpreter, and looks again if that failed.
     engine = session.engine
     lost = steady(lambda: dict(engine.router.lost))
     return {

@@ -1,10 +1,4 @@
-"""Endpoints of a process: a thread that answers connections, and what a session lets others read there.
-
-The thread sleeps in poll(2), so it costs nothing until it is asked, and a program that keeps its event loop busy, or
-blocks it, is answered for all the same. A silent connection costs no more than a descriptor. Each one that asks has a
-thread for as long as it takes, seconds at most, a few of them at a time: for one more the oldest is cut, of the address
-that has most of them, so that one client cannot keep others out.
-"""
+"""Endpoints of a process: a thread that answers connections, and what a session lets others read there."""
 
 from __future__ import annotations
 
@@ -88,6 +82,11 @@ class Attendant:
         for _, guest in guests:
             if guest.thread is not None:
                 guest.thread.join()
+
+    # The thread sleeps in poll(2), so it costs nothing until it is asked, and a program that keeps its event loop busy,
+    # or blocks it, is answered for all the same. A silent connection costs no more than a descriptor. Each one that
+    # asks has a thread for as long as it takes, seconds at most, a few of them at a time: for one more the oldest is
+    # cut, of the address that has most of them, so that one client cannot keep others out.
 
     def _attend(self) -> None:
         while not self._stopped.is_set():

@@ -1,9 +1,6 @@
 """A probe of a whole group: its ranks measure in turns, and share what they found.
 
-Invariants: between two slots there is a barrier of the whole group, so that no pair measures while another uses
-its hosts' ports; a rank whose probe fails fails the next barrier, so that all ranks learn of it and none waits; and
-each probe has sequence numbers of its own, so that one that failed at different places on different ranks does no harm
-to the next. The graphs are the probe's own: strategies are swapped meanwhile as one likes.
+The graphs are the probe's own: strategies are swapped meanwhile as one likes.
 """
 
 from __future__ import annotations
@@ -105,6 +102,7 @@ class _Once:
         self._group = group
         self._slots = slots
         self._number = number
+        # of its own, so that a probe that failed at different places on different ranks does no harm to the next
         self._first = self._seq = number * (len(slots) + 3)
         self._ways: tuple[Way, ...] = ()
         self._limit_s = 0.0
@@ -124,6 +122,8 @@ class _Once:
             self._ways = self._ways_in(slot, limit_s)
             await self._measure(nbytes, rounds)
             self._ways = ()
+            # so that no pair measures while another uses its hosts' ports; a rank that failed fails this barrier, and
+            # all ranks learn of it
             await self._meet(plan, limit_s * _GRACE)
         self._row[3] = fold_s_per_byte(rounds)
         rows = await self._shared(limit_s)

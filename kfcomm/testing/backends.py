@@ -440,6 +440,7 @@ def _only(root: int, size: int, result: Array) -> list[Array | None]:
 
 
 def _folded(op: Op | None, sources: Sequence[Array]) -> Array:
+    # in the order of the ranks, half floats as float32: the same every time and on every rank
     dtype = sources[0].dtype
     is_half = dtype.name in ("float16", "bfloat16")
     wide = [source.astype(np.float32) for source in sources] if is_half else list(sources)

@@ -224,6 +224,7 @@ def _blocking(requests: Connection, settings: dict[str, Any], faults: tuple[Faul
 
 def _read(requests: Connection, put: Callable[[Request | None], object]) -> None:
     """Hand on each request, and None for the last; end the process when the test is gone."""
+    # on a thread, so that the process ends with the test's even in the midst of a call
 
     def read() -> None:
         try:

@@ -8,12 +8,6 @@ Invariants: items are done under one lock, `SCHEDULER`, which all fake devices o
 collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
 device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
 without being done, and whoever waits for a mark behind it fails with it, as a device's context does.
-
-Beside that every stream *knows* how far the others have come, from the marks that it has waited for and from what the
-program had been told by ``notify`` when it put an item there: more may be done, but nothing promises it. That is how
-`kfcomm.testing.streams` finds what is in order by luck alone.
-
-This module must not know memory, nor what the items are.
 """
 
 from __future__ import annotations
@@ -198,6 +192,9 @@ class FakeStream:
             self._items.append((item, self.promises.told))
             self.wake()
 
+    # A stream knows how far the others have come from the marks that it has waited for, and from what the program had
+    # been told by ``notify`` when it put an item there: more may be done, but nothing promises it.
+
     def tick(self) -> int:
         """The number of what is done now, on this stream."""
         number = self.known[self] = self.known.get(self, 0) + 1
@@ -270,6 +267,12 @@ class Use:
     writes: bool
 
 
+# Two streams that touch the same bytes, one of them writing, must be in an order that somebody made: by a mark between
+# them, or by a program that was told of the end of the one before it began the other. Where they are in order by luck
+# alone, as everything is on a fake that holds nothing back, a real device would now and then give wrong numbers: so an
+# allocation remembers each use, and compares it with what the next stream knows.
+
+
 class Allocation:
     """Some memory of a device, which is free again when the last array in it is gone.
 
@@ -318,7 +321,7 @@ def _is_covered(before: Use, now: Use) -> bool:
 
 
 def poison(memory: Array) -> None:
-    """Make it plain that nothing has been written here."""
+    """Fill with NaN, or 0x5A in every byte, so that a result read before it is written does not look like one."""
     if memory.dtype.kind == "b":
         memory[...] = True
     else:

@@ -300,8 +300,3 @@ def test_the_report_says_that_memory_is_symmetric() -> None:
 def test_one_route_is_said_once() -> None:
     found = described(REPORTS[:1], Layout((0,)), ("auto",))
     assert in_words(found).startswith("1 Tesla <T>, NCCL 2.28.3; route backend (")
-
-
-def test_a_suite_keeps_its_device_on_the_way_to_another_process() -> None:
-    suite = Suite(device=Place.GPU)
-    assert Suite.from_json(suite.to_json()) == suite

@@ -2,12 +2,6 @@
 
 Invariants: of a malformed file the line is named; a file that breaks off, since its process was killed or still
 runs, is read as far as it goes. What is read is not trusted to be what was written.
-
-Between two samples the offset is taken to change evenly, before the first and after the last not at all. Samples that
-are much less certain than the best are left out: they were taken while a process was busy. Processes of one host have
-one monotonic clock, so they are given one: that of the host's first rank, and rank 0's own on its host, unless what a
-rank has measured says otherwise (a process in a time namespace of its own has a clock of its own: time_namespaces(7)).
-Without any samples a host's wall clock has to do.
 """
 
 from __future__ import annotations
@@ -223,6 +217,7 @@ class RankClock:
 
     def offset_at(self, ns: int) -> int:
         """Rank 0's clock less this one, at a time of this one."""
+        # between two samples it is taken to change evenly, before the first and after the last not at all
         samples = self.samples
         if not samples:
             return 0
@@ -253,6 +248,9 @@ class RankClock:
 
 def clocks_of(traces: Sequence[TraceFile]) -> Mapping[int, RankClock]:
     """The clock of every rank with a trace; ``traces`` by rank."""
+    # Processes of one host have one monotonic clock, so they are given one: that of the host's first rank, and rank 0's
+    # own on its host, unless what a rank has measured says otherwise: a process in a time namespace of its own has a
+    # clock of its own (time_namespaces(7)).
     by_host: dict[int, RankClock] = {}
     clocks: dict[int, RankClock] = {}
     for trace in traces:
@@ -286,6 +284,7 @@ def _first_of_its_host(trace: TraceFile, traces: Sequence[TraceFile]) -> RankClo
 
 def _measured(samples: Sequence[Sample], how: str = "") -> RankClock:
     best_ns = min(sample.uncertainty_ns for sample in samples)
+    # samples that are much less certain than the best were taken while a process was busy
     limit_ns = max(GOOD_ENOUGH_NS, TIMES_THE_BEST * best_ns)
     clock = RankClock(tuple(sample for sample in samples if sample.uncertainty_ns <= limit_ns), "")
     offset_s = clock.samples[-1].offset_ns / 1e9

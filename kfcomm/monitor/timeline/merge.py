@@ -1,9 +1,6 @@
 """The traces of all ranks together: merged into one on the clock of rank 0, or summarised.
 
-A merge goes through one line at a time: memory does not grow with the job. In a summary, a collective cannot be over
-before its last rank has posted it. So of its time, what passes until the last rank posts is time that the others wait
-for that rank; what follows is the exchange. Where clocks are compared between hosts, times closer than their
-uncertainty say nothing, and are not counted against any rank.
+A merge goes through one line at a time: memory does not grow with the job.
 """
 
 from __future__ import annotations
@@ -208,6 +205,9 @@ def summarize(traces: Sequence[TraceFile]) -> Summary:
     num_failed = sum(bool(one.failed) for one in found.values())
     waited_for = {trace.about.rank: WaitedFor() for trace in traces}
     certain_ns = {rank: clock.uncertainty_ns for rank, clock in clocks.items()}
+    # A collective cannot be over before its last rank has posted it. So of its time, what passes until the last rank
+    # posts is time that the others wait for that rank; what follows is the exchange. Where clocks are compared between
+    # hosts, times closer than their uncertainty say nothing, and are not counted against any rank.
     for one in complete:
         last = one.last
         if one.alone_ns > certain_ns[last] + max(certain_ns[rank] for rank in one.posted):

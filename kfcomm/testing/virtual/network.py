@@ -1,12 +1,7 @@
 """Clock and network in virtual time: latencies, delayed and lost messages, and links over them.
 
-Invariants:
-
-- What one rank says to another by one channel arrives in the order in which it was said.
-- From the moment on at which two ranks have lost each other nothing passes between them, also what was under way.
-- Nothing here depends on anything but the seed, the events, and what ranks say.
-
-Ranks are those of the beginning here, and never those of an epoch.
+Nothing here depends on anything but the seed, the events, and what ranks say. Ranks are those of the beginning here,
+and never those of an epoch.
 """
 
 from __future__ import annotations
@@ -151,6 +146,7 @@ class NetworkModel:
             if one.at_s <= now_s < one.at_s + one.for_s and _is_slow(one, source, target):
                 due_s += one.by_s
         road = (source, target, channel)
+        # never before an earlier message of the same channel: each channel keeps its order
         due_s = self._passes_s(source, target, max(due_s, self._last_s.get(road, 0.0)))
         self._last_s[road] = due_s
         self.num_sent += 1
@@ -168,7 +164,7 @@ class NetworkModel:
         return is_new
 
     def _arrived(self, road: tuple[int, int], deliver: Callback, arguments: tuple[Any, ...]) -> None:
-        if road not in self.lost:
+        if road not in self.lost:  # looked at on arrival: what was under way when they lost each other is lost, too
             deliver(*arguments)
 
     def _passes_s(self, source: int, target: int, due_s: float) -> float:

@@ -16,8 +16,10 @@ from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.reactor import Callback, Reactor
 from kfcomm.types import Candidate, Wanted, override
 
+# What a rank says to all others reaches all that live, or none: they pass it on to each other. So of a rank that dies
+# what was under way may be lost, but not for some only.
 LAST_WORDS_LOST = 0.5
-"""So often what a rank that dies has said, and nobody has heard yet, is not heard any more."""
+"""Probability that what a rank that dies has said, and no rank has heard yet, is lost."""
 
 
 class _Said:
@@ -189,6 +191,8 @@ class VirtualStore(MemoryStore):
             raise RendezvousError("the store is gone")
 
     async def _reached(self) -> None:
+        # What is told to a lost store is told again until it is back, as a client does; a rank that waits for news of
+        # it hears that it is gone (`changed`).
         await self._latency()
         await self._back.wait()
 
