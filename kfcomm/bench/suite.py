@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final, Self, TypeAlias
@@ -248,7 +248,8 @@ class Result:
     @property
     def p99_s(self) -> float:
         """The time that 99 of 100 iterations do not exceed; the longest, if there are fewer."""
-        return _reached_by(0.99, self.times_s)
+        # the shortest measured time that at least 99 % of all do not exceed (nearest rank)
+        return sorted(self.times_s)[max(0, math.ceil(0.99 * len(self.times_s)) - 1)]
 
     @property
     def factor(self) -> float:
@@ -268,11 +269,6 @@ class Result:
     def bandwidth(self, time_s: float) -> float:
         """The algbw if it took ``time_s``, in 10⁹ bytes per second."""
         return self.case.nbytes / time_s / _GIGA
-
-
-def _reached_by(share: float, times_s: Sequence[float]) -> float:
-    """The shortest measured time that at least ``share`` of all do not exceed (nearest rank)."""
-    return sorted(times_s)[max(0, math.ceil(share * len(times_s)) - 1)]
 
 
 _TAG = "kfcomm-bench"

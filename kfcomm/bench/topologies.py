@@ -148,7 +148,10 @@ def _exact(nbytes: int) -> str:
 _FORMAT = 1
 
 SIMULATED_COLUMNS: Final[tuple[Column[Result], ...]] = (
-    Column("strategy", "", lambda result: _strategy(result), is_word=True),
+    Column(
+        "strategy", "", lambda one: one.strategy if one.graphs == one.strategy else f"{one.strategy}: {one.graphs}",
+        is_word=True,
+    ),
     Column("hosts", "", lambda result: str(result.num_hosts)),
     Column("ranks", "", lambda result: str(result.size)),
     Column("size", "", lambda result: show_size(result.nbytes), always=True),
@@ -160,7 +163,7 @@ SIMULATED_COLUMNS: Final[tuple[Column[Result], ...]] = (
     Column("busiest port", "", lambda result: result.busiest.port, is_setting=False, is_word=True),
     Column("messages", "", lambda result: str(result.messages), is_setting=False),
     Column("events", "", lambda result: str(result.events), is_setting=False),
-)
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -199,11 +202,6 @@ class Simulations:
         from kfcomm.bench import pages  # imports matplotlib
 
         return pages.simulated(self)
-
-
-def _strategy(result: Result) -> str:
-    """The strategy, and which graphs it took if it has several."""
-    return result.strategy if result.graphs == result.strategy else f"{result.strategy}: {result.graphs}"
 
 
 def worlds_of(results: Sequence[Result]) -> tuple[tuple[int, int], ...]:

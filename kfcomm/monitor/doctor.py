@@ -17,7 +17,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from kfcomm.core.collective import OWN_NAMES, shown
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.dumps import FORMAT, Event, Pending, Record
+from kfcomm.monitor.dumps import FORMAT, Pending, Record
 from kfcomm.types import Verb
 
 WORLD = b"world".hex()
@@ -178,7 +178,7 @@ def diagnose(records: list[Record]) -> Diagnosis:
         absent=tuple(rank for rank in range(size) if rank not in by_rank),
         waits=tuple(sorted(waits, key=lambda wait: -max(wait.waiting.values()))),
         last={rank: _last(record) for rank, record in by_rank.items()},
-        lost={int(rank): why for record in records for rank, why in sorted(record["lost"].items(), key=_rank)},
+        lost={rank: why for record in records for rank, why in sorted((int(r), w) for r, w in record["lost"].items())},
     )
 
 
@@ -204,10 +204,6 @@ def title_of(verb: str, name: str) -> str:
     plain, _, step = name.partition("\0")
     whose = "kfcomm's own " if plain.startswith(OWN_NAMES) else ""
     return whose + (f"{verb} {plain!r}" if plain else f"unnamed {verb}") + (step and f" ({step})")
-
-
-def _rank(item: tuple[str, str]) -> int:
-    return int(item[0])
 
 
 def _collective(records: dict[int, Record], key: CollectiveKey, one: Pending) -> Wait:
@@ -262,12 +258,8 @@ def _ended(record: Record, key: CollectiveKey) -> str:
     # Events do not tell groups apart: of several ends the last is taken.
     for event in reversed(record["events"]):
         if (event["name"], event["seq"]) == (key.name, key.seq) and event["event"] in ("completed", "failed"):
-            return _words(event)
+            return f"{event['event']}{event['detail'] and ': '}{event['detail']}"
     return "over"
-
-
-def _words(event: Event) -> str:
-    return f"{event['event']}{event['detail'] and ': '}{event['detail']}"
 
 
 def _last(record: Record) -> Last:

@@ -34,7 +34,7 @@ class PeerStatistics:
         sent_messages, received_messages: frames, chunks and the small ones that speak of them, and uses of slots.
         send_rate, receive_rate: bytes per second over the last one to two seconds.
         waited_s: seconds that collectives of this process have waited for chunks of this peer (see
-            ``runtime.meter``). With several in flight each counts, so it may grow faster than the clock. With two kinds
+            ``engine.meter``). With several in flight each counts, so it may grow faster than the clock. With two kinds
             of link to a peer it is in the record of the later one.
     """
 
@@ -181,12 +181,10 @@ class Statistics:
         fields["keys"] = tuple(KeyStatistics(**one) for one in fields["keys"])
         fields["others"] = None if fields["others"] is None else KeyStatistics(**fields["others"])
         fields["strategies"] = tuple(StrategyStatistics(**one) for one in fields["strategies"])
-        fields["steps"] = tuple(_step(**one) for one in fields["steps"])
+        fields["steps"] = tuple(
+            StepStatistics(**{**one, "waited_for": tuple(map(tuple, one["waited_for"]))}) for one in fields["steps"]
+        )
         return cls(**fields)
-
-
-def _step(waited_for: Sequence[Sequence[Any]], **fields: Any) -> StepStatistics:
-    return StepStatistics(waited_for=tuple((name, seconds) for name, seconds in waited_for), **fields)
 
 
 OTHERS = "(others)"
@@ -325,11 +323,7 @@ def _steps(meter: Meter, group_id: bytes) -> tuple[StepStatistics, ...]:
             nbytes=one.nbytes,
             in_flight_s=one.in_flight_s,
             waited_s=one.waited_s,
-            waited_for=tuple(sorted(steady(partial(_items, one.waited_for)), key=lambda item: -item[1])),
+            waited_for=tuple(sorted(steady(partial(list, one.waited_for.items())), key=lambda item: -item[1])),
         )
         for name, one in found
     )
-
-
-def _items(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    return list(seconds.items())

@@ -6,24 +6,32 @@ The graphs are the probe's own: strategies are swapped meanwhile as one likes.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.reduce import kernel
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.plans import Plan, Planner
+from kfcomm.collectives.plans import Plan, Planner, chunk_elements
 from kfcomm.common.sizes import seconds_of
-from kfcomm.core.collective import GroupView
+from kfcomm.core import program as programs
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.signature import Signature
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.operation import Array
+from kfcomm.engine.operation import Array, Work
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.probe.record import Probe
-from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, fold_s_per_byte, follow, lead, pair_id
 from kfcomm.strategies import build
-from kfcomm.types import Layout, Seconds
+from kfcomm.types import Layout, Op, Seconds, Verb
 
 Slot = tuple[tuple[int, int], ...]
 """Pairs of ranks that measure at the same time."""
@@ -205,3 +213,180 @@ def _check(nbytes: int, rounds: int) -> None:
         raise ConfigError(f"a probe begins with messages of 1 to {MOST_NBYTES} bytes, not of {nbytes!r}")
     if type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS:
         raise ConfigError(f"a probe has 1 to {MOST_ROUNDS} rounds, not {rounds!r}")
+
+
+PROBE_KEY: Final = "\0probe"
+LONG_ENOUGH_S: Final = 0.02
+MOST_NBYTES: Final = 32 << 20
+MOST_ROUNDS: Final = 32
+PINGS_PER_ROUND: Final = 8
+TRAIN: Final = 64
+"""Chunks of a message that is cut as small as can be: what each takes is the work of a chunk, not of its bytes."""
+_GROWTH: Final = 4
+_TICK_S: Final = 1e-9
+"""Of the clock: nothing takes less."""
+MOST_USES: Final = 512
+"""Messages one way in one probe, acknowledgements of the other way included, are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measurement of one way: seconds from end to end, bytes per second, and seconds of work for each chunk."""
+
+    latency_s: float
+    bandwidth: float
+    overhead_s: float
+
+
+# A message is a collective of two ranks, along the very link that all others take; it is over for the sender when the
+# receiver has told that all is there. So a message of one byte takes a round trip, and one of S bytes the same and what
+# S bytes take. The receiver posts before the sender sends, so that nothing waits for a turn of its program.
+
+
+@dataclass(slots=True)
+class Way:
+    """Messages from one rank of a group to another; both ends have one. Each takes the next sequence number.
+
+    Attributes:
+        source, target: ranks of the group.
+    """
+
+    group: Group
+    source: int
+    target: int
+    next_seq: int
+    deadline_s: float  # until when all must be over, by ``loop.time``
+    under_way: list[Handle[None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Engine, view: GroupView, ends: tuple[int, int], number: int, deadline_s: float) -> Way:
+        """The way between two members for the probe of this number; its keys are the same for all probes."""
+        source, target = ends
+        members = (view.members[source], view.members[target])
+        pair = GroupView(pair_id(view, source, target), members, int(view.rank == target), view)
+        layout = Layout((0, 0))
+        group = Group(engine, pair, layout, build("star", layout), 0.0)
+        return cls(group, source, target, number * MOST_USES, deadline_s)
+
+    def send(self, data: Array, chunk: int | None = None) -> Handle[None]:
+        """Done when the target has it. For ``chunk``, elements of each, see `chunk_elements`."""
+        return self._post(data, data, None, chunk)
+
+    def recv(self, into: Array, chunk: int | None = None) -> Handle[None]:
+        """Done when it is in ``into``; what is there must have its shape and dtype, and ``chunk`` be the same."""
+        return self._post(into, None, into, chunk)
+
+    def give_up(self, error: BaseException) -> None:
+        """End what is under way, and what the other end does next."""
+        engine, view = self.group.engine, self.group.view
+        message = f"{view.called(view.rank)} cancelled it: {str(error) or type(error).__name__}"
+        for handle in self.under_way:
+            if not handle.done() and (operation := getattr(handle, "operation", None)) is not None:
+                engine.abort(operation, Cause(CauseKind.CANCELLED, engine.rank, message))
+        engine.refuse(view, PROBE_KEY, message, seq=self.next_seq)
+
+    def missing(self, error: CollectiveTimeout) -> tuple[int, ...] | None:
+        """Ranks of the group that were not there in time; None if the error is not of this way."""
+        failed = [handle for handle in self.under_way if handle.done() and not handle.cancelled()]
+        if not any(handle.exception() is error for handle in failed):
+            return None
+        return error.missing
+
+    def _post(self, like: Array, source: Array | None, result: Array | None, chunk: int | None) -> Handle[None]:
+        size = like.dtype.itemsize
+        chunk = chunk or chunk_elements(like.dtype)
+        signature = Signature(str(Verb.SEND), dtype_name(like.dtype), like.shape, chunk_elements=chunk)
+        program = programs.send(self.group.view.rank, like.size, chunk)
+        work = Work(None, like.dtype, 2, in_result=False)
+        plan = Plan(signature, program, ItemSizes(size, size), work, -1 if result is None else like.size)
+        engine = self.group.engine
+        handle: Handle[None] = Handle(loop=engine.loop)
+        handle.when_done(engine.reactor, _heard)
+        self.under_way = [one for one in self.under_way if not one.done()]
+        self.under_way.append(handle)
+        self.group.post(
+            plan, PROBE_KEY, overlapping=True, source=source, result=result,
+            timeout_s=self.deadline_s - engine.reactor.time(), handle=handle, seq=self.next_seq,
+        )  # fmt: skip
+        self.next_seq += 1
+        return handle
+
+
+def pair_id(view: GroupView, source: int, target: int) -> bytes:
+    """Of the group of two that measures the way between two members."""
+    ends = struct.pack("<II", source, target)
+    return hashlib.blake2b(view.id + ends, digest_size=16, person=b"probe").digest()
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    """Operations that are prepared and not awaited may fail silently."""
+    if not done.cancelled():
+        done.exception()
+
+
+async def lead(way: Way, back: Way, nbytes: int, rounds: int) -> Measured:
+    """Measure ``way`` from its source; the other end runs `follow`.
+
+    Latency is half of the shortest of several round trips. The work of a chunk is what each of many, of a byte each,
+    takes more. Messages begin with ``nbytes`` bytes and grow until one takes `LONG_ENOUGH_S`; then the best of
+    ``rounds`` of that size counts, less a round trip.
+    """
+    byte = np.ones(1, np.uint8)
+    await back.recv(byte)  # the other end is ready; both links are open
+    trip_s = min([await _timed(lambda: way.send(byte)) for _ in range(rounds * PINGS_PER_ROUND)])
+    train = np.ones(TRAIN, np.uint8)
+    train_s = min([await _timed(lambda: way.send(train, 1)) for _ in range(rounds)])
+    data = np.ones(nbytes, np.uint8)
+    while (took_s := await _message(way, back, data)) < LONG_ENOUGH_S and len(data) < MOST_NBYTES:
+        data = np.ones(min(len(data) * _GROWTH, MOST_NBYTES), np.uint8)
+    took_s = min([took_s, *[await _message(way, back, data) for _ in range(rounds - 1)]])
+    await way.send(np.zeros(1, np.int64))
+    overhead_s = max(train_s - trip_s, train_s / TRAIN) / (TRAIN - 1)
+    return Measured(trip_s / 2, len(data) / max(took_s - trip_s, took_s / 2), overhead_s)
+
+
+def fold_s_per_byte(rounds: int) -> float:
+    """Seconds that this rank needs to fold a byte of float32 into its own, in chunks as collectives have them."""
+    dtype = np.dtype(np.float32)
+    folding = kernel(Op.SUM, dtype)
+    own, other = (np.ones(chunk_elements(dtype), dtype) for _ in range(2))
+    took_s = []
+    for _ in range(rounds * PINGS_PER_ROUND):
+        start_s = time.perf_counter()
+        folding.fold(own, other, own)
+        took_s.append(time.perf_counter() - start_s)
+    return max(min(took_s), _TICK_S) / own.nbytes
+
+
+async def follow(way: Way, back: Way, rounds: int) -> None:
+    """Answer at the target of ``way`` what its source measures with `lead`."""
+    pings = [way.recv(np.empty(1, np.uint8)) for _ in range(rounds * PINGS_PER_ROUND)]
+    pings += [way.recv(np.empty(TRAIN, np.uint8), 1) for _ in range(rounds)]
+    await back.send(np.ones(1, np.uint8))
+    for ping in pings:
+        await ping
+    length = np.empty(1, np.int64)
+    data = np.empty(0, np.uint8)
+    while True:
+        await way.recv(length)
+        if not length[0]:
+            return
+        if len(data) != length[0]:
+            data = np.ones(min(int(length[0]), MOST_NBYTES), np.uint8)
+        here = way.recv(data)
+        await back.send(np.ones(1, np.uint8))
+        await here
+
+
+async def _message(way: Way, back: Way, data: Array) -> float:
+    """Seconds that a message takes, once the other end has memory for it."""
+    ready = back.recv(np.empty(1, np.uint8))
+    await way.send(np.array([len(data)], np.int64))
+    await ready
+    return await _timed(lambda: way.send(data))
+
+
+async def _timed(begin: Callable[[], Handle[None]]) -> float:
+    start_s = time.perf_counter()
+    await begin()
+    return time.perf_counter() - start_s

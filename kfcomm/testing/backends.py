@@ -407,36 +407,27 @@ def _multiples(verb: Verb, size: int) -> tuple[int, int]:
 def _overlap(verb: Verb, source: FakeArray, target: FakeArray) -> bool:
     if not np.may_share_memory(source.memory, target.memory):
         return False
-    return not (verb in IN_PLACE and is_same(source, target))
-
-
-def is_same(source: FakeArray, target: FakeArray) -> bool:
-    """Whether two flat arrays of one size are the same memory."""
-    return source.__kfcomm_kind__.span(source) == target.__kfcomm_kind__.span(target)
+    span = source.__kfcomm_kind__.span
+    return verb not in IN_PLACE or span(source) != span(target)
 
 
 def results(launched: Launched, sources: Sequence[Array]) -> list[Array | None]:
     """Results of one part by rank, from the sources of all ranks."""
-    size = len(sources)
+    size, root = len(sources), launched.root
     match launched.verb:
-        case Verb.ALL_REDUCE:
-            return [_folded(launched.op, sources)] * size
-        case Verb.REDUCE:
-            return _only(launched.root, size, _folded(launched.op, sources))
-        case Verb.BROADCAST:
-            return [sources[launched.root]] * size
-        case Verb.GATHER:
-            return _only(launched.root, size, np.concatenate(sources))
         case Verb.REDUCE_SCATTER:
             return list(np.split(_folded(launched.op, sources), size))
         case Verb.ALL_TO_ALL:
             pieces = [np.split(source, size) for source in sources]
             return [np.concatenate([piece[rank] for piece in pieces]) for rank in range(size)]
-    return [np.concatenate(sources)] * size
-
-
-def _only(root: int, size: int, result: Array) -> list[Array | None]:
-    return [result if rank == root else None for rank in range(size)]
+        case Verb.ALL_REDUCE | Verb.REDUCE:
+            whole = _folded(launched.op, sources)
+        case Verb.BROADCAST:
+            whole = sources[root]
+        case _:
+            whole = np.concatenate(sources)
+    at_root = launched.verb in (Verb.REDUCE, Verb.GATHER)
+    return [whole if rank == root or not at_root else None for rank in range(size)]
 
 
 def _folded(op: Op | None, sources: Sequence[Array]) -> Array:

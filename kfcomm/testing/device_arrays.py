@@ -100,49 +100,25 @@ class FakeArray:
         memory: the elements, in host memory: only for what runs on a stream.
         allocation: in which it lies.
         version: how often a result was written to it, as torch's ``_version``.
+        shape, dtype, ndim, strides, size, nbytes: as of a NumPy array; strides in bytes.
     """
 
     __kfcomm_kind__ = FakeKind()
     __array_ufunc__ = None
-    __slots__ = ("__weakref__", "allocation", "device", "memory", "version")
+    __slots__ = (
+        "__weakref__", "allocation", "device", "dtype", "memory", "nbytes", "ndim", "shape", "size", "strides",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, device: FakeDevice, memory: Array, allocation: Allocation) -> None:
         self.device = device
         self.memory = memory
         self.allocation = allocation
         self.version = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Lengths of the axes."""
-        shape: tuple[int, ...] = self.memory.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the elements."""
-        return self.memory.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.memory.ndim
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Bytes from one element to the next, for each axis."""
-        strides: tuple[int, ...] = self.memory.strides
-        return strides
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.memory.size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.memory.nbytes
+        self.shape: tuple[int, ...] = memory.shape
+        self.dtype: np.dtype[Any] = memory.dtype
+        self.strides: tuple[int, ...] = memory.strides
+        self.ndim, self.size, self.nbytes = memory.ndim, memory.size, memory.nbytes
 
     @property
     def is_contiguous(self) -> bool:

@@ -360,7 +360,9 @@ def metadata(name: str, rank: int, args: dict[str, Any], *, track: int | None = 
 def quoted(text: str) -> str:
     """A JSON string of bounded length, without control characters: one viewer refuses files with their escapes."""
     clipped = text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"
-    return json.dumps(clipped if clipped.isprintable() else "".join(map(_shown, clipped)), ensure_ascii=False)
+    if not clipped.isprintable():
+        clipped = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in clipped)
+    return json.dumps(clipped, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
@@ -374,7 +376,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return json.loads(quoted(str(value)))
-
-
-def _shown(letter: str) -> str:
-    return letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
