@@ -166,8 +166,7 @@ class Communicator(BlockingVerbs):
 
     def _close(self) -> None:
         if self._io.signals.hold():
-            self._io.signals.holding(self._close, ())
-            return
+            return self._io.signals.holding(self._close)
         if self._owns_io:
             exit_report.report_leaving()
         self._driver.heal(self._session)
@@ -248,7 +247,7 @@ def join(
     """
     signals = Signals() if signals is None else signals
     if signals.hold():
-        return signals.holding(join, (settings, exchange), {"signals": signals})
+        return signals.holding(lambda: join(settings, exchange, signals=signals))
     kind: Any = Communicator
     if settings.elastic:
         from kfcomm.sync.elastic import ElasticCommunicator  # other programs do without it

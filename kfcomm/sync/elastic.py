@@ -144,7 +144,7 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: ElasticCommunicator, /, *args: Any, **kwargs: Any) -> Any:
         signals, calls = self._io.signals, self._inner._calls
         if signals.hold():
-            return signals.holding(call, (self, *args), kwargs)
+            return signals.holding(lambda: call(self, *args, **kwargs))
         if calls is None:
             return short(self._plain, *args, **kwargs)
         plain, entry = self._plain, None

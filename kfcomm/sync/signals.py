@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident, interrupt_main
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from itertools import repeat
 from signal import default_int_handler
@@ -45,7 +45,6 @@ NUMBERS: Final = (1, 2, 3, 10, 12, 14, 15, 24, 26, 27)
 """HUP, INT, QUIT, USR1, USR2, ALRM, TERM, XCPU, VTALRM and PROF, as Linux has them: the signals that are looked at."""
 
 _NOTHING: Final = object()
-NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 
 class Signals:
@@ -88,10 +87,10 @@ class Signals:
         self._put()
         return True
 
-    def holding(self, call: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_OPTIONS) -> T:
+    def holding(self, call: Callable[[], T]) -> T:
         """Make a call while the handlers are held, and let go; a nested ``hold`` returns False."""
         try:
-            return call(*args, **kwargs)
+            return call()
         finally:
             self.let_go()
 

@@ -224,9 +224,6 @@ class IoThread:
         Raises:
             SessionClosed: the thread has ended, or belongs to the parent process.
         """
-        if self.signals.hold():
-            self.signals.holding(self.start, (call, begun))
-            return
         has_begun = threading.Event()
 
         def begin() -> None:
@@ -252,7 +249,7 @@ class IoThread:
     def wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run what ``call`` gives here and wait for its result; an interruption of the wait cancels it."""
         if self.signals.hold():
-            return self.signals.holding(lambda: self.wait_for(call), ())
+            return self.signals.holding(lambda: self.wait_for(call))
         self.may_block()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         running: list[asyncio.Future[T]] = []
