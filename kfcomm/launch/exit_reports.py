@@ -180,29 +180,23 @@ class Blame:
         if not self._failed:
             return None
         first = min((one for one in self._failed if one.why is not Why.ELSEWHERE), key=_at_s, default=None)
-        leaving = [one for one in self._leaving() if first is None or one.at_s < first.at_s]
-        leavers = bool(leaving) or (first is None and self._has_leavers())
+        leavers = [
+            (said.at_s, said)
+            for said in self._said.values()
+            if said.at_s is not None and not said.is_elsewhere and said.rank not in self._ended
+        ]
+        leaving = [
+            Failure(said.rank, said.code, at_s, summary=said.summary)
+            for at_s, said in leavers
+            if said.code != 0 and (first is None or at_s < first.at_s)
+        ]
         if first is not None and not leaving:
             return first
-        due_s = self._since_s + (LEAVING_WITHIN_S if leavers else CAUSE_WITHIN_S)
+        due_s = self._since_s + (LEAVING_WITHIN_S if leaving or (first is None and leavers) else CAUSE_WITHIN_S)
         # With all exits known there is nothing to wait for.
         if len(self._ended) < self.size and now_s < due_s:
             return due_s
         return min(leaving or ([first] if first is not None else self._failed), key=_at_s)
-
-    def _leaving(self) -> list[Failure]:
-        """Ranks that have not ended, and reported that they leave with an error of their own."""
-        return [
-            Failure(said.rank, said.code, said.at_s, summary=said.summary)
-            for said in self._said.values()
-            if said.at_s is not None and said.code != 0 and not said.is_elsewhere and said.rank not in self._ended
-        ]
-
-    def _has_leavers(self) -> bool:
-        return any(
-            said.at_s is not None and not said.is_elsewhere and said.rank not in self._ended
-            for said in self._said.values()
-        )
 
 
 def _at_s(failure: Failure) -> float:

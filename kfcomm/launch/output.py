@@ -228,10 +228,6 @@ class Output:
                 async with self._lock:
                     await self._write([(_OTHER[stream], f"kfcomm: {dropped.total()}\n".encode())])
 
-    def answered(self) -> None:
-        """Note that a line was typed at the terminal, after the incomplete one."""
-        self._screen.answered()
-
     def abandon(self) -> None:
         """Stop waiting for a blocked terminal or pager."""
         self._abandoned = True

@@ -17,6 +17,7 @@ import shutil
 import signal
 import textwrap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,84 +88,91 @@ async def _run(options: RunOptions, environ: Mapping[str, str], display: Display
 
 
 async def _run_ranks(job: Job, store: Store, settings: Settings, display: Display | None) -> int:
-    """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
-
-    Args:
-        job: the job.
-        store: its store.
-        settings: of the ranks.
-        display: see `run`.
-    """
-    launcher = _launcher(job, store, settings.lost_after_s)
-    ranks = launcher.ranks
-    output = Output(_screen(job), lambda: launcher.interrupt(signal.SIGPIPE), _DESCRIPTORS)
+    """Start the ranks of this host, watch them to their end, and leave nothing of them behind."""
+    launcher, screen = _launcher(job, store, settings.lost_after_s), _screen(job)
+    output = Output(screen, lambda: launcher.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     beginning = job.plan.ranks if store.ended is None else range(0)
-    folder = job.options.log_dir
-    logs = {} if folder is None else _logs(folder, beginning)
+    logs = {} if job.options.log_dir is None else _logs(job.options.log_dir, beginning)
     with contextlib.ExitStack() as stack:
         streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, launcher)))
-        reports = stack.enter_context(
-            contextlib.closing(
-                ExitReports(
-                    job.plan.ranks, streams.heard, launcher.role.rank_released, is_elastic=job.elastic is not None
-                )
-            )
+        reports = ExitReports(
+            job.plan.ranks, streams.heard, launcher.role.rank_released, is_elastic=job.elastic is not None
         )
-        ranks.reports = reports
+        launcher.ranks.reports = stack.enter_context(contextlib.closing(reports))
         interrupted = stack.enter_context(_hearing(launcher, output.abandon))
-        feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
-        guardian = Guardian(job.mark, job.environ)
-        pumps: list[Pump] = []
-        places: dict[int, int] = {}
-
-        def start(rank: int) -> Child:
-            if folder is not None:
-                logs.setdefault(rank, _log(folder, rank))
-            # The lowest free place, since a replacement takes over the device of the rank that it replaces.
-            taken = {places[other] for other in ranks.living}
-            places[rank] = next(place for place in itertools.count() if place not in taken)
-            environ = job.environ_of(rank, places[rank], store.url, reports.address)
-            with feed.open_for(rank) as stdin:
-                child = ranks.children[rank] = Child.start(job.program, job.options.command, environ, stdin)
-            stack.callback(child.close)
-            # At once: if the launcher dies in the next moment, the guardian knows the group.
-            guardian.watch(child)
-            for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err)):
-                pumps.append(Pump(descriptor, functools.partial(streams.relay, rank, stream)))
-            return child
-
+        feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), screen.answered)))
+        starter = _Starter(job, store.url, launcher.ranks, streams, feed, Guardian(job.mark, job.environ), logs, stack)
         try:
             for rank in beginning:
-                start(rank)
+                starter.start(rank)
             async with contextlib.AsyncExitStack() as rooms, store.entered(interrupted) as exits:
+                if isinstance(launcher.role, PrimaryRole):
+                    answer = functools.partial(_answer, job, launcher.role)
+                    await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
                 async with asyncio.TaskGroup() as tasks:
-
-                    def start_another(rank: int) -> Child:
-                        child = start(rank)
-                        for pump in pumps[-2:]:
-                            tasks.create_task(pump.run())
-                        return child
-
-                    if isinstance(launcher.role, PrimaryRole):
-                        answer = functools.partial(_answer, job, launcher.role)
-                        await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
-                    launcher.start = start_another
+                    launcher.start = starter.start
                     launcher.say = lambda text: _spawn(tasks, streams.say(text))
-                    for pump in pumps:
-                        tasks.create_task(pump.run())
+                    starter.run_pumps(tasks)
                     feeding = tasks.create_task(feed.run())
                     verdict = await launcher.watch(exits)
                     feeding.cancel()
-                    await guardian.finish()
-                    for pump in pumps:
+                    await starter.guardian.finish()
+                    for pump in starter.pumps:
                         pump.finish()
                 await streams.finish(verdict)
-                if (summary := _summary(verdict, job, ranks.children)) is not None:
+                if (summary := _summary(verdict, job, launcher.ranks.children)) is not None:
                     await streams.say(summary)
                 await output.finish()
         finally:
-            await guardian.finish()
+            await starter.guardian.finish()
     return verdict.exit_code
+
+
+@dataclass(slots=True)
+class _Starter:
+    """Starts ranks of this host, each with its place, its streams and its log."""
+
+    job: Job
+    store_url: str
+    ranks: LocalRanks
+    streams: Streams
+    feed: Feed
+    guardian: Guardian
+    logs: dict[int, Log]
+    closing: contextlib.ExitStack
+    pumps: list[Pump] = field(default_factory=list)
+    _places: dict[int, int] = field(default_factory=dict)
+    _tasks: asyncio.TaskGroup | None = None
+
+    def start(self, rank: int) -> Child:
+        """Start a rank.
+
+        Raises:
+            CommandError: the kernel refuses to run the file.
+        """
+        job = self.job
+        if job.options.log_dir is not None:
+            self.logs.setdefault(rank, _log(job.options.log_dir, rank))
+        # The lowest free place, since a replacement takes over the device of the rank that it replaces.
+        taken = {self._places[other] for other in self.ranks.living}
+        self._places[rank] = next(place for place in itertools.count() if place not in taken)
+        environ = job.environ_of(rank, self._places[rank], self.store_url, self.ranks.reports.address)
+        with self.feed.open_for(rank) as stdin:
+            child = self.ranks.children[rank] = Child.start(job.program, job.options.command, environ, stdin)
+        self.closing.callback(child.close)
+        # At once: if the launcher dies in the next moment, the guardian knows the group.
+        self.guardian.watch(child)
+        for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err)):
+            self.pumps.append(Pump(descriptor, functools.partial(self.streams.relay, rank, stream)))
+            if self._tasks is not None:
+                self._tasks.create_task(self.pumps[-1].run())
+        return child
+
+    def run_pumps(self, tasks: asyncio.TaskGroup) -> None:
+        """Relay the output of the ranks, also of those that are started later."""
+        self._tasks = tasks
+        for pump in self.pumps:
+            tasks.create_task(pump.run())
 
 
 def _launcher(job: Job, store: Store, lost_after_s: float) -> Launcher:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies, distinct
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
-from kfcomm.cli.commands.simulate import names_of, network_of, parse_worlds, simulated, tell
+from kfcomm.cli.commands.simulate import names_of, network_of, parse_worlds, simulated
 from kfcomm.cli.options import Choice, WithSizes, reported_errors
 from kfcomm.common.arguments import meant
 from kfcomm.common.sizes import parse_sizes
@@ -41,6 +42,23 @@ _OF_REAL_RANKS = {
     "blocking": "--blocking",
     "op": "--op",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    num_ranks: int | None
+    sizes: str
+    strategies: tuple[str, ...]
+    transport: str | None
+    dtype: str
+    op: Op
+    iterations: int | None
+    warmup: int
+    blocking: bool
+    world: str | None
+    network_path: Path | None
+    json_path: Path | None
+    html_path: Path | None
 
 
 @click.command(cls=WithSizes)
@@ -89,7 +107,7 @@ _OF_REAL_RANKS = {
 @options.json_file("settings, every time, winners and advice")
 @options.page_file("a heat map")
 @click.pass_context
-def topologies(context: click.Context, /, **given: Any) -> None:
+def topologies(context: click.Context, /, **options: Any) -> None:
     """Find the fastest strategy for each size of message.
 
     Every strategy reduces messages of every size, and every result is checked. What comes out is a table with the
@@ -101,9 +119,10 @@ def topologies(context: click.Context, /, **given: Any) -> None:
       kfcomm run -H 10.0.0.1:4,10.0.0.2:4 kfcomm bench topologies       (on both hosts)
       kfcomm bench topologies --simulate 16x8 --sizes 64KiB:64MiB
     """  # noqa: D301  click wants the character, not its name
+    given = _Grid(**options)
     with reported_errors():
-        files = Files(given["json_path"], given["html_path"])
-        if given["world"] is None and given["network_path"] is None:
+        files = Files(given.json_path, given.html_path)
+        if given.world is None and given.network_path is None:
             sys.exit(_measure(files, given))
         for name, option in _OF_REAL_RANKS.items():
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -111,47 +130,46 @@ def topologies(context: click.Context, /, **given: Any) -> None:
         _simulate(files, given)
 
 
-def _measure(files: Files, given: dict[str, Any]) -> int:
+def _measure(files: Files, given: _Grid) -> int:
     from kfcomm.cli.ranks import default_ranks, measure
 
     settings = detect(os.environ)
-    asked = names_of(given["strategies"]) or _all()
+    asked = names_of(given.strategies) or _all()
     twins: dict[str, tuple[str, ...]] = dict.fromkeys(asked, ())
-    num_ranks = given["num_ranks"]
+    num_ranks = given.num_ranks
     if settings.size == 1:
         num_ranks = num_ranks or default_ranks()
         twins = distinct(asked, Layout.even(num_ranks))
     suite = Suite(
         collectives=(Verb.ALL_REDUCE,),
-        sizes=parse_sizes(given["sizes"]),
+        sizes=parse_sizes(given.sizes),
         strategies=tuple(twins),
-        transports=(given["transport"] or settings.links,),
-        dtypes=(given["dtype"],),
-        op=given["op"],
-        iterations=given["iterations"],
-        warmup=given["warmup"],
-        blocking=given["blocking"],
+        transports=(given.transport or settings.links,),
+        dtypes=(given.dtype,),
+        op=given.op,
+        iterations=given.iterations,
+        warmup=given.warmup,
+        blocking=given.blocking,
     )
     return measure(suite, settings, num_ranks, files, MeasuredTopologies(suite, twins=twins))
 
 
-def _simulate(files: Files, given: dict[str, Any]) -> None:
+def _simulate(files: Files, given: _Grid) -> None:
     files.check()
-    network, source = network_of(given["network_path"])
-    worlds = parse_worlds(given["world"])
+    network, source = network_of(given.network_path)
+    worlds = parse_worlds(given.world)
     if len(worlds) > 1:
-        raise ConfigError(f"--simulate {given['world']!r}: give one world; kfcomm simulate compares several")
+        raise ConfigError(f"--simulate {given.world!r}: give one world; kfcomm simulate compares several")
     layout = network.of_hosts(*worlds[0]).layout
-    asked = names_of(given["strategies"])
+    asked = names_of(given.strategies)
     left_out: tuple[str, ...] = ()
     if not asked:
         has_many = layout.size > _MOST_RANKS_WITH_PAIR_EACH
         left_out = tuple(each.name for each in ALGORITHMS if has_many and each.pair_per_rank)
         asked = tuple(name for name in _all() if name not in left_out)
     twins = distinct(asked, layout)
-    found = SimulatedTopologies(network, source, given["dtype"], twins=twins, left_out=left_out)
-    for result in simulated(tuple(twins), worlds, parse_sizes(given["sizes"]), network, given["dtype"], tell):
-        found.results.append(result)
+    found = SimulatedTopologies(network, source, given.dtype, twins=twins, left_out=left_out)
+    found.results.extend(simulated(tuple(twins), worlds, parse_sizes(given.sizes), network, given.dtype))
     click.echo(found.as_text(), nl=False)
     files.write(found)
 

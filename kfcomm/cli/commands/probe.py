@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +30,20 @@ if TYPE_CHECKING:
 MOST_BUSY = 0.25
 """Largest share of the processors in use by others at which costs are saved."""
 BUSY_OVER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    num_ranks: int | None
+    size: str
+    rounds: int
+    timeout: float | None
+    transport: str | None
+    keep: bool
+    force: bool
+    forget: bool
+    json_path: Path | None
+    html_path: Path | None
 
 
 @click.command(cls=WithSize)
@@ -50,7 +66,7 @@ BUSY_OVER_S = 1.0
 @click.option("--forget", is_flag=True, help="Remove what was kept on this host, and measure nothing.")
 @options.json_file("the matrices")
 @options.page_file("heat maps")
-def probe(**given: Any) -> None:
+def probe(**options: Any) -> None:
     """Measure latency and bandwidth between every two ranks.
 
     Pairs take turns, so that none measures while another uses the ports of its hosts. Ranks are started here; inside a
@@ -64,18 +80,19 @@ def probe(**given: Any) -> None:
       kfcomm probe --forget
       kfcomm run -H 10.0.0.1:1,10.0.0.2:1 kfcomm probe       (on both hosts)
     """  # noqa: D301  click wants the character, not its name
+    given = _Given(**options)
     with reported_errors():
-        if given["forget"]:
+        if given.forget:
             _forget(given)
             return
-        if given["force"] and not given["keep"]:
+        if given.force and not given.keep:
             raise ConfigError("--force needs --keep: add --keep, or leave --force out")
         settings = detect(os.environ)
-        files = Files(given["json_path"], given["html_path"])
-        nbytes = parse_sizes(given["size"])
+        files = Files(given.json_path, given.html_path)
+        nbytes = parse_sizes(given.size)
         if len(nbytes) != 1:
-            raise ConfigError(f"--nbytes {given['size']!r}: one size, such as 1MiB")
-        if given["keep"] and (given["transport"] or settings.links) != "auto":
+            raise ConfigError(f"--nbytes {given.size!r}: one size, such as 1MiB")
+        if given.keep and (given.transport or settings.links) != "auto":
             raise ConfigError(
                 "--keep is for the links that ranks choose by themselves: leave --transport out, and KFCOMM_TRANSPORT"
             )
@@ -83,18 +100,18 @@ def probe(**given: Any) -> None:
             files.check()
         if settings.size == 1:
             sys.exit(_start(given, settings))
-        if given["num_ranks"] is not None:
+        if given.num_ranks is not None:
             raise ConfigError(
-                f"-n {given['num_ranks']} starts ranks, but this process is rank {settings.rank} of {settings.size} "
+                f"-n {given.num_ranks} starts ranks, but this process is rank {settings.rank} of {settings.size} "
                 f"already ({settings.source}): leave it out"
             )
         asyncio.run(_take_part(nbytes[0], given, files))
 
 
-def _forget(given: dict[str, Any]) -> None:
+def _forget(given: _Given) -> None:
     from kfcomm.rendezvous.host import forget_costs, path_of_costs
 
-    if given["keep"] or given["num_ranks"] is not None:
+    if given.keep or given.num_ranks is not None:
         raise ConfigError("--forget measures nothing: leave --keep and -n out")
     path = forget_costs()
     if path is None:
@@ -103,37 +120,34 @@ def _forget(given: dict[str, Any]) -> None:
         click.echo(f"removed {path}: 'auto' of later jobs uses the default costs")
 
 
-def _start(given: dict[str, Any], settings: Settings) -> int:
+def _start(given: _Given, settings: Settings) -> int:
     """Run this command in new ranks on this host; return the exit code."""
     from kfcomm.cli.ranks import Relay, own_module
     from kfcomm.launch.job import RunOptions
     from kfcomm.launch.run import run
 
-    if given["num_ranks"] is None:
+    if given.num_ranks is None:
         raise ConfigError("say how many ranks to start, such as -n 4, or run this command in a job")
-    names = {"size": "nbytes", "json_path": "json", "html_path": "html"}
-    options = [
-        word
-        for name in ("size", "rounds", "timeout", "transport", "json_path", "html_path")
-        if given[name] is not None
-        for word in (f"--{names.get(name, name)}", str(given[name]))
-    ]
-    flags = [f"--{name}" for name in ("keep", "force") if given[name]]
+    values = {
+        "--nbytes": given.size, "--rounds": given.rounds, "--timeout": given.timeout, "--transport": given.transport,
+        "--json": given.json_path, "--html": given.html_path,
+    }  # fmt: skip
+    options = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    flags = ["--keep"] * given.keep + ["--force"] * given.force
     command = own_module("kfcomm", "probe", *options, *flags)
-    return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, Relay(given["num_ranks"])))
+    return asyncio.run(run(RunOptions(command, given.num_ranks), os.environ, Relay(given.num_ranks)))
 
 
-async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
+async def _take_part(nbytes: int, given: _Given, files: Files) -> None:
     """Measure, as one rank of the job."""
     import kfcomm
     from kfcomm.probe.report import as_text
 
-    arguments = {} if given["transport"] is None else {"transport": given["transport"]}
-    async with kfcomm.init(**arguments) as comm:
+    async with kfcomm.init(transport=given.transport) as comm:
         busy = 0.0
-        if given["keep"]:
+        if given.keep:
             host, most, busy = await _busiest(comm)
-            if most > MOST_BUSY and not given["force"]:
+            if most > MOST_BUSY and not given.force:
                 if comm.rank != 0:
                     return
                 raise ConfigError(
@@ -141,11 +155,11 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
                     "be kept would mislead all later jobs. Nothing was measured: try again when it is idle, or use "
                     "--force"
                 )
-        found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
+        found = await comm.probe(nbytes=nbytes, rounds=given.rounds, timeout=given.timeout)
     # after the world is closed, so that the others need not wait
     if comm.rank == 0:
         click.echo(as_text(found), nl=False)
-    kept = found.keep(busy) if given["keep"] and comm.local_rank == 0 else None
+    kept = found.keep(busy) if given.keep and comm.local_rank == 0 else None
     if comm.rank != 0:
         return
     if kept is not None:

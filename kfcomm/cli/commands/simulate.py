@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,6 +34,17 @@ _MESSAGES_PER_S = 40_000
 
 World = tuple[int | None, int | None]
 """Number of hosts and of ranks on each; None for what the network says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    strategies: tuple[str, ...]
+    hosts: str | None
+    sizes: str
+    network_path: Path | None
+    dtype: str
+    json_path: Path | None
+    html_path: Path | None
 
 
 @click.command(cls=WithSizes)
@@ -65,15 +78,7 @@ World = tuple[int | None, int | None]
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
 @options.json_file("network and results")
 @options.page_file("plots")
-def simulate(
-    strategies: tuple[str, ...],
-    hosts: str | None,
-    sizes: str,
-    network_path: Path | None,
-    dtype: str,
-    json_path: Path | None,
-    html_path: Path | None,
-) -> None:
+def simulate(**options: Any) -> None:
     """Simulate all_reduce on a network, in virtual time.
 
     The machines and graphs are those of real ranks; links and processors are simulated. Every combination of strategy,
@@ -84,14 +89,14 @@ def simulate(
       kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --sizes 1KiB:64MiB --html times.html
       kfcomm simulate --strategy ring --network cluster.toml
     """  # noqa: D301  click wants the character, not its name
+    given = _Given(**options)
     with reported_errors():
-        files = Files(json_path, html_path)
+        files = Files(given.json_path, given.html_path)
         files.check()
-        network, source = network_of(network_path)
-        simulations = Simulations(network, source, dtype)
-        worlds = parse_worlds(hosts)
-        for result in simulated(names_of(strategies), worlds, parse_sizes(sizes), network, dtype, tell):
-            simulations.results.append(result)
+        network, source = network_of(given.network_path)
+        simulations = Simulations(network, source, given.dtype)
+        strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
+        simulations.results.extend(simulated(strategies, worlds, sizes, network, given.dtype))
         click.echo(simulations.as_text(), nl=False)
         files.write(simulations)
 
@@ -147,7 +152,6 @@ def simulated(
     sizes: Sequence[int],
     network: SimulatedNetwork,
     dtype: str,
-    say: Callable[[str], None],
 ) -> Iterator[Result]:
     """Simulate every combination, with a message on each.
 
@@ -163,11 +167,11 @@ def simulated(
                 what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}"
                 messages = num_messages(built, nbytes, dtype)
                 if messages > _MANY_MESSAGES:
-                    say(f"{what}: {messages:,} messages, about {_minutes(messages)}")
+                    _tell(f"{what}: {messages:,} messages, about {_minutes(messages)}")
                 began_s = time.perf_counter()
                 result = simulate_one(built, layout, nbytes, each, dtype=dtype)
                 took_s = time.perf_counter() - began_s
-                say(f"{what}: {result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)")
+                _tell(f"{what}: {result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)")
                 yield result
 
 
@@ -176,7 +180,6 @@ def _minutes(messages: int) -> str:
     return f"{minutes} minute{'s' if minutes > 1 else ''}"
 
 
-def tell(text: str) -> None:
-    """Write a progress message."""
+def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
 
 import click
 
@@ -44,6 +45,15 @@ def list_strategies() -> None:
     click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    num_ranks: int | None
+    hosts: str | None
+    root_pair: int | None
+    nbytes: int | None
+    output: TextIO | None
+
+
 @topology.command(cls=WithStrategy)
 @click.argument("strategy")
 @click.option("-n", "--num-ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
@@ -59,14 +69,7 @@ def list_strategies() -> None:
     callback=of_kind(".svg"),
     help="Write an SVG picture here.",
 )
-def show(
-    strategy: str,
-    num_ranks: int | None,
-    hosts: str | None,
-    root_pair: int | None,
-    nbytes: int | None,
-    output: Any | None,
-) -> None:
+def show(strategy: str, **options: Any) -> None:
     """Draw the graphs of STRATEGY as text, or as a picture with -o.
 
     STRATEGY is a name of kfcomm topology list, or rules by size: "<=64KiB: star, else: ring".
@@ -76,22 +79,24 @@ def show(
       kfcomm topology show ring --hosts 2x4
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
     """  # noqa: D301  click wants the character, not its name
-    from dataclasses import replace
-
     from kfcomm.rendezvous.host import saved_costs
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
     from kfcomm.types import Layout
 
+    given = _Drawing(**options)
     with reported_errors():
-        layout = replace(Layout.even(*_ranks_and_hosts(num_ranks, hosts)), costs=saved_costs())
+        layout = replace(Layout.even(*_ranks_and_hosts(given.num_ranks, given.hosts)), costs=saved_costs())
         built = build(strategy, layout)
-        if output is not None:
+        if given.output is not None:
             # a picture shows one strategy: of auto's, unless asked, that for long messages
-            picture = as_svg(built.select(1 << 30 if nbytes is None else nbytes), layout, root_pair or 0)
-            output.write(picture)
+            chosen = built.select(1 << 30 if given.nbytes is None else given.nbytes)
+            # first the picture: the file is made when ``write`` is looked up
+            picture = as_svg(chosen, layout, given.root_pair or 0)
+            given.output.write(picture)
         else:
-            click.echo(as_text(built if nbytes is None else built.select(nbytes), layout, root_pair), nl=False)
+            drawn = built if given.nbytes is None else built.select(given.nbytes)
+            click.echo(as_text(drawn, layout, given.root_pair), nl=False)
 
 
 def _ranks_and_hosts(num_ranks: int | None, hosts: str | None) -> tuple[int, int]:
