@@ -109,7 +109,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(tmp_path: Path) ->
         assert job.process.wait() == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_ends_every_process_of_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, "-n", "2", *bash(READY + "sleep infinity & sleep infinity")) as job:
         job.lines(2)
@@ -139,12 +139,14 @@ def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
         "setsid sleep infinity & sleep infinity",
         "trap '' TERM HUP INT; while :; do sleep infinity; done",
         "env -i sleep infinity",
+        shlex.join(command("run", "-n", "2", "bash", "-c", READY + "sleep infinity & sleep infinity")),
     ],
-    ids=["itself", "child", "other session", "deaf", "cleared environment"],
+    ids=["itself", "child", "other session", "deaf", "cleared environment", "another launcher"],
 )
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, program: str) -> None:
-    with launched(tmp_path, "-n", "2", *bash(READY + program)) as job:
-        job.lines(2)
+    is_nested = "-n" in program.split()
+    with launched(tmp_path, "-n", "2", *bash(program if is_nested else READY + program)) as job:
+        job.lines(4 if is_nested else 2)
         started = job.descendants()
         job.process.kill()
         job.wait_for_the_last_holder()
@@ -152,45 +154,21 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, program: str) -> Non
         assert len(started) >= 3
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in a shell"])
-def test_ranks_end_when_launcher_and_guardian_are_killed_together(tmp_path: Path, wrapped: bool) -> None:
-    program = python("comm = kfcomm.sync.init(); open(os.environ['HELD'], 'w').write('in\\n'); time.sleep(1e6)")
-    if wrapped:
-        program = bash(f"{shlex.join(program)}; true")
-    with launched(tmp_path, "-n", "2", *program) as job:
+@pytest.mark.parametrize("kind", ["itself", "in a shell", "not Python"])
+def test_ranks_end_when_launcher_and_guardian_are_killed_together(tmp_path: Path, kind: str) -> None:
+    joins = python("comm = kfcomm.sync.init(); open(os.environ['HELD'], 'w').write('in\\n'); time.sleep(1e6)")
+    programs = {
+        "itself": joins, "in a shell": bash(f"{shlex.join(joins)}; true"),
+        "not Python": bash(READY + "exec sleep infinity"),
+    }  # fmt: skip
+    with launched(tmp_path, "-n", "2", *programs[kind]) as job:
         job.lines(2)
-        [guardian] = [
-            child
-            for child in psutil.Process(job.process.pid).children()
-            if any(word.endswith("guardian.py") for word in child.cmdline())
-        ]
+        children = psutil.Process(job.process.pid).children()
+        [guardian] = [one for one in children if any(word.endswith("guardian.py") for word in one.cmdline())]
         started = job.descendants()
         job.process.send_signal(signal.SIGSTOP)
         guardian.kill()
         job.process.kill()
-        wait_for_the_end_of(started)
-
-
-def test_a_rank_that_is_no_python_ends_with_launcher_and_guardian(tmp_path: Path) -> None:
-    with launched(tmp_path, "-n", "2", *bash(READY + "exec sleep infinity")) as job:
-        job.lines(2)
-        started = job.descendants()
-        job.process.send_signal(signal.SIGSTOP)
-        for child in psutil.Process(job.process.pid).children():
-            if any(word.endswith("guardian.py") for word in child.cmdline()):
-                child.kill()
-        job.process.kill()
-        job.wait_for_the_last_holder()
-        wait_for_the_end_of(started)
-
-
-def test_a_launcher_around_a_launcher(tmp_path: Path) -> None:
-    inner = command("run", "-n", "2", *bash(READY + "sleep infinity & sleep infinity"))
-    with launched(tmp_path, "-n", "2", *inner) as job:
-        job.lines(4)
-        started = job.descendants()
-        job.process.kill()
-        job.wait_for_the_last_holder()
         wait_for_the_end_of(started)
 
 

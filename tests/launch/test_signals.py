@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.launched import Launcher, command, environ, launched, wait_for_the_end_of
+from tests.launch.launched import Launcher, command, environ, launched
 from tests.support import free_port
 
 pytestmark = pytest.mark.slow
@@ -176,16 +176,3 @@ def test_sigtstp_stops_and_sigcont_resumes_the_whole_job(tmp_path: Path) -> None
         launcher.process.send_signal(signal.SIGUSR1)
         assert launcher.lines(2) == [f"heard [{int(signal.SIGUSR1)}]"] * 2
         assert launcher.process.wait() == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGHUP])
-def test_quit_and_hang_up_end_a_job_as_an_interrupt_does(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "hears.py").write_text(HEARS)
-    with launched(tmp_path, "-n", "2", sys.executable, str(tmp_path / "hears.py"), "handler", "1") as launcher:
-        assert launcher.lines(2) == ["ready"] * 2
-        left = launcher.descendants()
-        launcher.process.send_signal(number)
-        _, err = launcher.process.communicate()
-        assert launcher.process.returncode == 128 + number
-        assert f"ended by {number.name}" in err
-        wait_for_the_end_of(left)

@@ -98,26 +98,6 @@ def test_hosts_with_different_tokens_refuse_each_other(tmp_path: Path) -> None:
     assert "token is not the job's" in done.stderr
 
 
-def test_the_launcher_of_the_first_host_is_missed(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    hosts = ("--port", str(free_port()), "-H", "127.0.0.1:1,127.0.0.2:1", "--self")
-    program = ("bash", "-c", READY + "exec sleep infinity")
-    env = environ(KFCOMM_TOKEN=TOKEN)
-    with (
-        launched(first, *hosts, "127.0.0.1", *program, env=env) as one,
-        launched(second, *hosts, "127.0.0.2", *program, env=env) as other,
-    ):
-        one.lines(1)
-        other.lines(1)
-        one.process.kill()
-        other.wait_for_the_last_holder()
-        _, errors = other.process.communicate()
-        assert other.process.returncode == 1
-        assert "the launcher on 127.0.0.1 went away" in errors
-
-
 def test_a_port_in_use_is_told() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = str(listener.getsockname()[1])
@@ -208,22 +188,25 @@ def on_two_hosts(tmp_path: Path, *arguments: str) -> Iterator[tuple[Launcher, La
         yield one, other
 
 
-def test_the_launcher_of_another_host_is_missed(tmp_path: Path) -> None:
+def test_the_launcher_of_the_first_host_is_missed(tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path) as (one, other):
+        one.process.kill()
+        other.wait_for_the_last_holder()
+        _, errors = other.process.communicate()
+        assert other.process.returncode == 1
+        assert "the launcher on 127.0.0.1 went away" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_launcher_of_another_host_is_missed(tmp_path: Path, number: signal.Signals) -> None:
     with on_two_hosts(tmp_path, "--lost-after", "3") as (one, other):
-        other.process.kill()
+        other.process.send_signal(number)
         _, errors = one.process.communicate()
         assert one.process.returncode == 1
         assert "the launcher on 127.0.0.2 is not heard of any more" in errors
-
-
-def test_a_launcher_that_was_given_up_ends_its_ranks(tmp_path: Path) -> None:
-    with on_two_hosts(tmp_path, "--lost-after", "3") as (one, other):
-        other.process.send_signal(signal.SIGSTOP)
-        _, errors = one.process.communicate()
-        assert "the launcher on 127.0.0.2 is not heard of any more" in errors
         other.process.send_signal(signal.SIGCONT)
-        other.wait_for_the_last_holder()
-        assert other.process.wait() == 1
+        other.wait_for_the_last_holder()  # one that was given up ends its ranks
+        assert other.process.wait() == (1 if number == signal.SIGSTOP else -number)
 
 
 def test_a_host_that_never_comes_is_named() -> None:
