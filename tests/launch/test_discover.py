@@ -13,7 +13,6 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch import hosts
-from kfcomm.launch.elastic import Elasticity, Stage, parse
 from kfcomm.launch.hosts import Discovery, difference, read_slots
 from tests.launch.jobs import HOW_LONG_S, LONG, Job, kfcomm
 from tests.launch.launched import TOKEN, environ
@@ -170,77 +169,6 @@ async def test_slow_or_long_output_is_refused(tmp_path: Path, monkeypatch: pytes
             await program(tmp_path, "echo some-host").first()
     finally:
         is_over.set()
-
-
-def of(slots: dict[str, int], ranks: list[int], least: int = 2, most: int = 8, spares: int = 0) -> Elasticity:
-    made = parse(f"{least}:{most}", ranks, 10, spares, ["a", "b", "c"][: len(ranks)])
-    made.slots, made.asked = slots, most
-    return made
-
-
-def started(made: Elasticity) -> list[tuple[int, int]]:
-    found = []
-    while (one := made.start()) is not None:
-        found.append(one)
-    return found
-
-
-def test_as_many_are_wanted_as_there_are_slots_where_launchers_are() -> None:
-    made = of({"a": 3, "b": 2, "c": 9}, [1, 1])
-    assert made.fit() == []
-    assert (made.size, started(made)) == (5, [(2, 0), (3, 1), (4, 0)])
-    assert made.resize(3, waiting=[2, 3, 4]) == [4, 3]
-    made.slots = {"a": 1, "b": 1, "c": 9}
-    assert made.fit() == []
-    assert made.size == 2
-    made.expect(3, "c")
-    assert (made.capacity, [one.address for one in made.places]) == (2, ["a", "b", "", "c"])
-    made.places[3].is_gone = False
-    made.fit()
-    assert (made.capacity, made.size) == (11, 3)
-
-
-def test_ranks_without_slots_leave_while_enough_stay() -> None:
-    made = of({"a": 2, "b": 2}, [2, 2])
-    assert (made.vacate(), made.fit(), made.in_stage(Stage.LEAVING)) == ([], [], set())
-    made.slots = {"a": 1}
-    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2})
-    made.fit()
-    assert (made.size, made.owed) == (2, 0)
-    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2})  # the other one of "a" is needed
-    made.slots = {"a": 1, "c": 2}
-    made.expect(2, "c")
-    made.places[2].is_gone = False
-    made.vacate()
-    made.fit()
-    assert started(made) == [(4, 2)]
-    assert (made.vacate([4]), made.in_stage(Stage.LEAVING)) == ([], {3, 2})  # who waits is not there yet
-    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2, 1})
-    for birth in (1, 2, 3):
-        made.released(birth)
-        made.ended(birth, 0)
-    assert not made.is_ending
-    assert not made.has_failed
-    made.fit()
-    assert started(made) == [(5, 2)]
-    made.slots = {"a": 1, "b": 1}
-    assert made.vacate([5]) == [5]  # who has not been let in goes first, and at once
-
-
-def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
-    made = parse("1:8", [1, 1], 10, 0, ["a", "b"])
-    made.places[0].is_gone = True
-    for now_s in (1.0, 2.0):
-        made.resize(3)
-        ((birth, _),) = [one] if (one := made.start(now_s)) else []
-        made.ended(birth, 1, now_s)
-    made.places[1].is_gone = True
-    made.expect(2, "b")
-    assert made.next_place_s() is None
-    made.places[2].is_gone = False
-    made.resize(3)
-    assert (made.start(2.5), made.next_place_s()) == (None, 3.0)
-    assert made.start(3.0) == (4, 2)
 
 
 @pytest.mark.slow
