@@ -9,20 +9,18 @@ from __future__ import annotations
 import array
 import asyncio
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_of
+from tests.conformance.pairwise import Case, covering
 
 if TYPE_CHECKING:
     from tests.processes.actor import Actor
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Case = tuple[str, str, str, str, str]
-Pair = tuple[tuple[int, str], tuple[int, str]]
 
 STRATEGIES = (
     *("star", "ring", "clique", "chain_star", "tree", "binary_tree", "binary_tree_star"),
@@ -52,40 +50,10 @@ def can_be(kind: str, dtype: str) -> bool:
 
 
 def cases(kinds: Sequence[str]) -> list[Case]:
-    """A covering array, made greedily: each case takes a pair not covered yet and as many others as it can."""
+    """Cases that cover every possible pair of values."""
     dtypes = [dtype for dtype in DTYPES if any(can_be(kind, dtype) for kind in kinds)]
-    values = (STRATEGIES, TRANSPORTS, kinds, APIS, dtypes)
-    wanted = {
-        ((i, a), (j, b))
-        for i, j in itertools.combinations(range(len(values)), 2)
-        for a in values[i]
-        for b in values[j]
-        if (i, j) != (2, 4) or can_be(a, b)
-    }
-    found: list[Case] = []
-    while wanted:
-        row = dict(min(wanted))
-        # kind and dtype first, since not any of the one goes with any of the other
-        for place in (2, 4, 0, 1, 3):
-            if place not in row:
-                fitting = [one for one in values[place] if _goes_with(row, place, one)]
-                row[place] = max(fitting, key=lambda one: _gain(row, place, one, wanted))
-        wanted -= _pairs(row)
-        found.append((row[0], row[1], row[2], row[3], row[4]))
-    return found
-
-
-def _goes_with(row: dict[int, str], place: int, value: str) -> bool:
-    new = {**row, place: value}
-    return 2 not in new or 4 not in new or can_be(new[2], new[4])
-
-
-def _gain(row: dict[int, str], place: int, value: str, wanted: set[Pair]) -> int:
-    return len(_pairs({**row, place: value}) & wanted)
-
-
-def _pairs(row: dict[int, str]) -> set[Pair]:
-    return set(itertools.combinations(sorted(row.items()), 2))
+    factors = {"strategy": STRATEGIES, "transport": TRANSPORTS, "kind": kinds, "api": APIS, "dtype": dtypes}
+    return covering(factors, lambda case: can_be(case[2], case[4]))
 
 
 TYPECODES = {

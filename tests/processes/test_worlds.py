@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from kfcomm import testing
 from kfcomm.core.credit import credit_of
 from kfcomm.errors import CollectiveError
 from tests.processes import covering, roles
-from tests.processes.covering import APIS, DTYPES, KINDS, STRATEGIES, TRANSPORTS
+from tests.processes.covering import KINDS, STRATEGIES, TRANSPORTS
 from tests.processes.stage import Call, World, do, launched, start
 
 SIZE = 4
@@ -34,15 +33,6 @@ def world(transport: str) -> Iterator[World]:
         made.do(roles.join)
         yield made
         made.finish()
-
-
-def test_the_cases_are_few_and_every_pair_is_among_them() -> None:
-    values = (STRATEGIES, TRANSPORTS, KINDS, APIS, DTYPES)
-    places = list(itertools.combinations(range(len(values)), 2))
-    pairs = {(i, case[i], j, case[j]) for case in CASES for i, j in places}
-    impossible = sum(not covering.can_be(kind, dtype) for kind in KINDS for dtype in DTYPES)
-    assert len(pairs) == sum(len(values[i]) * len(values[j]) for i, j in places) - impossible
-    assert len(CASES) < 200
 
 
 def test_pairwise_cases(world: World, transport: str) -> None:
