@@ -3,9 +3,6 @@
 torch 2.15 wraps a Work that is made in Python in one of its own, which forwards ``wait`` and ``get_future`` alone;
 `forward` makes it forward the rest.
 
-Futures are completed on a pool of threads: a program's callbacks on them (communication hooks) may wait for further
-collectives, which would never end on the thread that drives them.
-
 Sparse tensors are summed as Gloo does it: the entries of all ranks are gathered, and added up on each rank in the order
 of the ranks. With n ranks, z entries per rank and r elements per entry, a rank receives n·z·(r elements + indices).
 """
@@ -17,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,34 +63,19 @@ FOR_BOOL = {Op.SUM: Op.OR, Op.PROD: Op.AND, Op.MAX: Op.OR, Op.MIN: Op.AND}
 """A bool cannot hold a count: a sum is true if any summand is."""
 
 
-class Meaning(NamedTuple):
-    """Meaning of a ``ReduceOp``.
-
-    Attributes:
-        op: that combines the tensors of the ranks.
-        factor: by which each tensor is multiplied first; None for 1.
-    """
-
-    op: Op
-    factor: Any = None
-
-
-SUM = Meaning(Op.SUM)
-
-
-def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
-    """The meaning of a ``ReduceOp`` for tensors of this dtype."""
+def meaning_of(reduce_op: Any, dtype: Any) -> tuple[Op, Any]:
+    """The op of a ``ReduceOp`` for tensors of this dtype, and the factor of each tensor before it; None for 1."""
     kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
     number = int(kind)
     if number == PLAIN_SUM and dtype is not torch.bool:
-        return SUM
+        return Op.SUM, None
     op = BY_NUMBER.get(number)
     if op is None:
         raise ConfigError(f"op {kind} is not supported; supported are {', '.join(one.name for one in OPS)}")
     if dtype is torch.bool:
         op = FOR_BOOL.get(op, op)
     factor = reduce_op.__getstate__()[1] if number == PREMULTIPLIED else None
-    return Meaning(op, factor)
+    return op, factor
 
 
 def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: int) -> tuple[Op, Any]:
@@ -117,7 +100,7 @@ def sparse_parts(tensor: Any, reduce_op: Any) -> tuple[Any, Any]:
     entries = whole._nnz()
     values = whole.values() if factor is None else whole.values() * factor
     indices = read(whole.indices().t().contiguous()).reshape(entries, tensor.sparse_dim())
-    width = max(1, values[:1].numel()) if entries else _width(tensor)
+    width = max(1, values[:1].numel()) if entries else prod(tensor.shape[tensor.sparse_dim() :])
     return indices, read(values).reshape(entries, width)
 
 
@@ -129,13 +112,6 @@ def add_up_sparse(tensor: Any, indices: Any, values: Any) -> None:
     made = torch.sparse_coo_tensor(torch.from_numpy(indices).t(), rows, tensor.shape, check_invariants=True)
     with torch.no_grad():
         tensor.copy_(made.coalesce())
-
-
-def _width(tensor: Any) -> int:
-    width = 1
-    for length in tensor.shape[tensor.sparse_dim() :]:
-        width *= length
-    return width
 
 
 MAX_COMPLETERS = 64
@@ -250,7 +226,8 @@ class Work(BaseWork):  # type: ignore[misc]
             raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; it goes on")) from None
 
     def _complete(self, begun: Any) -> None:
-        # Not on this thread, which drives collectives: a callback of the program may wait for another one.
+        # Not on this thread, which drives collectives: a callback of the program (a communication hook) may wait for
+        # further ones, which would never end here.
         try:
             self._ending.completers.submit(begun.set_result, None)
         except RuntimeError:  # the group is closed

@@ -237,10 +237,7 @@ NS = 1e-9
 
 
 class Profile:
-    """Communication times of one attached model, for ``kfcomm.monitor.StepStatistics`` and the timeline.
-
-    Arrivals are noticed late: the oldest bucket under way is looked at only when another one is sent.
-    """
+    """Communication times of one attached model, for ``kfcomm.monitor.StepStatistics`` and the timeline."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self._engine = comm._session.engine
@@ -265,6 +262,7 @@ class Profile:
 
     def look(self) -> None:
         """Note buckets that have arrived."""
+        # Late: the oldest one under way is looked at when another is sent. A callback for each would cost more.
         if not self._under_way:
             return
         while self._under_way and self._under_way[0].done():

@@ -193,8 +193,9 @@ class Agreement:
             self._introduced.add(method)
             yield from introduction(self.comm.rank, self._said, self._introduction(method))
 
-    def _averaged(self, tree: Tree, what: str) -> Procedure[Tree]:
-        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op="avg")
+    def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
+        """Reduce the arrays of a tree over all ranks."""
+        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
         return rebuilt(tree, found)
 
 

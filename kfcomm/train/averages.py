@@ -86,7 +86,7 @@ class ModelAgreement(Agreement):
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.num_steps % self._rule.every:
             return tree
-        mean = leaves((yield from self._averaged(tree, "model")))
+        mean = leaves((yield from self._reduced(tree, "model")))
         kept = [leaves(getattr(self, one)) for one in self._keeps]
         met = {one: self._rule.meet(x, mean[one], *(tree[one] for tree in kept)) for one, x in leaves(tree).items()}
         for place, one in enumerate(self._keeps, 1):
@@ -256,7 +256,7 @@ class LocalAdaAlter(Agreement):
         if self.num_steps % self._rule.every:
             return tree
         num_told, self._meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
-        mean = yield from self._averaged({"model": tree, "accumulators": self._own}, "model")
+        mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
         self._shared = mean["accumulators"]
         self._own = mapped(operator.add, self._shared, self._meanwhile)
         self._meanwhile = None
@@ -310,7 +310,7 @@ class AdaSGD(Agreement):
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         if not self.is_synchronous:
             return tree
-        return (yield from self._averaged(tree, "gradients"))
+        return (yield from self._reduced(tree, "gradients"))
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.is_synchronous:
@@ -318,7 +318,7 @@ class AdaSGD(Agreement):
         if self._is_agreed or (self._after is not None and self.num_steps > self._after):
             # Set before the wait: the gradients of this step are already averaged.
             self.is_synchronous = self.shares_gradients = True
-            return (yield from self._averaged(tree, "model"))
+            return (yield from self._reduced(tree, "model"))
         wish: Any = np.array([self._wants_change], np.float32)
         found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
         self._is_agreed = bool(found[WISH][0] > 0)

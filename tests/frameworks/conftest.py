@@ -21,3 +21,14 @@ def frameworks_met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads here, and torch's own threads are of a process."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

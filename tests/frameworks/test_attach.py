@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,16 @@ import kfcomm.torch
 from kfcomm import testing
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.monitor.timeline import Timeline
+from tests.frameworks.ranks import each
 from tests.monitor.timeline.traces import events_of
 from tests.sync.worlds import joined
 
 torch = pytest.importorskip("torch")
+
 nn = torch.nn
 
 SIZE, STEPS, BATCH, WIDTH = 2, 4, 6, 5
 CHANCE = threading.Lock()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Tied(nn.Module):
@@ -131,12 +124,6 @@ def attached(comm: Any, kind: str, optimizer: str = "sgd", *, seed: int | None =
     model = made(kind, 0 if comm.rank == 0 else 100 + comm.rank if seed is None else seed)
     chosen = OPTIMIZERS[optimizer](model)
     return model, chosen, kfcomm.torch.attach(model, chosen, comm, **{"bucket_nbytes": 150, **options})
-
-
-def each(main: Callable[[Any], Any], size: int = SIZE) -> list[Any]:
-    """``main(comm)`` on every rank of a world in memory."""
-    with testing.sync_world(size) as comms:
-        return testing.run_threads(comms, main)
 
 
 def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -311,25 +298,6 @@ def test_parameter_used_on_one_rank_is_averaged_with_zeros(defer: bool) -> None:
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_clipping_after_wait_equals_one_process(defer: bool) -> None:
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, held = attached(comm, "perceptron", "adamw", defer=defer)
-
-        def clip() -> None:
-            held.wait()
-            held.wait()  # again is nothing
-            assert float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)) > 0.01
-
-        train(model, chosen, batches(comm.rank), between=clip)
-        return dict(model.state_dict())
-
-    model = made("perceptron")
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
-    train(model, OPTIMIZERS["adamw"](model), batches(None), between=clip)
-    close(each(rank)[0], model.state_dict())
-
-
-@pytest.mark.parametrize("defer", [True, False])
 def test_a_schedule_of_learning_rates_is_that_of_the_step_that_asked(defer: bool) -> None:
     def schedule(chosen: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(chosen, step_size=1, gamma=0.3)
@@ -416,19 +384,6 @@ def test_evaluation_and_checkpoints_see_what_was_updated(defer: bool) -> None:
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_a_copy_of_the_model_is_a_model_of_its_own(defer: bool) -> None:
-    def rank(comm: Any) -> None:
-        model, chosen, held = attached(comm, "perceptron", defer=defer)
-        held.wait()
-        other = copy.deepcopy(model)
-        (x, _), *_ = batches(comm.rank)
-        other(x).sum().backward()
-        train(model, chosen, batches(comm.rank))
-
-    each(rank)
-
-
-@pytest.mark.parametrize("defer", [True, False])
 def test_after_detaching_nothing_is_exchanged(defer: bool) -> None:
     def rank(comm: Any) -> Any:
         model, chosen, held = attached(comm, "perceptron", defer=defer)
@@ -485,13 +440,7 @@ def test_mixed_dtypes_and_a_wire_dtype(defer: bool) -> None:
         torch.testing.assert_close(one, wanted[name], rtol=0, atol=0.01)
 
 
-def test_invalid_models_and_optimizers_are_errors_on_all_ranks() -> None:
-    def other(comm: Any) -> None:
-        model = made("perceptron" if comm.rank else "tied")
-        with pytest.raises(ConfigError, match="'grad' is not the same on all ranks: "):
-            kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
-
-    each(other)
+def test_invalid_models_and_optimizers_are_errors() -> None:
     model, layer = made("perceptron"), nn.Linear(2, 2)
     both = torch.optim.SGD([*model.parameters(), *layer.parameters()], lr=0.1)
     with kfcomm.sync.init() as comm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,13 @@ from kfcomm import testing
 from kfcomm.compression import PowerSGD, TopK
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.torch import Compression
+from tests.frameworks.ranks import each
 
 torch = pytest.importorskip("torch")
+
 nn = torch.nn
 
 SIZE, STEPS = 2, 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(dtype: Any = torch.float64) -> Any:
@@ -50,11 +42,6 @@ def attached(comm: Any, compression: Any, **options: Any) -> tuple[Any, Any, Any
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, optimizer, kfcomm.torch.attach(model, optimizer, comm, compression=compression, **options)
-
-
-def each(main: Any) -> list[Any]:
-    with testing.sync_world(SIZE) as comms:
-        return testing.run_threads(comms, main)
 
 
 def trained(comm: Any, compression: Any, **options: Any) -> list[Any]:

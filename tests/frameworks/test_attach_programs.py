@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from tests.frameworks import attach_programs  # noqa: E402  it imports torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

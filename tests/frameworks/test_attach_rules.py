@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,22 +14,15 @@ import kfcomm.sync
 import kfcomm.torch
 from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, KfcommError
+from tests.frameworks.ranks import each
 from tests.sync.worlds import joined
 
 torch = pytest.importorskip("torch")
+
 nn = torch.nn
 
 WIDTH = 4
 DEFER = pytest.mark.parametrize("defer", [False, True], ids=["at once", "deferred"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(seed: int = 0) -> Any:
@@ -52,15 +44,6 @@ def attached(comm: Any, **options: Any) -> tuple[Any, Any, Any]:
     model = made(comm.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, optimizer, kfcomm.torch.attach(model, optimizer, comm, bucket_nbytes=40, **options)
-
-
-def each(main: Any, size: int = 2) -> list[Any]:
-    def rank(comm: Any) -> Any:
-        torch.set_num_threads(1)  # it is each thread's own
-        return main(comm)
-
-    with testing.sync_world(size) as comms:
-        return testing.run_threads(comms, rank)
 
 
 def numbers(model: Any) -> Any:
@@ -111,25 +94,6 @@ def test_a_second_pass_adds_to_the_average(defer: bool) -> None:
     for one, other, parameter in zip(first, second, model.parameters(), strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, parameter.grad)
-
-
-@DEFER
-def test_a_step_that_all_ranks_skip_leaves_nothing(defer: bool) -> None:
-    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
-        for number in range(6):
-            optimizer.zero_grad()
-            loss_of(number).backward()
-            if number % 2:
-                optimizer.step()
-
-    def rank(comm: Any) -> Any:
-        model, optimizer, _ = attached(comm, defer=defer)
-        steps(model, optimizer, lambda number: loss(model, comm.rank, number))
-        return numbers(model)
-
-    first, second = each(rank)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, one_process(steps))
 
 
 @DEFER
@@ -423,16 +387,6 @@ def test_different_step_counts_raise_mismatch_on_all_ranks(what: str) -> None:
     assert len(set(said)) == 1
     for part in ("rank 0: 2 steps", "rank 1: 1 steps") if what == "a step" else ("rank 0: 1 steps", "lr=0.05"):
         assert part in said[0]
-
-
-def test_a_sparse_gradient_is_an_error_on_all_ranks() -> None:
-    def rank(comm: Any) -> None:
-        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
-        kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
-        with pytest.raises(ConfigError, match=r"the gradient of 0.weight is sparse"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    each(rank)
 
 
 # ---------------------------------------------------------------- checkpoints in the backward pass

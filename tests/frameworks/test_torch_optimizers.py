@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,24 +24,11 @@ from kfcomm.train import (
     LocalSGD,
     SynchronousSGD,
 )
+from tests.frameworks.ranks import each
 
 torch = pytest.importorskip("torch")
 
 SIZE, STEPS, LR = 2, 6, 0.2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def on_ranks(main: Callable[[Any], Any], size: int = SIZE) -> list[Any]:
-    with testing.sync_world(size) as comms:
-        return testing.run_threads(comms, main)
 
 
 class Model(torch.nn.Module):
@@ -121,7 +108,7 @@ def test_steps_are_those_of_the_loop(way: str, is_closure: bool) -> None:
                 optimizer.step()
         return values(model), by_hand(comm, make)
 
-    found = on_ranks(main)
+    found = each(main)
     for mine, wanted in found:
         np.testing.assert_allclose(mine, wanted, rtol=1e-5)
     assert not np.array_equal(found[0][0], Model()(0.0))
@@ -140,7 +127,7 @@ def test_pair_averaging_comes_to_a_consensus() -> None:
         comm.barrier()
         return values(model)
 
-    found = np.stack(on_ranks(main, 3))
+    found = np.stack(each(main, 3))
     assert np.ptp(found, axis=0).max() < 0.2
 
 
@@ -157,7 +144,7 @@ def test_models_are_read_where_they_are_and_gradients_are_given_back_as_torch_ha
         assert {one.data_ptr() for one in model.parameters()} == before
         assert values(model)[0] == pytest.approx(1.0 - LR * 0.5 * (comm.rank + 1)), "it agreed once"
 
-    on_ranks(main)
+    each(main)
 
 
 def test_it_stays_the_optimizer_that_it_was() -> None:
@@ -190,7 +177,7 @@ def test_it_stays_the_optimizer_that_it_was() -> None:
         assert float(more.grad[0]) == 0.5
         return rates, values(model)
 
-    (rates, first), (_, second) = on_ranks(main)
+    (rates, first), (_, second) = each(main)
     assert rates == [0.2, 0.1, 0.05]
     assert np.array_equal(first, second)
 
@@ -211,7 +198,7 @@ def test_a_copy_agrees_with_nobody_nor_does_one_that_was_detached() -> None:
             optimizer.step()
         optimizers.local_sgd(optimizer, comm, 2, name="again")
 
-    on_ranks(main)
+    each(main)
 
 
 def test_lbfgs_searches_along_one_line_on_all_ranks() -> None:
@@ -234,7 +221,7 @@ def test_lbfgs_searches_along_one_line_on_all_ranks() -> None:
         return [*losses, *x.detach().tolist()]
 
     alone = train(slice(None), lambda one: one)
-    found = on_ranks(
+    found = each(
         lambda comm: train(slice(4 * comm.rank, 4 * comm.rank + 4), lambda one: optimizers.synchronous_sgd(one, comm))
     )
     assert found[0] == found[1]
@@ -257,7 +244,7 @@ def test_a_closure_may_give_a_number_or_nothing() -> None:
         with pytest.raises(ConfigError, match=r"agree\(\) is for steps without"):
             optimizer.step(lambda: closure(1.0))
 
-    on_ranks(main)
+    each(main)
 
 
 def test_a_scaler_leaves_out_a_step_on_all_ranks_where_one_has_overflowed() -> None:
@@ -277,7 +264,7 @@ def test_a_scaler_leaves_out_a_step_on_all_ranks_where_one_has_overflowed() -> N
             seen.append((scaler.get_scale(), *values(model).tolist()))
         return seen
 
-    first, second = on_ranks(main)
+    first, second = each(main)
     assert first == second
     assert [scale for scale, *_ in first] == [8.0, 4.0, 4.0]
     assert first[1][1:] == first[0][1:]
@@ -304,7 +291,7 @@ def test_adasgd_changes_when_a_rank_says_so_and_a_monitor_learns() -> None:
         assert monitor.noise_scale.num_updates == 5
         return values(model), values(other)
 
-    first, second = on_ranks(main)
+    first, second = each(main)
     for one, other in zip(first, second, strict=True):
         assert np.array_equal(one, other)
 
@@ -319,7 +306,7 @@ def refused(make: Callable[[Any, Any], Any], error: type[Exception], says: str, 
         comm.barrier()  # it stays usable
         return str(caught.value)
 
-    return on_ranks(main)
+    return each(main)
 
 
 def test_ranks_with_different_optimizers_see_both_sides() -> None:
@@ -358,7 +345,7 @@ def test_a_number_out_of_range_on_one_rank_is_an_error_on_all() -> None:
         optimizers.local_sgd(optimizer, comm, 1)
         return str(caught.value)
 
-    _, other = on_ranks(main)
+    _, other = each(main)
     assert other.endswith("; rank 1 has SMA(alpha=0.1)")
 
 
@@ -379,7 +366,7 @@ def test_gradients_that_only_some_ranks_have_are_an_error_on_all() -> None:
             optimizer.step()
         return str(caught.value)
 
-    on_ranks(main)
+    each(main)
 
 
 def test_errors_of_one_rank() -> None:

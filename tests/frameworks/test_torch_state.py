@@ -8,19 +8,15 @@ import msgpack
 import pytest
 
 import kfcomm.torch
-from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, CollectiveError, ConfigError
 from kfcomm.torch import state
+from tests.frameworks.ranks import each
 
 torch = pytest.importorskip("torch")
+
 nn = torch.nn
 
 SIZE = 3
-
-
-def each(main: Any) -> list[Any]:
-    with testing.sync_world(SIZE) as comms:
-        return testing.run_threads(comms, main)
 
 
 class Model(nn.Module):

@@ -1,17 +1,21 @@
-"""PairAveraging: halves are averaged, no rank waits for another, ages are bounded and told."""
+"""Averages in pairs by hand and over communicators; draws of peers are as likely as they should be (chi-squared)."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kfcomm import Communicator, sync
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from kfcomm.train import PairAveraging
+from kfcomm.train import PairAveraging, Peers
 from kfcomm.train.asynchronous import Packing
 
 
@@ -100,3 +104,54 @@ def test_a_model_of_another_form_is_refused() -> None:
     other = Packing({"a": np.zeros(2), "b": np.zeros((3, 1), np.float32)}, num_head=2)
     with pytest.raises(CollectiveMismatch, match="other names, shapes or dtypes"):
         other.unpack(blob, tree)
+
+
+DRAWS = 100_000
+CRITICAL = {3: 21.11, 4: 23.51, 7: 29.88}
+"""Of the chi-squared distribution, by degrees of freedom: exceeded by chance once in 10,000 times."""
+
+
+def chi_squared(peers: Peers, expected: Sequence[float]) -> float:
+    counts = Counter(peers.draw() for _ in range(DRAWS))
+    whole = sum(expected)
+    return sum(
+        (counts[rank] - DRAWS * one / whole) ** 2 / (DRAWS * one / whole) for rank, one in enumerate(expected) if one
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 2, 4])
+def test_all_others_are_equally_likely(rank: int) -> None:
+    expected = [float(peer != rank) for peer in range(5)]
+    assert chi_squared(Peers(rank, 5, seed=7), expected) < CRITICAL[3]
+
+
+def test_the_next_rank_is_not_drawn_twice_as_often() -> None:
+    """A draw of all ranks that moves one's own to the next: the test finds it out."""
+    moved = [0.0, 2.0, 1.0, 1.0, 1.0]
+    assert chi_squared(Peers(0, 5, seed=7), moved) > 1000
+
+
+def test_weights_are_probabilities() -> None:
+    weights = [5.0, 100.0, 1.0, 2.0, 3.0]
+    expected = [5.0, 0.0, 1.0, 2.0, 3.0]
+    assert chi_squared(Peers(1, 5, seed=3, weights=weights), expected) < CRITICAL[3]
+    without = Peers(0, 3, weights=[1.0, 0.0, 2.0])
+    assert {without.draw() for _ in range(100)} == {2}
+
+
+@given(st.integers(2, 20), st.integers(0, 1000), st.data())
+def test_ranks_never_draw_themselves_and_a_seed_repeats_the_draws(size: int, seed: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    one, other = Peers(rank, size, seed=seed), Peers(rank, size, seed=seed)
+    drawn = [one.draw() for _ in range(50)]
+    assert drawn == [other.draw() for _ in range(50)]
+    assert rank not in drawn
+    assert all(0 <= peer < size for peer in drawn)
+
+
+def test_peers_without_others_or_with_bad_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no peers"):
+        Peers(0, 1)
+    for weights in ([1.0, 1.0], [1.0, 0.0, 0.0], [0.0, -1.0, 2.0], [0.0, float("nan"), 1.0]):
+        with pytest.raises(ConfigError, match="weights"):
+            Peers(0, 3, weights=weights)

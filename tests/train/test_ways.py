@@ -1,9 +1,9 @@
-"""Algorithms of agreement against values made by hand; ranks run in lockstep without a network."""
+"""Algorithms of agreement against values made by hand, with ranks in lockstep without a network; and their trees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+from kfcomm.train.agreement import leaves, mapped, rebuilt
 from tests.train.scripted import Alone, model, raw, together
 
 
@@ -196,3 +197,42 @@ def test_ranks_that_agree_in_different_ways_see_both_sides() -> None:
     mixed = [SMA(Alone(0, 2), 0.1, name="way"), LocalSGD(Alone(1, 2), 4, name="way")]
     with pytest.raises(CollectiveMismatch, match=r"rank 0 has SMA\(alpha=0.1\); rank 1 has LocalSGD\(every=4\)"):
         gradients(mixed, FOUR[:2])
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+trees = st.recursive(
+    st.integers(),
+    lambda children: (
+        st.lists(children, min_size=1, max_size=3)
+        | st.dictionaries(st.text("abc", min_size=1), children, min_size=1, max_size=3)
+        | st.tuples(children, children)
+        | st.builds(Pair, children, children)
+    ),
+)
+
+
+@given(trees)
+def test_leaves_and_rebuilt_round_trip(tree: Any) -> None:
+    found = leaves(tree)
+    assert rebuilt(tree, found) == tree
+    assert type(rebuilt(tree, found)) is type(tree)
+    doubled = mapped(lambda x, y: x + y, tree, tree)
+    assert leaves(doubled) == {name: 2 * x for name, x in found.items()}
+
+
+def test_names_are_the_ways_to_the_arrays() -> None:
+    assert leaves({"layer": [1, (2, 3)], 7: {"x": 4}}) == {"layer/0": 1, "layer/1/0": 2, "layer/1/1": 3, "7/x": 4}
+    assert leaves(5) == {"x": 5}
+
+
+def test_trees_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="without arrays"):
+        leaves({"a": []})
+    with pytest.raises(ConfigError, match="two arrays"):
+        leaves({"a/b": 1, "a": {"b": 2}})
+    with pytest.raises(ConfigError, match="different arrays: b"):
+        mapped(lambda x, y: x, {"a": 1}, {"a": 1, "b": 2})
