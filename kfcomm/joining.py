@@ -31,7 +31,7 @@ from kfcomm.world.epochs import settle
 
 if TYPE_CHECKING:
     from kfcomm.engine.alone import Alone
-    from kfcomm.engine.meeting import Exchange
+    from kfcomm.engine.membership import Exchange
     from kfcomm.engine.network import SocketNetwork
     from kfcomm.transports.base import BackendMaker
 

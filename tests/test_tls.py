@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kfcomm.common.sockets import readable
-from kfcomm.core.handshake import Identity
-from kfcomm.core.hello import Purpose
+from kfcomm.core.handshake import Identity, Purpose
 from kfcomm.errors import ConfigError, ProtocolError, RendezvousError, TransportError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.store import StoreServer

@@ -14,7 +14,7 @@ import numpy as np
 
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.common.arguments import plain_text
-from kfcomm.engine.load import Load
+from kfcomm.engine.observer import Load
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import override

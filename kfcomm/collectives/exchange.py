@@ -24,8 +24,8 @@ from kfcomm.collectives.plans import Planner, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, CallOptions, row_elements
 from kfcomm.collectives.steps import LaterSteps, Steps
 from kfcomm.collectives.verbs import MakePlan, Posting, Verbs
-from kfcomm.core.chunk import split
 from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.signature import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.types import Seconds, Verb
 

@@ -32,12 +32,11 @@ from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
 from kfcomm.collectives.receives import Outcome, Receive, Received, Streams, Transfer, shape_of, signature_of
 from kfcomm.core import program as programs
-from kfcomm.core.cause import Cause
+from kfcomm.core.cause import Cause, error_of
 from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.signature import Signature, describe
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.failures import error_of
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.transports.reactor import Reactor

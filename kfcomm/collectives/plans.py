@@ -19,11 +19,10 @@ from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.reduce import Wire, kernel, wire_of
 from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.core import program as programs
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, pair_of, split
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
-from kfcomm.core.signature import Signature
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, Signature, pair_of, split
 from kfcomm.engine import shown
 from kfcomm.engine.hosted import HOSTED_NBYTES, hub_of
 from kfcomm.engine.operation import Operation, Work

@@ -36,11 +36,10 @@ from kfcomm.arrays.kinds import ArrayKind
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
-from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import GroupView
 from kfcomm.core.signature import Signature, disagreement
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.failures import error_of
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveError, EpochChanged, PeerLost
 from kfcomm.transports.reactor import Timer

@@ -14,7 +14,7 @@ from typing import Any, Final, Self, TypeAlias, assert_never
 
 from kfcomm.common.arguments import whole_number
 from kfcomm.common.sizes import seconds_of
-from kfcomm.core.chunk import split
+from kfcomm.core.signature import split
 from kfcomm.errors import ConfigError
 from kfcomm.types import Seconds, Verb
 

@@ -1,15 +1,16 @@
 """Sans-IO core: graphs, frames, machines, and the router that matches collectives by name.
 
-Pure and deterministic: time and randomness are arguments, payload bytes never enter, and nothing waits. A driver (the
-engine, a test, a simulator) feeds it events and carries out the effects that it returns.
+Pure and deterministic: time and randomness are arguments, payload bytes never enter, and nothing waits. The
+engine, a test or a simulator feeds it events, and carries out what it decides: see ``machine.CollectiveDriver`` and
+``calls.Tell``.
 
 Read in this order:
 
-- ``graph``, ``chunk``, ``program``: which part of a buffer travels along which tree, as one rank sees it.
+- ``graph``, ``program``: which part of a buffer travels along which tree, as one rank sees it.
 - ``machine``: one collective on one rank, with the table of states of a chunk. ``collective``: the same with a name.
 - ``calls``, ``matching``, ``router``: all collectives of a rank, with the table of states of a call.
-- ``links``, ``credit``, ``frame``, ``names``, ``signature``: what travels on a data link, and what bounds it.
-- ``handshake``, ``hello``, ``auth``, ``seal``, ``unauthenticated``: who may connect.
-- ``gossip``, ``membership``, ``heartbeat``: the control plane, and who continues after a failure.
-- ``deadlines``, ``launch_order``, ``cycles``: waiting too long, and one order for libraries that match by order.
+- ``links``, ``frame``, ``names``, ``signature``: what travels on a data link, and what bounds it.
+- ``handshake``, ``auth``: who may connect.
+- ``gossip``, ``membership``: the control plane, and who continues after a failure.
+- ``deadlines``, ``launch_order``: waiting too long, and one order for libraries that match by order.
 """

@@ -1,11 +1,24 @@
-"""Cause of a failed collective: a value that travels to every rank, so that all raise the same error."""
+"""Cause of a failed collective, a value that travels to every rank, and the error that all raise for it."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from kfcomm.core.collective import name_of
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    EpochChanged,
+    InternalError,
+    KfcommError,
+    PeerLost,
+)
 
 MAX_MESSAGE_CHARACTERS = 2000
 
@@ -57,3 +70,26 @@ class Cause:
         except (ValueError, TypeError):
             words = reprlib.repr(fields)[:200]
             return cls(CauseKind.INTERNAL, -1, f"aborted by a peer, for a reason that makes no sense: {words}")
+
+
+def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> KfcommError:
+    """The error for a collective called ``name`` that failed for this cause; a new one at each call.
+
+    ``title`` is the name for people; ``story`` is used for defects only.
+    """
+    message, key = cause.message, name_of(name)
+    match cause.kind:
+        case CauseKind.MISMATCH:
+            return CollectiveMismatch(message, key=key)
+        case CauseKind.TIMEOUT:
+            return CollectiveTimeout(message, key=key, arrived=cause.arrived, missing=cause.missing)
+        case CauseKind.CANCELLED | CauseKind.REFUSED:
+            return CollectiveAborted(message, key=key)
+        case CauseKind.LOST:
+            return PeerLost(f"{title} failed: {message}", key=key, rank=cause.rank)
+        case CauseKind.EPOCH:
+            return EpochChanged(f"{title} failed: {message}", key=key, epoch=cause.rank, members=cause.arrived)
+        case CauseKind.LINK:
+            return CollectiveError(f"{title} failed: {message}", key=key)
+        case CauseKind.INTERNAL:
+            return InternalError(f"{title} failed: {message}", story=story)

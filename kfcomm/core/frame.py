@@ -39,7 +39,7 @@ MAX_ID = 1 << 20
 
 
 class Kind(IntEnum):
-    """Kinds of frames: below 16 on data links, from 16 on control links. For handshakes see ``hello``."""
+    """Kinds of frames: below 16 on data links, from 16 on control links. For handshakes see ``handshake``."""
 
     CHUNK = 1
     ASK = 2

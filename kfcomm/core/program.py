@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.graph import GraphPair
+from kfcomm.core.signature import num_chunks, share_out, split
 
 ABSENT = -1
 MAX_BYTE = 255

@@ -18,9 +18,8 @@ from typing import Any
 from kfcomm.core.calls import BROKEN, EARLY, FAILED, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Post, Series
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header
-from kfcomm.core.links import LINKS, Incoming, Links, Outgoing
+from kfcomm.core.links import DEFAULT_CREDIT, LINKS, Credit, Incoming, Links, Outgoing
 from kfcomm.core.machine import CollectiveDriver, Effects
 from kfcomm.core.matching import Matching
 from kfcomm.core.names import MAX_SIGNATURES

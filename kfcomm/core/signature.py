@@ -1,10 +1,18 @@
-"""Signatures of collectives: values that ranks compare, since a difference means a wrong result."""
+"""Agreed parts of a call: its signature, which ranks compare, and the division of its data.
+
+A buffer is divided into parts, one for each graph pair, and parts into chunks. Parts decide which graph reduces an
+element, so they depend on the number of elements, the shares of the graph pairs and the key alone; chunks only decide
+how much travels at a time. All numbers are elements, never bytes.
+"""
 
 from __future__ import annotations
 
 import reprlib
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 MAX_NESTING = 3
 """Deepest nesting of tuples in a signature; a peer may send any depth that fits its header."""
@@ -148,3 +156,47 @@ def _frozen(value: Any, nesting: int) -> Any:
     if not nesting:
         raise ValueError("nested too deep")
     return tuple(_frozen(one, nesting - 1) for one in value)
+
+
+WHOLE_BELOW = 4096
+"""Buffers of fewer elements travel whole, along one pair picked by their key."""
+
+SHOWN_WHOLE_NBYTES = 1 << 14
+"""In a direct strategy, every rank folds a message up to this size as a whole, and its own part of a longer one."""
+
+
+def split(count: int, parts: int) -> list[tuple[int, int]]:
+    """Return ``(offset, length)`` of ``parts`` parts of ``count`` elements; the first are longer by one if need be."""
+    base, longer = divmod(count, parts)
+    bounds = []
+    offset = 0
+    for part in range(parts):
+        length = base + (part < longer)
+        bounds.append((offset, length))
+        offset += length
+    return bounds
+
+
+def share_out(count: int, shares: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ``(offset, length)`` of parts in proportion to ``shares``, each less than one element off.
+
+    A part may be empty. Shares multiplied by one number give the same parts.
+    """
+    total = sum(shares)
+    ends = [count * upto // total for upto in accumulate(shares)]
+    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def num_chunks(count: int, chunk_elements: int) -> int:
+    """Return the number of chunks of a part; an empty part travels as one chunk without payload."""
+    return max(1, -(-count // chunk_elements))
+
+
+def pair_of(key: str, num_pairs: int, shares: Sequence[int] = ()) -> int:
+    """Return the pair of a buffer that travels whole: the same on every rank and run.
+
+    Keys are spread evenly over the pairs, or in proportion to ``shares``, one for each pair.
+    """
+    if not shares:
+        return crc32(key.encode()) % num_pairs
+    return bisect_right(list(accumulate(shares)), crc32(key.encode()) % sum(shares))

@@ -18,22 +18,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, RESUME, VIOLATION
-from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import Collective, GroupView, Post, Series
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import Incoming, Outgoing, announce
+from kfcomm.core.links import DEFAULT_CREDIT, Credit, Incoming, Outgoing, announce
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
-from kfcomm.engine.buffers import BlockPool
 from kfcomm.engine.deadlines import Deadlines
-from kfcomm.engine.failures import error_of
 from kfcomm.engine.link_table import LinkTable
 from kfcomm.engine.meter import Meter
+from kfcomm.engine.observer import Recorder
 from kfcomm.engine.operation import Operation
-from kfcomm.engine.receiver import Receiver
-from kfcomm.engine.recorder import Recorder
+from kfcomm.engine.receiver import BlockPool, Receiver
 from kfcomm.engine.recovery import LinkRecovery
 from kfcomm.engine.slots import SlotTable
 from kfcomm.errors import SessionClosed

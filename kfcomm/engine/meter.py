@@ -12,20 +12,25 @@ counts for itself: the sums grow faster than the clock. Chunks that came before 
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from math import ceil, frexp
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.engine.observer import Observer
+from kfcomm.engine.traffic import Totals, added
 from kfcomm.types import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from kfcomm.core.collective import Collective, GroupView, Key
-    from kfcomm.engine.earlier import Earlier
+    from kfcomm.engine.engine import Engine
     from kfcomm.engine.operation import Operation
+    from kfcomm.engine.traffic import Traffic
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -281,3 +286,77 @@ def steady(copy: Callable[[], T]) -> T:
         except RuntimeError:  # changed size during iteration
             continue
     return copy()
+
+
+class Earlier(NamedTuple):
+    """Sums over epochs that are over, so that counters keep growing across a change of the ranks.
+
+    Peers are identified by their ranks, which other processes have in another epoch: these sums cover all of them.
+
+    Attributes:
+        tallies: of the calls, by name.
+        others: of those beyond ``meter.MAX_KEYS``, or None.
+        totals: what was moved; see ``Traffic.totals``.
+        waited_s: by rank.
+    """
+
+    tallies: dict[str, Tally]
+    others: Tally | None
+    totals: Totals
+    waited_s: dict[int, float]
+
+
+def with_epoch(meter: Meter, traffic: Traffic) -> Earlier:
+    """Add the counts of a finished epoch to those of all before it. O(keys)."""
+    before = meter.earlier or Earlier({}, None, {}, {})
+    tallies, others = meter.tallies()
+    by_name = {name: [tally] for name, tally in before.tallies.items()}
+    for (_, name), tally in tallies.items():
+        by_name.setdefault(name, []).append(tally)
+    rest = [*([] if before.others is None else [before.others]), *others.values()]
+    return Earlier(
+        {name: found[0] if len(found) == 1 else Tally.sum(found) for name, found in by_name.items()},
+        Tally.sum(rest) if rest else None,
+        added(before.totals, traffic.totals()),
+        before.waited_s | {rank: one + before.waited_s.get(rank, 0.0) for rank, one in enumerate(meter.waited_s)},
+    )
+
+
+MEASURED_EVERY_S = 0.1
+
+
+class LoopLag:
+    """Lag of one loop, measured ten times a second; 0 until it was started. Readable on any thread."""
+
+    def __init__(self) -> None:
+        self._lag_s = 0.0
+        self._seen_s = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, engine: Engine) -> None:
+        """Measure the loop of this engine from now on, and tell its observers."""
+        self._measure(engine, engine.loop.time())
+
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def blocked_s(self) -> float:
+        """For how long the loop has not had a turn, in seconds."""
+        return max(0.0, time.monotonic() - self._seen_s - MEASURED_EVERY_S)
+
+    def lag_s(self) -> float:
+        """How late the loop is, in seconds: when it was measured last, or by now."""
+        return max(self._lag_s, self.blocked_s())
+
+    def _measure(self, engine: Engine, due_s: float) -> None:
+        loop = engine.loop
+        self._lag_s = max(0.0, loop.time() - due_s)
+        self._seen_s = time.monotonic()
+        for observer in engine.observers or ():
+            observer.counter("loop lag", "ms", self._lag_s * 1e3)
+        if engine.meter is not None:
+            engine.links.traffic.mark(self._seen_s)
+        next_s = loop.time() + MEASURED_EVERY_S
+        self._timer = loop.call_at(next_s, self._measure, engine, next_s)

@@ -20,18 +20,19 @@ from kfcomm.arrays.devices.routes import agree
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.engine.control import ControlThread, World, addresses_of
 from kfcomm.engine.interfaces import Door, Network
-from kfcomm.engine.meeting import (
+from kfcomm.engine.membership import (
     Exchange,
     Meeting,
+    StoreMembership,
     check_checksums,
     check_devices,
     check_reach,
+    is_certain,
     layout_of,
     listen,
     tls_of,
     unix_name,
 )
-from kfcomm.engine.membership import StoreMembership, is_certain
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo

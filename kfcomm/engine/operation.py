@@ -18,8 +18,8 @@ from kfcomm.core.frame import Kind
 from kfcomm.core.links import admit, may_send
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, PAYLOAD, RESULT, CollectiveDriver
 from kfcomm.core.program import Lane
-from kfcomm.engine.buffers import Payload
-from kfcomm.engine.recorder import BATCH
+from kfcomm.engine.observer import BATCH
+from kfcomm.engine.receiver import Payload
 from kfcomm.errors import InternalError
 from kfcomm.types import override
 

@@ -19,18 +19,15 @@ from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView
-from kfcomm.core.credit import credit_of
+from kfcomm.core.collective import GroupTable, GroupView
+from kfcomm.core.links import credit_of
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
-from kfcomm.engine.closing import CLOSE_WITHIN_S, LEAVE_WITHIN_S, Closing, Drain, in_a_thread
+from kfcomm.engine.closing import CLOSE_WITHIN_S, LEAVE_WITHIN_S, Closing, Drain, in_a_thread, let_go, sessions
 from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, StatusSource
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.forks import let_go, sessions
-from kfcomm.engine.group_table import GroupTable
 from kfcomm.engine.interfaces import Door, Network, Service
-from kfcomm.engine.loop_lag import LoopLag
-from kfcomm.engine.meter import Meter
+from kfcomm.engine.meter import LoopLag, Meter
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.base import DeviceSetup
 from kfcomm.transports.reactor import Reactor
@@ -270,7 +267,7 @@ class Session(ControlEvents, StatusSource):
             devices=given._replace(reports=reports),
         )  # fmt: skip
         if self.engine.meter is not None and follower.engine.meter is not None:
-            from kfcomm.engine.earlier import with_epoch  # for jobs whose ranks change
+            from kfcomm.engine.meter import with_epoch  # for jobs whose ranks change
 
             follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, cast
 
-from kfcomm.engine.forks import open_sessions
+from kfcomm.engine.closing import open_sessions
 from kfcomm.engine.meter import steady
 from kfcomm.rendezvous.host import hostname
 

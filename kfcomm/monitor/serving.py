@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfcomm.common.sockets import FLOOD_PAUSE_S
-from kfcomm.core.unauthenticated import Unauthenticated
+from kfcomm.core.auth import Unauthenticated
 from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.settings import Settings
 

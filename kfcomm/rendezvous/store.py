@@ -3,7 +3,7 @@
 It binds one address. A client without the token learns only that this is a store: a request is judged by its headers,
 before its body is read. Connections, bodies and memory are bounded; waits are long polls, which end when their client
 disconnects. A connection without a signed request is closed after seconds, and the oldest of many at once: see
-`kfcomm.core.unauthenticated`.
+`kfcomm.core.auth`.
 
 Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for autoscalers, has a
 number in text as its body, and a line of text as its answer. See `signing` for the headers.
@@ -24,7 +24,7 @@ import msgpack
 from aiohttp import web
 
 from kfcomm.common.sockets import accept_all, host_of
-from kfcomm.core.unauthenticated import Unauthenticated
+from kfcomm.core.auth import Unauthenticated
 from kfcomm.errors import ConfigError, LocalProtocolError
 from kfcomm.rendezvous.authentication import (
     ANSWER_HEADER,

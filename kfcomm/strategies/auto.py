@@ -29,8 +29,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
 from kfcomm.strategies.base import Direct, SizedStrategy, Strategy
 from kfcomm.strategies.builtin import ALGORITHMS
 from kfcomm.strategies.matrices import Rates

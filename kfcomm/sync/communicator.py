@@ -34,7 +34,7 @@ from kfcomm.types import Seconds
 from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
-    from kfcomm.engine.meeting import Exchange
+    from kfcomm.engine.membership import Exchange
     from kfcomm.monitor import Statistics
     from kfcomm.rendezvous.settings import Settings
 

@@ -18,18 +18,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from kfcomm.common.sockets import accept_all, host_of
-from kfcomm.core.handshake import Answerer, Dialler, Identity, Outcome, Step
-from kfcomm.core.hello import (
+from kfcomm.core.auth import Unauthenticated
+from kfcomm.core.handshake import (
     NONCE_NBYTES,
     PREFIX_NBYTES,
+    Answerer,
+    Dialler,
     Hello,
+    Identity,
     Message,
+    Outcome,
     Refused,
+    Step,
     decode,
     decode_prefix,
     encode,
 )
-from kfcomm.core.unauthenticated import Unauthenticated
 from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.sockets import (
     Address,

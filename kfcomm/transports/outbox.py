@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from kfcomm.core.auth import MAX_SEAL_NBYTES
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
-from kfcomm.core.seal import MAX_SEAL_NBYTES
 from kfcomm.transports.base import Owner
 
 CHUNK, SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)

@@ -13,7 +13,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kfcomm.core.hello import Purpose
+from kfcomm.core.handshake import Purpose
 
 if TYPE_CHECKING:
     from kfcomm.transports.base import Endpoint, Surroundings
@@ -44,7 +44,7 @@ class Transport:
         is_local: it joins processes of one host, whose connections are Unix sockets; else they are TCP.
         preference: ``auto`` takes the transport with the highest that reaches a peer.
         purpose: number in the handshake of its connections; transports with the same purpose share an endpoint. See
-            `kfcomm.core.hello.Purpose` for those in use.
+            `kfcomm.core.handshake.Purpose` for those in use.
     """
 
     name: str

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kfcomm.common.imports import lacking
+from kfcomm.core.auth import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix
 from kfcomm.core.handshake import Keys
-from kfcomm.core.seal import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 from kfcomm.errors import ConfigError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.outbox import Frame, Outbox, StreamOptions

@@ -11,8 +11,8 @@ import pytest
 
 from kfcomm.adapt import Adaptation
 from kfcomm.adapt.metrics import EngineMeter
-from kfcomm.engine import load
-from kfcomm.engine.load import Load
+from kfcomm.engine import observer
+from kfcomm.engine.observer import Load
 from tests.conformance.worlds import everywhere, until, world
 
 
@@ -38,7 +38,7 @@ class FakeOperation:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(load, "time", made)
+    monkeypatch.setattr(observer, "time", made)
     return made
 
 

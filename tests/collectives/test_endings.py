@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.engine import deadlines, inquiry
+from kfcomm.engine import deadlines
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -129,7 +129,7 @@ async def test_the_default_timeout_is_the_communicators() -> None:
 async def test_a_stall_is_reported_once_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(deadlines, "ANSWER_WITHIN_S", SHORT_S)
 
     with caplog.at_level(logging.WARNING, "kfcomm"):
         async with world(4, stall_after=SHORT_S) as comms:
@@ -153,7 +153,7 @@ async def test_a_stall_is_reported_once_in_one_line(
 async def test_of_very_many_that_wait_few_are_reported_one_by_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(deadlines, "ANSWER_WITHIN_S", SHORT_S)
     monkeypatch.setattr(deadlines, "REPORTS_AT_ONCE", 3)
 
     with caplog.at_level(logging.WARNING, "kfcomm"):

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.core import names
-from kfcomm.engine import group_table
+from kfcomm.core import collective, names
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, PeerLost, SessionClosed
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 
@@ -211,7 +210,7 @@ def _known(comm: Any) -> tuple[int, ...]:
 @pytest.mark.asyncio
 async def test_a_group_that_all_have_closed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "MAX_LEFT", 2)
-    monkeypatch.setattr(group_table, "MAX_LEFT", 2)
+    monkeypatch.setattr(collective, "MAX_LEFT", 2)
     known = []
     async with world(3) as comms:
         for _ in range(6):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kfcomm import Communicator
 from kfcomm.core import names
-from kfcomm.engine.peer_sender import PeerSender
+from kfcomm.engine.link_table import PeerSender
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.transports.memory import MemoryLink
 from kfcomm.transports.shm.sender import ShmSender

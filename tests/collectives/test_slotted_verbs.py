@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.core.chunk import split
+from kfcomm.core.signature import split
 from kfcomm.errors import CollectiveAborted
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.world.communicator import Communicator

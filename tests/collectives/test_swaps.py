@@ -11,7 +11,7 @@ import pytest
 
 from kfcomm import strategies
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.engine.peer_sender import PeerSender
+from kfcomm.engine.link_table import PeerSender
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveMismatch,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import NUMPY_NAMES
-from kfcomm.core.chunk import WHOLE_BELOW, pair_of, share_out, split
 from kfcomm.core.graph import Graph
+from kfcomm.core.signature import WHOLE_BELOW, pair_of, share_out, split
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.builtin import star_around
 from kfcomm.types import Op

@@ -10,7 +10,7 @@ import pytest
 
 from kfcomm import strategies
 from kfcomm.collectives import plans
-from kfcomm.core.chunk import WHOLE_BELOW
+from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.strategies import Strategy
 from kfcomm.types import Layout
 from tests.conformance import oracle

@@ -10,8 +10,8 @@ import pytest
 
 from kfcomm.collectives import plans
 from kfcomm.collectives.batches import many_key
-from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
 from kfcomm.core.graph import Graph
+from kfcomm.core.signature import WHOLE_BELOW, pair_of, split
 from kfcomm.engine.wired import WiredOperation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from kfcomm.strategies import AnyStrategy

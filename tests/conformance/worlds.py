@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm import testing
-from kfcomm.core.credit import credit_of
+from kfcomm.core.links import credit_of
 from kfcomm.testing import MemoryWorld
 from kfcomm.world.communicator import Communicator
 

@@ -8,10 +8,9 @@ from kfcomm.core import links
 from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
-from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.links import Incoming, Outgoing
+from kfcomm.core.links import Credit, Incoming, Outgoing
 from kfcomm.core.machine import UP, Do, EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.types import Verb

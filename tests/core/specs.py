@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kfcomm.core import program as programs
-from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.program import Program
-from kfcomm.core.signature import Signature
+from kfcomm.core.signature import Signature, num_chunks, share_out, split
 from kfcomm.strategies import Strategy
 from kfcomm.types import Verb
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.chunk import num_chunks, pair_of, share_out, split
+from kfcomm.core.signature import num_chunks, pair_of, share_out, split
 
 
 @given(count=st.integers(0, 10**12), parts=st.integers(1, 300))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.credit import ALL_CREDIT_NBYTES, DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow, credit_of
+from kfcomm.core.links import ALL_CREDIT_NBYTES, DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow, credit_of
 
 amounts = st.builds(Credit, nbytes=st.integers(0, 100), headers=st.integers(0, 10))
 

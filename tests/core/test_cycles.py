@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core import cycles
-from kfcomm.core.cycles import Cycles
+from kfcomm.core import launch_order
+from kfcomm.core.launch_order import Cycles
 
 
 def first_found(names: str, **options) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def test_repeated_sequence_is_found(names: list[int], seed: int, before: int) ->
 
 
 def test_sequence_without_repetition_takes_bounded_memory(monkeypatch) -> None:
-    monkeypatch.setattr(cycles, "MAX_CYCLE", 4)
+    monkeypatch.setattr(launch_order, "MAX_CYCLE", 4)
     watched: Cycles[int] = Cycles()
     assert not any(watched.add(number) for number in range(20))
     assert watched.names == list(range(8))

@@ -3,13 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import PROTOCOL_VERSION
-from kfcomm.core.handshake import MAX_REASON_CHARS, Answerer, Dialler, Identity, Outcome
-from kfcomm.core.hello import (
+from kfcomm.core.handshake import (
+    MAX_REASON_CHARS,
     MAX_UID_NBYTES,
     NONCE_NBYTES,
     PREFIX_NBYTES,
+    Answerer,
     Challenge,
+    Dialler,
     Hello,
+    Identity,
+    Outcome,
     Proof,
     Purpose,
     Refused,

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.heartbeat import LONGEST_INTERVAL_S, FailureDetector
+from kfcomm.core.membership import LONGEST_INTERVAL_S, FailureDetector
 
 LOST_S = 6.0
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.hello import (
+from kfcomm.core.handshake import (
     MAGIC,
     MAX_REASON_NBYTES,
     MAX_UID_NBYTES,

@@ -9,9 +9,8 @@ import pytest
 from kfcomm.core import names
 from kfcomm.core.calls import Tell
 from kfcomm.core.collective import shown
-from kfcomm.core.credit import Credit
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import announce
+from kfcomm.core.links import Credit, announce
 from kfcomm.core.machine import UP, Do
 from tests.core.desk import NBYTES, SUM, TIMEOUT, UNLIKE, Desk, admit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from kfcomm.core import aborted, names
+from kfcomm.core import calls, names
 from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective
@@ -29,7 +29,7 @@ def test_the_first_news_of_an_abort_counts():
 
 
 def test_foreign_aborts_leave_no_key_and_are_bounded(monkeypatch):
-    monkeypatch.setattr(aborted, "MAX_ABORTED", 4)
+    monkeypatch.setattr(calls, "MAX_ABORTED", 4)
     desk = Desk()
     for number in range(10):
         desk.told(spec=replace(SUM, name=f"key{number}"))

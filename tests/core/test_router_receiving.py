@@ -10,10 +10,9 @@ from kfcomm.core import matching, names
 from kfcomm.core.calls import Tell
 from kfcomm.core.cause import CauseKind
 from kfcomm.core.collective import Collective
-from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.links import Early
+from kfcomm.core.links import Credit, Early, ReceiveWindow
 from kfcomm.core.machine import DOWN, Do
 from kfcomm.types import Verb
 from tests.core.desk import NBYTES, RANKS, SUM, TIMEOUT, TWICE, UNLIKE, Desk, admit, listed, primed_desk

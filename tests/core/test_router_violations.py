@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from kfcomm.core import router as routers
 from kfcomm.core.calls import Tell
-from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
-from kfcomm.core.links import Early, Incoming
+from kfcomm.core.links import Credit, Early, Incoming, ReceiveWindow
 from kfcomm.core.machine import DOWN, UP, Do
 from kfcomm.core.names import MAX_SIGNATURES
 from kfcomm.types import Verb

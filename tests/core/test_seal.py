@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.seal import CHECK_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
+from kfcomm.core.auth import CHECK_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 
 KEY, OTHER = bytes(32), bytes(31) + b"\1"
 numbers = st.integers(0, 2**64 - 1)

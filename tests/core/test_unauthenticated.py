@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.unauthenticated import Unauthenticated
+from kfcomm.core.auth import Unauthenticated
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=100), st.integers(1, 8), st.integers(1, 8))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kfcomm import strategies
 from kfcomm.core import names
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.graph import GraphPair
+from kfcomm.core.links import DEFAULT_CREDIT, Credit
 from kfcomm.types import Layout, Verb
 from tests.core import specs
 from tests.core.specs import VERBS, Spec

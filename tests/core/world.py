@@ -19,9 +19,8 @@ import numpy as np
 from kfcomm.core.calls import Tell
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
-from kfcomm.core.links import LINKS, Early, Incoming, Outgoing, admit, announce
+from kfcomm.core.links import DEFAULT_CREDIT, LINKS, Credit, Early, Incoming, Outgoing, admit, announce
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect, EffectRecorder
 from kfcomm.core.program import Lane
 from kfcomm.core.router import Router

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives import plans
-from kfcomm.core.credit import credit_of
+from kfcomm.core.links import credit_of
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError
 from tests.conformance.worlds import assert_kinds, ends, everywhere, settled, turns, works, world
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kfcomm.engine.buffers import BLOCK_NBYTES, MAX_BLOCKS, BlockPool, Payload
+from kfcomm.engine.receiver import BLOCK_NBYTES, MAX_BLOCKS, BlockPool, Payload
 
 SMALL = bytes(range(256))
 DATA = SMALL * 1024

@@ -11,9 +11,9 @@ import pytest
 
 from kfcomm.core.collective import GroupView, Key
 from kfcomm.engine import meter as meters
-from kfcomm.engine import recorder as recorders
+from kfcomm.engine import observer as recorders
 from kfcomm.engine.meter import Meter
-from kfcomm.engine.recorder import Recorder
+from kfcomm.engine.observer import Recorder
 
 GROUP = GroupView(b"world", (0, 1), 0)
 

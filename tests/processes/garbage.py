@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from kfcomm.core.frame import PROTOCOL_VERSION
-from kfcomm.core.hello import NONCE_NBYTES, PREFIX_NBYTES, Hello, Proof, Purpose, encode
+from kfcomm.core.handshake import NONCE_NBYTES, PREFIX_NBYTES, Hello, Proof, Purpose, encode
 
 AT_ONCE = 50
 

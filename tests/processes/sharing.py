@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfcomm.core.hello import Purpose
+from kfcomm.core.handshake import Purpose
 from kfcomm.engine.network import SocketNetwork
 from kfcomm.transports.shm.endpoint import ShmEndpoint
 

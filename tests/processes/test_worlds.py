@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kfcomm import testing
-from kfcomm.core.credit import credit_of
+from kfcomm.core.links import credit_of
 from kfcomm.errors import CollectiveError
 from tests.processes import covering, roles
 from tests.processes.covering import KINDS, STRATEGIES, TRANSPORTS

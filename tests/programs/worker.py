@@ -15,7 +15,7 @@ import sys
 import click
 
 import kfcomm
-from kfcomm.engine import meeting
+from kfcomm.engine import membership
 from kfcomm.rendezvous import identity
 from kfcomm.strategies import base
 from kfcomm.transports.shm import slots
@@ -51,7 +51,7 @@ def main() -> int:
 def hosts_have(per_host: int) -> None:
     """Let so many ranks at a time take themselves for those of one host."""
     host, rank = identity.host_id(), int(os.environ["KFCOMM_RANK"])
-    identity.host_id = meeting.host_id = lambda: f"{host}/{rank // per_host}"
+    identity.host_id = membership.host_id = lambda: f"{host}/{rank // per_host}"
 
 
 def all_are_long() -> None:

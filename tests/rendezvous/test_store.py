@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kfcomm.core.unauthenticated import MAX_OF_ONE_ADDRESS
+from kfcomm.core.auth import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.authentication import GREETING
 from kfcomm.rendezvous.backends import LocalStore

@@ -15,7 +15,7 @@ from random import Random
 
 import click
 
-from kfcomm.core import frame, gossip, hello
+from kfcomm.core import frame, gossip, handshake
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Keys
 from kfcomm.errors import RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.authentication import Authenticator
@@ -23,7 +23,7 @@ from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.transports.sealed import Seals
 
 TOKEN, NONCE = b"t" * 32, b"n" * 32
-GREETING = hello.Hello(frame.PROTOCOL_VERSION, 0, 1, hello.Purpose.DATA, NONCE, "uid")
+GREETING = handshake.Hello(frame.PROTOCOL_VERSION, 0, 1, handshake.Purpose.DATA, NONCE, "uid")
 
 
 def _head(data: bytes) -> None:
@@ -40,11 +40,11 @@ def _gossip(data: bytes) -> None:
 
 
 def _greeting(data: bytes) -> None:
-    kind, nbytes = hello.decode_prefix(data[: hello.PREFIX_NBYTES].ljust(hello.PREFIX_NBYTES, b"\0"))
-    message = hello.decode(kind, data[hello.PREFIX_NBYTES :][:nbytes].ljust(nbytes, b"\0"))
+    kind, nbytes = handshake.decode_prefix(data[: handshake.PREFIX_NBYTES].ljust(handshake.PREFIX_NBYTES, b"\0"))
+    message = handshake.decode(kind, data[handshake.PREFIX_NBYTES :][:nbytes].ljust(nbytes, b"\0"))
     me, peer = Identity(0, "a"), Identity(1, "b")
     Answerer(me, accept=lambda _: None, epoch=0, token=TOKEN, nonce=NONCE).receive(message)
-    Dialler(me, peer, purpose=hello.Purpose.DATA, epoch=0, token=TOKEN, nonce=NONCE).receive(message)
+    Dialler(me, peer, purpose=handshake.Purpose.DATA, epoch=0, token=TOKEN, nonce=NONCE).receive(message)
 
 
 def _sealed(data: bytes) -> None:
@@ -64,8 +64,8 @@ READERS: tuple[Callable[[bytes], None], ...] = (_head, _gossip, _greeting, _seal
 SEEDS: tuple[bytes, ...] = (
     b"\0" + frame.make_encoder()((frame.Kind.CREDIT, 1, 2)),
     b"\1" + frame.make_encoder()((frame.Kind.GOSSIP, 1, 0, [gossip.Body.LOST, 2, "why"]))[8:],
-    b"\2" + hello.encode(GREETING),
-    b"\2" + hello.encode(hello.Challenge(NONCE, NONCE)),
+    b"\2" + handshake.encode(GREETING),
+    b"\2" + handshake.encode(handshake.Challenge(NONCE, NONCE)),
     b"\3" + bytes(40),
     b"\4" + PeerInfo.here(rank=0, address="127.0.0.1", port=1).to_wire(),
     b"\5" + b"client 1 " + b"0" * 64,
@@ -96,7 +96,13 @@ def main() -> int:
     import tempfile
     from pathlib import Path
 
-    for reader in (frame.decode_head, frame.decode_header, gossip.Gossip.receive, hello.decode, Authenticator.admit):
+    for reader in (
+        frame.decode_head,
+        frame.decode_header,
+        gossip.Gossip.receive,
+        handshake.decode,
+        Authenticator.admit,
+    ):
         atheris.instrument_func(reader)
     atheris.instrument_all()
     with tempfile.TemporaryDirectory() as corpus:

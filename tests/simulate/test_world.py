@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.core.chunk import split
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.machine import Do
+from kfcomm.core.signature import split
 from kfcomm.errors import ConfigError
 from kfcomm.simulate import Host, Local, SimulatedNetwork, num_messages, simulate
 from kfcomm.strategies import Strategy, build, names

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
 from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, names
 from kfcomm.strategies.auto import Profile, auto
 from kfcomm.strategies.base import DIRECT_NBYTES

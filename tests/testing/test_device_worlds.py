@@ -73,7 +73,7 @@ async def test_a_device_that_cannot_be_closed_keeps_nothing_else_open() -> None:
     comms = MemoryWorld(1, devices=[Broken(stub(0).report)])
     with pytest.raises(OSError, match="the device is gone"):
         await comms.close()
-    assert comms[0]._session not in kfcomm.engine.forks.open_sessions()
+    assert comms[0]._session not in kfcomm.engine.closing.open_sessions()
 
 
 @pytest.mark.asyncio

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from kfcomm.common import sockets as accepting
 from kfcomm.common.sockets import readable
+from kfcomm.core.auth import Unauthenticated
 from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
-from kfcomm.core.handshake import Identity
-from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
-from kfcomm.core.unauthenticated import Unauthenticated
+from kfcomm.core.handshake import MAGIC, PREFIX_NBYTES, Hello, Identity, Proof, Purpose, Welcome, encode
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import handshake
 from kfcomm.transports.handshake import HandshakeOptions, answer, dial, serve

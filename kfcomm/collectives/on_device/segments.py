@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kfcomm.collectives.specs import SPECS
-from kfcomm.core.chunk import split
+from kfcomm.core.signature import split
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 

@@ -10,17 +10,106 @@ Invariants, for the engine on each rank:
 - A rank is reported as lost at most once, and never after it was reported as leaving.
 - All `ControlEvents`, and the answers to questions, come where the engine runs, in the order in which they
   arrived.
+
+How far apart two processes' clocks are is measured as NTP does. The one who asks notes when it asked and when the
+answer was there; the one who answers says when it heard the question and when it answered. Of several rounds that with
+the shortest way counts: the less of it there is, the less of it can be uneven, and half of it bounds the error whatever
+it was made of (RFC 5905, section 8).
+
+A question is one byte, an answer two signed 64-bit numbers of nanoseconds, little-endian. They travel on a connection
+of their own, after the handshake of every connection.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import struct
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.membership import Message
-from kfcomm.engine.control.clock import ClockSample
-from kfcomm.transports.sockets import Connection
+from kfcomm.errors import RemoteProtocolError
+from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.sockets import Connection, Stream, receive_exactly, send_all, told_as_lost
+
+ROUNDS = 16
+MAX_ROUNDS = 256
+"""An asker that goes on for longer is hung up on."""
+QUESTION = b"?"
+_ANSWER = struct.Struct("<qq")
+
+ClockReader = Callable[[], int]
+"""Returns nanoseconds of a clock that never goes back."""
+
+
+class ClockSample(NamedTuple):
+    """How a peer's clock relates to this process's at one moment.
+
+    Attributes:
+        at_ns: the moment, by this process's clock.
+        offset_ns: the peer's clock less this one's.
+        round_trip_ns: how long question and answer were under way.
+    """
+
+    at_ns: int
+    offset_ns: int
+    round_trip_ns: int
+
+    @property
+    def uncertainty_ns(self) -> int:
+        """By how much the offset can be wrong, at most: half of the way."""
+        return (self.round_trip_ns + 1) // 2
+
+
+def sample_of(asked_ns: int, heard_ns: int, answered_ns: int, got_ns: int) -> ClockSample:
+    """One round: asked and got by this clock, heard and answered by the peer's.
+
+    Raises:
+        RemoteProtocolError: the peer took more time for its answer than there was.
+    """
+    round_trip_ns = (got_ns - asked_ns) - (answered_ns - heard_ns)
+    if round_trip_ns < 0 or answered_ns < heard_ns:
+        raise RemoteProtocolError("a clock answered with times that cannot be")
+    offset_ns = ((heard_ns - asked_ns) + (answered_ns - got_ns)) // 2
+    return ClockSample((asked_ns + got_ns) // 2, offset_ns, round_trip_ns)
+
+
+async def measure_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS) -> ClockSample:
+    """The best of several rounds on a non-blocking connection to `answer_clock`. Costs ``rounds`` ways there and back.
+
+    Raises:
+        TransportError: the connection broke.
+        RemoteProtocolError: the answers make no sense.
+    """
+    samples = [await _ask(sock, clock) for _ in range(rounds)]
+    return min(samples, key=lambda sample: sample.round_trip_ns)
+
+
+async def _ask(sock: Stream, clock: ClockReader) -> ClockSample:
+    with told_as_lost("while clocks were compared"):
+        asked_ns = clock()
+        await send_all(sock, QUESTION)
+        answer = await receive_exactly(sock, _ANSWER.size)
+        got_ns = clock()
+    heard_ns, answered_ns = _ANSWER.unpack(answer)
+    return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
+
+
+async def answer_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None) -> None:
+    """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
+    with contextlib.closing(sock), contextlib.suppress(OSError, EOFError):  # TimeoutError is an OSError
+        async with asyncio.timeout(timeout_s):
+            for _ in range(MAX_ROUNDS):
+                question = await receive_exactly(sock, 1)
+                heard_ns = clock()
+                if question != QUESTION:
+                    return
+                await send_all(sock, _ANSWER.pack(heard_ns, clock()))
+
 
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side, too."""
@@ -123,3 +212,59 @@ class ControlPlane(Protocol):
 
         ``goodbye_s``: how long to wait for peers to close their side of the links; one that is stopped never does.
         """
+
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+class Upcalls:
+    """Calls ``events`` where the engine runs; all methods may be called from any thread, and none raises.
+
+    A connection on its way to the engine has an owner at every moment; if the engine never takes it, it is closed.
+    """
+
+    def __init__(self, reactor: Reactor, events: ControlEvents) -> None:
+        self.events = events
+        self._reactor = reactor
+        self._closed = False
+        self._offered: dict[Connection, tuple[int, int]] = {}
+
+    def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
+        """Hand a data connection over; it is closed if it is not taken."""
+        self._offered[connection] = (rank, purpose)
+        if not self.post(self._take, connection):
+            self._close_offered()
+
+    def report(self, message: str, error: BaseException | None) -> None:
+        """A defect: it is logged, and the engine hears of it as of an error in a callback of its own."""
+        _LOG.error("%s", message, exc_info=error)
+        self.post(self._reactor.call_exception_handler, {"message": message, "exception": error})
+
+    def post(self, callback: Callable[..., object], *arguments: object) -> bool:
+        """Call back where the engine runs; False if it runs no more, or nothing is to be called any more."""
+        if self._closed:
+            return False
+        try:
+            self._reactor.call_soon_threadsafe(self._call, callback, arguments)
+        except RuntimeError:  # it is closed: the engine is gone and has nothing more to hear
+            return False
+        return True
+
+    def close(self) -> None:
+        """Nothing is called from now on; connections that the engine has not taken yet are closed."""
+        self._closed = True
+        self._close_offered()
+
+    def _call(self, callback: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        if not self._closed:
+            callback(*arguments)
+
+    def _take(self, connection: Connection) -> None:
+        offered = self._offered.pop(connection, None)
+        if offered is not None:
+            self.events.adopt(connection, *offered)
+
+    def _close_offered(self) -> None:
+        for connection in list(self._offered):
+            if self._offered.pop(connection, None) is not None:  # else the engine took it just now
+                connection.close()

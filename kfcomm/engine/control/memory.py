@@ -17,8 +17,17 @@ from typing import Any
 
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.core.membership import Message
-from kfcomm.engine.control.base import GONE, Answer, ControlEvents, ControlPlane, StatusSource, ToldClock
-from kfcomm.engine.control.clock import ClockReader, ClockSample, sample_of
+from kfcomm.engine.control.base import (
+    GONE,
+    Answer,
+    ClockReader,
+    ClockSample,
+    ControlEvents,
+    ControlPlane,
+    StatusSource,
+    ToldClock,
+    sample_of,
+)
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.reactor import Reactor
 from kfcomm.types import override

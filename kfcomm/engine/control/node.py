@@ -18,18 +18,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
-from kfcomm.core.heartbeat import FailureDetector
-from kfcomm.core.hello import Hello, Purpose
-from kfcomm.core.membership import Message, from_wire, to_wire
-from kfcomm.engine.control.base import GONE, Answer, StatusSource
+from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, batches, clip
+from kfcomm.core.handshake import Hello, Purpose
+from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
+from kfcomm.engine.control.base import GONE, Answer, StatusSource, Upcalls
 from kfcomm.engine.control.links import Dial, Links
-from kfcomm.engine.control.questions import Question, Questions
-from kfcomm.engine.control.upcalls import Upcalls
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
@@ -337,3 +335,78 @@ class ControlNode:
             self._questions.close(self._leave_question)
         while self._when_free:
             self._when_free.pop()()
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """One question to ``target`` (or all, -1).
+
+    Attributes:
+        parts: the ops, as many to a part as fit one QUERY.
+        answer: whom to tell; None where only the asking counts.
+        times_asked: how often it has been asked.
+        answered: ranks whose answer is complete.
+    """
+
+    target: int
+    parts: list[list[list[Any]]]
+    answer: Answer | None
+    times_asked: int = 0
+    answered: set[int] = field(default_factory=set)
+    _replies: dict[int, dict[int, list[bool]]] = field(default_factory=dict)
+
+    def add(self, part: int, rank: int, posted: list[bool]) -> list[bool] | None:
+        """A reply to one part; the whole answer of that rank once it is complete, else None."""
+        if rank in self.answered or len(posted) != len(self.parts[part]):
+            return None
+        replies = self._replies.setdefault(rank, {})
+        replies[part] = posted
+        if len(replies) < len(self.parts):
+            return None
+        self.answered.add(rank)
+        del self._replies[rank]
+        return [flag for _, reply in sorted(replies.items()) for flag in reply]
+
+
+class Questions:
+    """Questions that this rank has asked and that are not fully answered yet.
+
+    A question may name more collectives than one QUERY holds: then it travels in parts, and its answer is given when
+    the last part's has come. It may be asked again under new numbers, so replies can come twice, late or in any order;
+    each rank's answer is given once.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Question, None] = {}
+        self._floods: dict[int, tuple[Question, int]] = {}
+
+    def ask(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> Question:
+        """Open a question."""
+        question = Question(target, batches(ops), answer)
+        self._open[question] = None
+        return question
+
+    def is_open(self, question: Question) -> bool:
+        """Whether answers are still waited for."""
+        return question in self._open
+
+    def sent(self, number: int, question: Question, part: int) -> None:
+        """The flood of that number carries this part."""
+        self._floods[number] = (question, part)
+
+    def reply(self, number: int, rank: int, posted: list[bool]) -> tuple[Question, list[bool]] | None:
+        """A STATUS of ``rank`` has come: the question that it completes and the whole answer, or None."""
+        question, part = self._floods.get(number, (None, 0))
+        if question is None or question.target not in (-1, rank):
+            return None
+        whole = question.add(part, rank, posted)
+        return None if whole is None else (question, whole)
+
+    def close(self, question: Question) -> None:
+        """Forget a question."""
+        self._open.pop(question, None)
+        self._floods = {number: asked for number, asked in self._floods.items() if asked[0] is not question}
+
+    def about(self, rank: int) -> list[Question]:
+        """The open questions to ``rank`` alone."""
+        return [question for question in self._open if question.target == rank]

@@ -20,15 +20,23 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kfcomm.core.auth import MAX_UNAUTHENTICATED, Unauthenticated
 from kfcomm.core.gossip import CollectiveId
-from kfcomm.core.handshake import Identity
-from kfcomm.core.hello import Hello, Purpose
+from kfcomm.core.handshake import Hello, Identity, Purpose
 from kfcomm.core.membership import Message
-from kfcomm.core.unauthenticated import MAX_UNAUTHENTICATED, Unauthenticated
-from kfcomm.engine.control.base import GOODBYE_S, Answer, ControlEvents, ControlPlane, StatusSource, ToldClock
-from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
+from kfcomm.engine.control.base import (
+    GOODBYE_S,
+    Answer,
+    ClockReader,
+    ControlEvents,
+    ControlPlane,
+    StatusSource,
+    ToldClock,
+    Upcalls,
+    answer_clock,
+    measure_clock,
+)
 from kfcomm.engine.control.node import ControlNode
-from kfcomm.engine.control.upcalls import Upcalls
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, HandshakeOptions, dial, serve
 from kfcomm.transports.handshake import answer as greet

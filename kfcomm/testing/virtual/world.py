@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kfcomm.core.heartbeat import BEATS
+from kfcomm.core.membership import BEATS
 from kfcomm.engine.control.base import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.errors import RendezvousError

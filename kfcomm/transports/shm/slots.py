@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, split
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.segment import attach, check, create

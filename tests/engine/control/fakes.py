@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kfcomm.core.hello import Purpose
+from kfcomm.core.handshake import Purpose
 from kfcomm.engine.control import ControlPlane, ControlThread, World
 from kfcomm.transports.handshake import HandshakeOptions, dial
 from kfcomm.transports.sockets import Connection, Listener

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.hello import Purpose
-from kfcomm.engine.control.clock import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
+from kfcomm.core.handshake import Purpose
+from kfcomm.engine.control.base import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
 from kfcomm.engine.control.memory import MemoryHub
 from kfcomm.errors import RemoteProtocolError, TransportError
 from tests.engine.control.fakes import Engine, Notes, planes

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.engine.control.questions import Questions
+from kfcomm.engine.control.node import Questions
 
 
 def ask(questions, count, target, first_number=0):

@@ -10,8 +10,7 @@ import pytest
 
 from kfcomm.core.frame import Kind, make_encoder
 from kfcomm.core.gossip import Body
-from kfcomm.core.handshake import Identity, Keys
-from kfcomm.core.hello import Purpose
+from kfcomm.core.handshake import Identity, Keys, Purpose
 from kfcomm.engine.control import node
 from kfcomm.engine.control.base import GONE
 from kfcomm.engine.control.links import Links

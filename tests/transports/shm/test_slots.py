@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.slots import MAX_WINDOW_NBYTES, Cut, SlotMemory, SlotSpec
 
