@@ -352,7 +352,7 @@ class Communicator(Persistent):
         Args:
             name: of the call; None: the group's next number.
             error: why.
-            steps: of the call: 2 where shapes are told first (``scatter``, lists in ``all_to_all``, ``concat``).
+            steps: of the call: 2 where shapes go first (``scatter``, lists in ``all_to_all``, ``concat``).
         """
         self._check_open()
         self._group.refuse(checked_name(name) or UNNAMED, error, steps=steps)
@@ -423,8 +423,8 @@ class Communicator(Persistent):
         """Wait until every collective of device memory that this rank has begun in this group is complete there.
 
         The handle of such a collective is done when the result is ready on the caller's stream, before the device has
-        made it; what fails after that is told here, or by the next call for device memory. Not waited for are messages,
-        and what is told in two steps (``scatter``, lists, ``concat``): it is complete on the caller's stream.
+        made it; what fails after that is raised here, or by the next call for device memory. Not waited for are
+        messages, and calls of two steps (``scatter``, lists, ``concat``): it is complete on the caller's stream.
 
         Raises:
             CollectiveError: one of them has failed since its handle was done; the first of them, once.
@@ -440,7 +440,7 @@ class Communicator(Persistent):
         Args:
             nbytes: of the first message whose bandwidth is measured, at most 32 MiB; larger ones follow, up to 32 MiB,
                 until one takes 20 ms. The same on every rank.
-            rounds: 1 to 32, how many messages of that size are sent each way, of which the best counts; of round trips
+            rounds: 1 to 32, how many messages of that size are sent each way; the best one counts. Of round trips
                 eight times as many. The same on every rank.
             timeout: seconds for each pair of ranks; None for the communicator's.
 
@@ -472,7 +472,7 @@ class Communicator(Persistent):
         """Counts and times so far: bytes by peer and link, calls by key, waits by rank.
 
         Keys and strategies are those of this group, peers those of the process. It can be read at any time, on any
-        thread, also after the end, of a sub-group then as it was; reading changes nothing that others read. Cost: some
+        thread, also after the end (of a sub-group: as at its end); reading changes nothing that others read. Cost: some
         2 µs per key. Of a world that has shrunk: those of the latest epoch.
 
         Raises:

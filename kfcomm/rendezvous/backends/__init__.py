@@ -100,7 +100,7 @@ class Backend:
         open: opens the store at an address. Raises `ConfigError` if that is malformed or of another job, and
             `RendezvousError` if it cannot be reached.
         is_shared: whether the launchers of all hosts open it, each for the ranks of its host; else the first one alone.
-        token: token that is stored with the contents, made if there is none; None if it stores none.
+        token: returns the token that is stored with the contents, and makes a missing one; None if it stores no token.
         secrets: variables of the environment for launchers alone.
     """
 
