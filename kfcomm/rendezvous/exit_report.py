@@ -107,7 +107,7 @@ def exit_code_of(error: BaseException | None) -> int:
     return 1
 
 
-class _Connection:
+class _LauncherConnection:
     """The connection of this process to its launcher."""
 
     def __init__(self, address: str, rank: int) -> None:
@@ -178,7 +178,7 @@ class _Connection:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-_connection: _Connection | None = None
+_connection: _LauncherConnection | None = None
 _print_before = sys.__excepthook__
 
 
@@ -189,7 +189,7 @@ def connect(address: str | None, rank: int) -> None:
         return
     # A forked child that joins needs a connection of its own: the launcher knows ranks by theirs.
     if _connection is None or _connection.pid != os.getpid():
-        _connection = _Connection(address, rank)
+        _connection = _LauncherConnection(address, rank)
         if sys.excepthook is not _uncaught:
             _print_before, sys.excepthook = sys.excepthook, _uncaught
     _connection.joined()

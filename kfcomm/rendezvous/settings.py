@@ -18,7 +18,7 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
-from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
+from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, FoundWorld, Source
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _word(given: Any) -> str:
     return plain_text(given) if isinstance(given, str) else str(given)
 
 
-def _find_join(reader: _Reader, world: World, store: str | None) -> int | None:
+def _find_join(reader: _Reader, world: FoundWorld, store: str | None) -> int | None:
     """The number of a process that joins a running job."""
     given = reader.raw("join")
     if given is None:
@@ -234,23 +234,23 @@ def check_device(choice: str, name: str = "device") -> str:
     )
 
 
-def _find_world(reader: _Reader, reasons: list[str]) -> World:
+def _find_world(reader: _Reader, reasons: list[str]) -> FoundWorld:
     world = _from_arguments(reader.given)
     if world is None:
         for finder in FINDERS:
             found = finder(reader.environ)
-            if isinstance(found, World):
+            if isinstance(found, FoundWorld):
                 world = found
                 break
             reasons.append(f"not {finder.__name__.removeprefix('from_')}: {found}")
     if world is None:
         reasons.append("alone: no launcher's variables were found")
-        return World(Source.ALONE, 0, 1, (0, 1), None, "")
+        return FoundWorld(Source.ALONE, 0, 1, (0, 1), None, "")
     reasons.append(f"{world.source}: rank {world.rank} of {world.size} ({world.because})")
     return world
 
 
-def _from_arguments(given: Mapping[str, Any]) -> World | None:
+def _from_arguments(given: Mapping[str, Any]) -> FoundWorld | None:
     names = ("rank", "size")
     if not any(name in given for name in names):
         return None
@@ -258,7 +258,7 @@ def _from_arguments(given: Mapping[str, Any]) -> World | None:
     local = None
     if "local_rank" in given or "local_size" in given:
         local = _integers(given, "local_rank", "local_size")
-    return World(Source.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
+    return FoundWorld(Source.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
 
 
 def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
@@ -270,7 +270,7 @@ def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
     return operator.index(given[names[0]]), operator.index(given[names[1]])
 
 
-def _find_store(reader: _Reader, world: World, reasons: list[str]) -> str | None:
+def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str | None:
     given = reader.optional("store")
     if given is not None:
         host, port = host_and_port(given, reader.name("store"))

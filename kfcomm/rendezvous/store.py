@@ -101,7 +101,7 @@ class StoreServer:
         self._token = token
         self._authenticator = Authenticator(token, nonce_of(self.store.identity))
         self._http = web.Server(self._handle, handler_cancellation=True)
-        self._unauthenticated: Unauthenticated[_Connection] = Unauthenticated()
+        self._unauthenticated: Unauthenticated[_ServedConnection] = Unauthenticated()
         self._tls = None if tls is None else tls.server
         self._greeted: Unauthenticated[asyncio.Task[Any]] = Unauthenticated()
         self._listener: socket.socket | None = None
@@ -179,7 +179,7 @@ class StoreServer:
             self._greeted.remove(greeted)
 
     def _connection(self) -> asyncio.Protocol:
-        return _Connection(self._http, self._unauthenticated)
+        return _ServedConnection(self._http, self._unauthenticated)
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -197,7 +197,7 @@ class StoreServer:
         if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):
             # the body is unread: the connection cannot be reused
             return web.Response(status=401, text="not signed with this job's token\n", headers={"Connection": "close"})
-        if isinstance(request.protocol, _Connection):
+        if isinstance(request.protocol, _ServedConnection):
             request.protocol.is_known()
         answered = self._resize if request.method == "PUT" else self._answer
         status, body = await answered(request, ticket)
@@ -290,12 +290,12 @@ class _Calls:
         return await self._store.contents.exits_since(max(0, int(since)), _wait_s(wait_s), asking)
 
 
-class _Connection(web.RequestHandler):
+class _ServedConnection(web.RequestHandler):
     """A connection; unauthenticated until its first signed request."""
 
     __slots__ = ("_deadline", "_unauthenticated")
 
-    def __init__(self, server: web.Server, unauthenticated: Unauthenticated[_Connection]) -> None:
+    def __init__(self, server: web.Server, unauthenticated: Unauthenticated[_ServedConnection]) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, access_log=None, logger=_LOG)  # type: ignore[arg-type]  # as web.Server does
         self._unauthenticated = unauthenticated

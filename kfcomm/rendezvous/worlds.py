@@ -47,7 +47,7 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class FoundWorld:
     """Rank and size from one source.
 
     Attributes:
@@ -86,17 +86,17 @@ def _check_rank(source: Source, name: str, rank: int, size: int) -> None:
         raise ConfigError(f"{source}: {name} {rank} must be from 0 to {size - 1}, below the size {size}")
 
 
-def from_kfcomm(environ: Environ) -> World | str:
+def from_kfcomm(environ: Environ) -> FoundWorld | str:
     """The variables of ``kfcomm run``, or the same set by hand."""
     names = ("KFCOMM_RANK", "KFCOMM_SIZE")
     if not any(name in environ for name in names):
         return "neither KFCOMM_RANK nor KFCOMM_SIZE is set"
     rank, size = _both(environ, *names)
     local = _pair(environ, "KFCOMM_LOCAL_RANK", "KFCOMM_LOCAL_SIZE")
-    return World(Source.KFCOMM, rank, size, local, None, _quote(environ, *names))
+    return FoundWorld(Source.KFCOMM, rank, size, local, None, _quote(environ, *names))
 
 
-def from_torchrun(environ: Environ) -> World | str:
+def from_torchrun(environ: Environ) -> FoundWorld | str:
     """The variables of torchrun, which torch's ``env://`` also reads."""
     names = ("RANK", "WORLD_SIZE")
     if not all(name in environ for name in names):
@@ -108,7 +108,7 @@ def from_torchrun(environ: Environ) -> World | str:
         if not environ.get("MASTER_ADDR"):
             raise ConfigError("torchrun: RANK and WORLD_SIZE are set but MASTER_ADDR is not")
         store = environ["MASTER_ADDR"], _port(environ, _beside_master_port)
-    return World(Source.TORCHRUN, rank, size, local, store, _quote(environ, *names, "MASTER_ADDR"))
+    return FoundWorld(Source.TORCHRUN, rank, size, local, store, _quote(environ, *names, "MASTER_ADDR"))
 
 
 def _beside_master_port(environ: Environ) -> int:
@@ -118,7 +118,7 @@ def _beside_master_port(environ: Environ) -> int:
     return port + 1 if port < 65535 else port - 1
 
 
-def from_slurm(environ: Environ) -> World | str:
+def from_slurm(environ: Environ) -> FoundWorld | str:
     """The variables of a task that srun started.
 
     The shell of a batch script has SLURM_PROCID too, but is not a step; and mpirun and mpiexec start their daemons by
@@ -135,7 +135,7 @@ def from_slurm(environ: Environ) -> World | str:
     rank, size = _both(environ, *names)
     local = _slurm_local(environ)
     store = _slurm_store(environ) if size > 1 else None
-    return World(Source.SLURM, rank, size, local, store, _quote(environ, *names, "SLURM_STEP_NODELIST"))
+    return FoundWorld(Source.SLURM, rank, size, local, store, _quote(environ, *names, "SLURM_STEP_NODELIST"))
 
 
 def _slurm_local(environ: Environ) -> tuple[int, int] | None:
@@ -172,7 +172,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", match[0])
 
 
-def from_openmpi(environ: Environ) -> World | str:
+def from_openmpi(environ: Environ) -> FoundWorld | str:
     """The variables of Open MPI's mpirun (versions 4 and 5)."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if not any(name in environ for name in names):
@@ -181,10 +181,10 @@ def from_openmpi(environ: Environ) -> World | str:
     local = _pair(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     store = _local_store(environ, job) if local and local[1] == size else None
-    return World(Source.OPENMPI, rank, size, local, store, _quote(environ, *names))
+    return FoundWorld(Source.OPENMPI, rank, size, local, store, _quote(environ, *names))
 
 
-def from_pmi(environ: Environ) -> World | str:
+def from_pmi(environ: Environ) -> FoundWorld | str:
     """The variables of MPICH's, Intel's and Cray's launchers."""
     names = ("PMI_RANK", "PMI_SIZE")
     if not all(name in environ for name in names):
@@ -192,10 +192,10 @@ def from_pmi(environ: Environ) -> World | str:
     rank, size = _both(environ, *names)
     local = _pair(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS") or _pair(environ, "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
     store = _local_store(environ, environ.get("PMI_JOBID")) if local and local[1] == size else None
-    return World(Source.PMI, rank, size, local, store, _quote(environ, *names))
+    return FoundWorld(Source.PMI, rank, size, local, store, _quote(environ, *names))
 
 
-FINDERS: tuple[Callable[[Environ], World | str], ...] = (
+FINDERS: tuple[Callable[[Environ], FoundWorld | str], ...] = (
     from_kfcomm,
     from_torchrun,
     from_slurm,

@@ -40,7 +40,7 @@ from kfcomm.transports.sockets import (
     Connection,
     DialRefused,
     Listener,
-    Stream,
+    StreamSocket,
     closed_on_failure,
     connect,
     describe,
@@ -112,7 +112,7 @@ async def _greet(sock: socket.socket, dialler: Dialler, tls: Tls | None) -> Conn
         return await _converse(inside, dialler)
 
 
-async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server: bool) -> Stream:
+async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server: bool) -> StreamSocket:
     """Wrap a TCP connection in TLS if there is a context; a Unix socket cannot be overheard."""
     if context is None or sock.family == socket.AF_UNIX:
         return sock
@@ -205,7 +205,7 @@ def _turn_away(sock: socket.socket) -> None:
         sock.send(encode(Refused("no descriptor is left there (ulimit -n)")))
 
 
-async def _converse(sock: Stream, machine: Dialler | Answerer) -> Connection:
+async def _converse(sock: StreamSocket, machine: Dialler | Answerer) -> Connection:
     while True:
         step: Step = machine.receive(await _hear(sock))
         if step.reply is not None:
@@ -225,12 +225,12 @@ async def _converse(sock: Stream, machine: Dialler | Answerer) -> Connection:
                 assert_never(step.outcome)
 
 
-async def _say(sock: Stream, message: Message) -> None:
+async def _say(sock: StreamSocket, message: Message) -> None:
     with told_as_lost("during the handshake"):
         await send_all(sock, encode(message))
 
 
-async def _hear(sock: Stream) -> Message:
+async def _hear(sock: StreamSocket) -> Message:
     """Read the next message, and not one byte more.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Counts, Inbound, Link, Owner
-from kfcomm.transports.outbox import Order
+from kfcomm.transports.outbox import FrameOrder
 from kfcomm.transports.reactor import Readiness
 from kfcomm.types import override
 
@@ -85,7 +85,7 @@ class MemoryLink(Link):
         self.is_closed = False
         self._reactor = reactor
         self._inbound = inbound
-        self._queue = Order()
+        self._queue = FrameOrder()
         self._scheduled = False
         self._closing = False
         self._nbytes = self._frames = 0

@@ -35,7 +35,7 @@ Frame = tuple[Any, Any, int, Any, Any, int]
 """Head bytes, payload view or None, bytes of both, owner or None, header (None in a cut frame), level."""
 
 
-class Order:
+class FrameOrder:
     """Queue of frames by level. With one priority in use, the common case, it is two deques.
 
     Subclasses take frames from ``_front`` and then from ``_chunks`` themselves, where a call for each would cost.
@@ -174,7 +174,7 @@ class StreamOptions:
             raise ValueError(f"gather_frames={self.gather_frames} is outside 1..500")
 
 
-class Outbox(Order):
+class Outbox(FrameOrder):
     """Send queue of one link; its ``options`` bound how much leaves at once."""
 
     __slots__ = ("_cut", "_gather_frames", "_small_nbytes", "gather_nbytes", "nbytes")

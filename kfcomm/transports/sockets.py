@@ -135,7 +135,7 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def hold_little(sock: Stream) -> None:
+def hold_little(sock: StreamSocket) -> None:
     """Shrink the kernel's buffers, where no frame can be overtaken any more, on either side.
 
     An urgent all_reduce between two ranks, while a large one was under way, took as long as 2.7 of its chunks over TCP
@@ -149,7 +149,7 @@ def hold_little(sock: Stream) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
 
 
-def watch(sock: Stream, dead_after_s: float) -> None:
+def watch(sock: StreamSocket, dead_after_s: float) -> None:
     """Have the kernel break a TCP connection whose peer's host has been silent for so long (tcp(7))."""
     # A Unix socket needs no such timer: the kernel knows when its peer ends.
     if sock.family == socket.AF_UNIX or math.isinf(dead_after_s):
@@ -207,7 +207,7 @@ async def _connect_unix(sock: socket.socket, where: str) -> None:
             await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
 
 
-class Stream(Protocol):
+class StreamSocket(Protocol):
     """Part of a connected, non-blocking stream socket that links and handshakes use; it may be inside TLS."""
 
     @property
@@ -246,7 +246,7 @@ class Stream(Protocol):
 class Connection:
     """Connection after its handshake: both ends have proven their identity, and share keys. Its holder closes it."""
 
-    sock: Stream
+    sock: StreamSocket
     keys: Keys = field(repr=False)
 
     @property
@@ -270,7 +270,7 @@ class Connection:
         self.sock.close()
 
 
-async def send_all(sock: Stream, data: bytes) -> None:
+async def send_all(sock: StreamSocket, data: bytes) -> None:
     """Send all of ``data``, waiting whenever the socket is full. Raises `OSError`: the system's reason."""
     rest = memoryview(data)
     while rest:
@@ -280,7 +280,7 @@ async def send_all(sock: Stream, data: bytes) -> None:
             await writable(sock.fileno())
 
 
-async def receive_exactly(sock: Stream, nbytes: int) -> bytearray:
+async def receive_exactly(sock: StreamSocket, nbytes: int) -> bytearray:
     """Read the next ``nbytes``, and not one more.
 
     Raises:
@@ -302,7 +302,7 @@ async def receive_exactly(sock: Stream, nbytes: int) -> bytearray:
 
 
 @contextmanager
-def closed_on_failure(sock: Stream) -> Iterator[None]:
+def closed_on_failure(sock: StreamSocket) -> Iterator[None]:
     """Close the socket on any exception within, ``CancelledError`` included."""
     try:
         yield

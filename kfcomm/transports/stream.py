@@ -28,7 +28,7 @@ from kfcomm.transports.base import Counts, Endpoint, Inbound, Link, Owner, Surro
 from kfcomm.transports.outbox import Frame, Outbox, StreamOptions
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
-from kfcomm.transports.sockets import Connection, Stream, broken, hold_little
+from kfcomm.transports.sockets import Connection, StreamSocket, broken, hold_little
 from kfcomm.types import override
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
@@ -87,7 +87,7 @@ class StreamLink(Link):
     needs_flush = True
 
     def __init__(
-        self, sock: Stream, reactor: Readiness, inbound: Inbound, peer: int, *,
+        self, sock: StreamSocket, reactor: Readiness, inbound: Inbound, peer: int, *,
         options: StreamOptions | None = None, seals: Seals | None = None,
     ) -> None:  # fmt: skip
         sock.setblocking(False)

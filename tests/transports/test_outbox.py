@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import PREFIX_NBYTES, Kind, decode_header, decode_prefix, make_encoder
-from kfcomm.transports.outbox import FRONT, Order, Outbox, StreamOptions
+from kfcomm.transports.outbox import FRONT, FrameOrder, Outbox, StreamOptions
 
 CHUNK, ASK, KEY, SIGNATURE, BYE, LEFT = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.BYE, Kind.LEFT)
@@ -74,7 +74,7 @@ def taken(order):
 
 @given(order_steps)
 def test_frames_leave_by_urgency_and_in_order_within_it(script):
-    order, model, owners = Order(), Model(), (object(), object())
+    order, model, owners = FrameOrder(), Model(), (object(), object())
     for serial, (verb, *arguments) in enumerate(script):
         match verb:
             case "chunk" | "ask" | "define" | "bye":
@@ -112,7 +112,7 @@ def test_frames_leave_by_urgency_and_in_order_within_it(script):
     )
 )
 def test_every_chunk_meets_the_meaning_that_its_number_had_when_it_was_queued(script):
-    order, here, there = Order(), {}, {}
+    order, here, there = FrameOrder(), {}, {}
 
     def take():
         what = taken(order)
@@ -138,7 +138,7 @@ def test_every_chunk_meets_the_meaning_that_its_number_had_when_it_was_queued(sc
 
 
 def test_a_name_that_is_told_holds_nothing_up():
-    order = Order()
+    order = FrameOrder()
     put(order, "bulk", (CHUNK,), 0)
     put(order, "name", (KEY, 1, b"", "k"), 0)
     put(order, "first use of its number", (SIGNATURE, 1, []), 0)
@@ -147,7 +147,7 @@ def test_a_name_that_is_told_holds_nothing_up():
 
 
 def test_a_bye_is_the_last():
-    order = Order()
+    order = FrameOrder()
     for priority in (0, 5, -5):
         put(order, priority, (CHUNK,), priority)
     put(order, "bye", (BYE,), 0)

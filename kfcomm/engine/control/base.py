@@ -34,7 +34,7 @@ from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.membership import Message
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.sockets import Connection, Stream, receive_exactly, send_all, told_as_lost
+from kfcomm.transports.sockets import Connection, StreamSocket, receive_exactly, send_all, told_as_lost
 
 ROUNDS = 16
 MAX_ROUNDS = 256
@@ -78,7 +78,9 @@ def sample_of(asked_ns: int, heard_ns: int, answered_ns: int, got_ns: int) -> Cl
     return ClockSample((asked_ns + got_ns) // 2, offset_ns, round_trip_ns)
 
 
-async def measure_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS) -> ClockSample:
+async def measure_clock(
+    sock: StreamSocket, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS
+) -> ClockSample:
     """The best of several rounds on a non-blocking connection to `answer_clock`. Costs ``rounds`` ways there and back.
 
     Raises:
@@ -89,7 +91,7 @@ async def measure_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns,
     return min(samples, key=lambda sample: sample.round_trip_ns)
 
 
-async def _ask(sock: Stream, clock: ClockReader) -> ClockSample:
+async def _ask(sock: StreamSocket, clock: ClockReader) -> ClockSample:
     with told_as_lost("while clocks were compared"):
         asked_ns = clock()
         await send_all(sock, QUESTION)
@@ -99,7 +101,9 @@ async def _ask(sock: Stream, clock: ClockReader) -> ClockSample:
     return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
 
 
-async def answer_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None) -> None:
+async def answer_clock(
+    sock: StreamSocket, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None
+) -> None:
     """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
     with contextlib.closing(sock), contextlib.suppress(OSError, EOFError):  # TimeoutError is an OSError
         async with asyncio.timeout(timeout_s):

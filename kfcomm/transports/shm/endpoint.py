@@ -28,7 +28,7 @@ from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.base import Endpoint, LinkRefused, Surroundings
 from kfcomm.transports.shm.heap import Array, Heap, Heaps, PeerHeap
 from kfcomm.transports.shm.hub import Hub
-from kfcomm.transports.shm.link import ShmLink, Wire
+from kfcomm.transports.shm.link import LinkParts, ShmLink
 from kfcomm.transports.shm.receiver import ShmReceiver
 from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena, attach, create, pieces_in, why_unsupported
@@ -174,8 +174,8 @@ class ShmEndpoint(Endpoint):
         self.hub.add(link)
         self._surroundings.inbound.opened(link)
 
-    def _wire(self, sock: socket.socket, peer: int, shared: Shared, slots: SlotMemory) -> Wire:
-        return Wire(sock, self._surroundings.reactor, self._surroundings.inbound, peer, shared, self.hub, slots)
+    def _wire(self, sock: socket.socket, peer: int, shared: Shared, slots: SlotMemory) -> LinkParts:
+        return LinkParts(sock, self._surroundings.reactor, self._surroundings.inbound, peer, shared, self.hub, slots)
 
 
 class Offer(NamedTuple):

@@ -41,7 +41,7 @@ _MAX_BELLS = 4096
 _BELL_AFTER_LOOKS = 16
 
 
-class Wire(NamedTuple):
+class LinkParts(NamedTuple):
     """Parts of a link to a ``peer``, once both sides have mapped everything; ``keeper`` polls it."""
 
     sock: socket.socket
@@ -70,7 +70,7 @@ class ShmLink(Link, ABC):
     _far: Word
     _tail: Word
 
-    def __init__(self, wire: Wire, rings: tuple[RingWriter, RingReader]) -> None:
+    def __init__(self, wire: LinkParts, rings: tuple[RingWriter, RingReader]) -> None:
         sock = wire.sock
         sock.setblocking(False)
         self.peer = wire.peer

@@ -15,7 +15,7 @@ from typing import Any
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, LinkParts, ShmLink
 from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, MAX_PIECES, Word
 from kfcomm.types import override
 
@@ -28,7 +28,7 @@ class ShmReceiver(ShmLink):
 
     _near, _far, _tail = Word.RECEIVER_PARKED, Word.SENDER_PARKED, Word.FORTH_TAIL
 
-    def __init__(self, wire: Wire, arena: memoryview, max_lent: int) -> None:
+    def __init__(self, wire: LinkParts, arena: memoryview, max_lent: int) -> None:
         self._arena = arena
         self._max_lent = max_lent
         self._lent: dict[int, int] = {}

@@ -22,7 +22,7 @@ from kfcomm.core.machine import DOWN
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.outbox import FRONT
-from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, LinkParts, ShmLink
 from kfcomm.transports.shm.ring import MAX_LENT_NBYTES, MAX_PIECES, Word
 from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena
 from kfcomm.types import override
@@ -48,7 +48,7 @@ class ShmSender(ShmLink):
 
     _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
 
-    def __init__(self, wire: Wire, arena: Arena, large_nbytes: int = WINDOW_NBYTES) -> None:
+    def __init__(self, wire: LinkParts, arena: Arena, large_nbytes: int = WINDOW_NBYTES) -> None:
         self._arena = arena
         self._pieces: dict[int, int] = {}
         self._window = WINDOW_NBYTES

@@ -11,7 +11,7 @@ import socket
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.hub import Hub
-from kfcomm.transports.shm.link import Wire
+from kfcomm.transports.shm.link import LinkParts
 from kfcomm.transports.shm.receiver import ShmReceiver
 from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.segment import Arena, attach, create, pieces_in
@@ -85,8 +85,10 @@ class Pair:
         socks = socket.socketpair()
         arena = pieces_in(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
         self.notes, self.heard = notes(), notes()
-        self.link = ShmSender(Wire(socks[0], here.reactor, self.notes, peers[0], near, here.hub), here.arena)
-        self.other = ShmReceiver(Wire(socks[1], there.reactor, self.heard, peers[1], far, there.hub), arena, max_lent)
+        self.link = ShmSender(LinkParts(socks[0], here.reactor, self.notes, peers[0], near, here.hub), here.arena)
+        self.other = ShmReceiver(
+            LinkParts(socks[1], there.reactor, self.heard, peers[1], far, there.hub), arena, max_lent
+        )
         self.words, self.shared = far.words, far
         self.sock = socks[1]
         here.hub.add(self.link)

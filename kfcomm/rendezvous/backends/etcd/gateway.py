@@ -43,7 +43,7 @@ _ENDLESS = aiohttp.ClientTimeout(total=None)
 _LOG = logging.getLogger("kfcomm.etcd")
 
 
-class Refused(RendezvousError):
+class EtcdRefused(RendezvousError):
     """A refusal by etcd. ``code`` is gRPC's."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -51,7 +51,7 @@ class Refused(RendezvousError):
         self.code = code
 
 
-class NotThere(Refused):
+class NotThere(EtcdRefused):
     """A requested object, such as a lease, does not exist."""
 
 
@@ -84,7 +84,7 @@ class Gateway:
 
         Raises:
             RendezvousError: no answer in time; names the cause.
-            Refused: etcd refuses the request.
+            EtcdRefused: etcd refuses the request.
         """
         deadline_s, pause_s = loop_now_s() + within_s, FIRST_PAUSE_S
         while True:
@@ -154,7 +154,7 @@ class Gateway:
             if code == _NOT_FOUND:
                 raise NotThere(f"{self.address} says: {message}", code)
             if code in _FINAL:
-                raise Refused(f"{self.address} refuses {path.removeprefix('/v3/')}: {message}", code)
+                raise EtcdRefused(f"{self.address} refuses {path.removeprefix('/v3/')}: {message}", code)
             raise _Failed(message)
         raise _Failed("it takes no token that it gives")
 
@@ -170,7 +170,7 @@ class Gateway:
                     return {}
                 if code not in _FINAL or self.is_in_use:
                     raise _Failed(message)
-                raise Refused(f"{self.address} refuses the user {self.address.user!r}: {message}", code)
+                raise EtcdRefused(f"{self.address} refuses the user {self.address.user!r}: {message}", code)
             self._token = str(answer["token"])
         return {"Authorization": self._token}
 
