@@ -277,7 +277,7 @@ class Entry:
 
 
 class CallLog:
-    """Calls of one rank while an ``Elastic`` is open, and where its epoch stands: all that its users share.
+    """Calls of one rank while an ``Elastic`` is open, with the state of its epoch, which its users share.
 
     Runs in the engine's thread, except ``add``.
     """

@@ -290,7 +290,7 @@ class ResultTransfer:
         return comm.broadcast_object(value, root, name, timeout=timeout_s)
 
     def take_part(self, entry: Entry, outcome: CallOutcome) -> None:
-        """Take part in sending the result of a call that is over on this rank, be it done or failed."""
+        """Take part in sending the result of a call that is over on this rank, done or failed."""
         try:
             if entry.refusal is not None:
                 raise entry.refusal[0]

@@ -28,7 +28,7 @@ LOSSES = ["finish", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rai
 
 
 def permitted(verb: str, phase: str, victim: int, on_loss: str) -> set[str]:
-    """What the surviving ranks may get, all of them the same."""
+    """Return the ends that a call may have, the same on all surviving ranks."""
     if phase == "over":
         return {"ok"}
     if phase == "cancelled":
