@@ -100,31 +100,21 @@ async def test_input_stays_intact_for_results_in_place() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_average_is_that_of_the_contributors() -> None:
-    async with world(3, elastic=True) as comms:
-
-        async def body(comm: Any, step: Any) -> Any:
-            if step.number == 1 and comm.rank == 0:
-                die(comms, comm)
-            return float(await comm.all_reduce(3.0 * comm.births[comm.rank], "a", op="avg"))
-
-        assert await train(comms, body) == [None, [3.0, 4.5, 4.5, 4.5], [3.0, 4.5, 4.5, 4.5]]
-
-
-@pytest.mark.asyncio
-async def test_an_average_by_weight_is_that_of_the_contributors() -> None:
+async def test_averages_are_those_of_the_contributors() -> None:
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:
             if step.number == 1 and comm.rank == 0:
                 die(comms, comm)
             me = comm.births[comm.rank]
+            alike = await comm.all_reduce(3.0 * me, "alike", op="avg")
             one = await comm.all_reduce(np.full(2, 3.0 * me), "a", op="avg", weight=me + 1)
             many = await comm.all_reduce_many({"a": np.full(2, 3.0 * me)}, op="avg", weight=me + 1)
             assert (one == many["a"]).all()
-            return float(one[0])
+            return float(alike), float(one[0])
 
-        lived = [4.0, 4.8, 4.8, 4.8]  # (0·1 + 3·2 + 6·3) / 6, and without the first / 5
+        # (0·1 + 3·2 + 6·3) / 6, and without the first / 5
+        lived = [(3.0, 4.0), *[(4.5, 4.8)] * 3]
         assert await train(comms, body) == [None, lived, lived]
 
 
