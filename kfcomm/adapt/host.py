@@ -133,6 +133,7 @@ class PolicyHost:
     async def together(self, what: str, call: Callable[[Any], Awaitable[T]], runner: Named) -> T:
         """Call a function that uses collectives, at the same place on all ranks."""
         result = await call(self.comm)
+        # A replay has no ranks that could do it again.
         if self.recorder is not None:
             self.recorder.done_together(runner, what, result)
         return result
@@ -237,6 +238,7 @@ class Runner:
 
     async def call(self, hook: Hook) -> None:
         """Call a method of the policy, unless it is off, has failed, or still runs another method."""
+        # A method that waits for the ranks may last for steps: two methods of one policy never run at once.
         if self.is_off or self.failure or self._task is not None:
             return
         try:
@@ -314,7 +316,7 @@ class Runner:
                 self._fail("load_state_dict", error)
 
     async def _drop(self) -> None:
-        self._requests.clear()
+        self._requests.clear()  # other ranks may not have made them
         task = self._task
         if task is not None:
             self._is_dropped = True

@@ -287,6 +287,7 @@ class EngineMeter(StepMeter):
         self._comm = comm
         self._engine = engine
         observers = engine.observers or ()
+        # One for all adaptations of an engine: each costs every collective a call.
         self._load = next((one for one in observers if isinstance(one, Load)), None) or Load(engine.in_flight)
         if self._load not in observers:
             engine.observe((*observers, self._load))

@@ -74,7 +74,7 @@ class MarginalUtility(Policy):
         rate = None if metrics is None else samples_per_s(metrics)
         if rate is None:
             return
-        if self._is_first:
+        if self._is_first:  # in which links are opened
             self._is_first = False
             return
         self._rates.append(rate)
