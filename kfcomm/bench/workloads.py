@@ -38,7 +38,7 @@ def vgg16() -> tuple[Shape, ...]:
 
 def bert_base() -> tuple[Shape, ...]:
     """The 199 tensors of BERT-base, uncased: 5 of the embeddings, 16 of each of 12 layers, 2 of the pooler."""
-    return tuple(_bert_layers(layers=12, hidden=768, inner=3072, vocabulary=30522, positions=512, segments=2))
+    return tuple(_bert_layers())
 
 
 WORKLOADS: Final[dict[str, Callable[[], tuple[Shape, ...]]]] = {
@@ -84,12 +84,11 @@ def _vgg_layers() -> Iterator[Shape]:
     yield from _dense(4096, _IMAGENET_CLASSES)
 
 
-def _bert_layers(
-    *, layers: int, hidden: int, inner: int, vocabulary: int, positions: int, segments: int
-) -> Iterator[Shape]:
+def _bert_layers() -> Iterator[Shape]:
+    hidden, inner = 768, 3072
     norm = ((hidden,), (hidden,))
-    yield from ((vocabulary, hidden), (positions, hidden), (segments, hidden), *norm)
-    for _ in range(layers):
+    yield from ((30522, hidden), (512, hidden), (2, hidden), *norm)  # vocabulary, positions, segments
+    for _ in range(12):
         for _ in ("query", "key", "value", "output"):
             yield from _dense(hidden, hidden)
         yield from norm

@@ -6,8 +6,6 @@ memory is poisoned. If ranks launch different work at one place, which NCCL woul
 the ranks and the test get an error.
 
 Invariants: as `kfcomm.testing.streams` says, nothing happens on a thread of its own. Only ``connect`` waits.
-
-This module must not know what a launch computes: that is in `kfcomm.testing.backends`.
 """
 
 from __future__ import annotations
@@ -275,7 +273,7 @@ class FakeBackend:
         with SCHEDULER.entered():
             self._check_usable()
             try:
-                launched = checked(verb, parts, op, root, self.rank, self.group.size)
+                launched = self._checked(verb, parts, op, root)
                 self._check_here(parts, stream)
             except Impossible as error:
                 raise self.group.violation(f"rank {self.rank} launched {error}") from error
@@ -313,6 +311,19 @@ class FakeBackend:
         said = self.failure() or (None if self.is_open else f"rank {self.rank} has aborted or closed")
         if said is not None:
             raise TransportError(said)
+
+    def _checked(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int) -> Launched:
+        """Describe a launch, which is as `kfcomm.transports.base` says that it has to be; else raise `Impossible`."""
+        size = self.group.size
+        if not parts:
+            raise Impossible(f"{verb} of no part")
+        if (0 <= root < size) != (verb in ROOTED) or (root != -1 and verb not in ROOTED):
+            raise Impossible(f"{verb} with root {root} in a group of {size}")
+        dtype: np.dtype[Any] = parts[0].source.dtype
+        if not supports(verb, dtype, op):
+            raise Impossible(f"{verb} of {dtype} with op {op}, which is not supported")
+        sizes = [_size(verb, part, dtype, self.rank == root, size) for part in parts]
+        return Launched(verb, op, root, dtype, tuple(sizes))
 
     def _check_here(self, parts: Sequence[Part], stream: Any) -> None:
         if not isinstance(stream, FakeStream) or stream.device is not self.device:
@@ -356,23 +367,6 @@ def supports(verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
         return op is None
     is_float = dtype.name in FLOATS
     return verb in REDUCING and op in FOLDS and (is_float or (dtype.name in INTEGERS and op is not Op.AVG))
-
-
-def checked(verb: Verb, parts: Sequence[Part], op: Op | None, root: int, rank: int, size: int) -> Launched:
-    """Check and describe a launch of one rank of a group.
-
-    Raises:
-        Impossible: not what `kfcomm.transports.base` says that it has to be.
-    """
-    if not parts:
-        raise Impossible(f"{verb} of no part")
-    if (0 <= root < size) != (verb in ROOTED) or (root != -1 and verb not in ROOTED):
-        raise Impossible(f"{verb} with root {root} in a group of {size}")
-    dtype: np.dtype[Any] = parts[0].source.dtype
-    if not supports(verb, dtype, op):
-        raise Impossible(f"{verb} of {dtype} with op {op}, which is not supported")
-    sizes = [_size(verb, part, dtype, rank == root, size) for part in parts]
-    return Launched(verb, op, root, dtype, tuple(sizes))
 
 
 def _size(verb: Verb, part: Part, dtype: np.dtype[Any], is_root: bool, size: int) -> int:
