@@ -100,9 +100,8 @@ class Driver:
         try:
             if is_mine:
                 self._found_taken(session)
-            else:
-                with lock.gate:
-                    lock.acquire()
+            elif lock.is_wanted() or not lock.acquire(False):  # who waits at the gate by now goes first
+                lock.take()
             reactor.is_driven = lock.is_working = True
             handle = begin(*arguments)
             if type(handle) is Over or (

@@ -45,7 +45,7 @@ class EngineLock:
 
     Attributes:
         gate: held while waiting for the lock.
-        acquire: waits for it; to be called with the gate held, by a thread that has not got the lock: see ``take``.
+        acquire: waits for it, with the gate held, or tries once; by a thread that has not got the lock: see ``take``.
         release: releases it; to be called by its holder.
         is_wanted: whether a thread waits for it.
         is_mine: whether this thread holds it.
@@ -59,7 +59,7 @@ class EngineLock:
         self.is_working = False
         self.gate = threading.Lock()
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
-        self.acquire: Callable[[], bool] = lock.acquire
+        self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
         self.is_wanted: Callable[[], bool] = self.gate.locked
         self.is_mine: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
