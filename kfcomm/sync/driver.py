@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import Over, SlotUse
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.common.tracebacks import terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.sync.signals import NUMBERS, getsignal
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kfcomm.engine.session import Session
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 Finish = Callable[[], object]
 
@@ -63,11 +65,7 @@ class Driver:
         return terse(error) if self.is_terse and error is not self.signals.raised else error
 
     def run(self, function: Callable[[], T], session: Session) -> T:
-        """Call something of the engine that does not wait, at once, on the caller's thread, which holds ``signals``.
-
-        Raises:
-            SessionClosed: the communicator belongs to the parent process.
-        """
+        """Call something of the engine that does not wait, at once, on the caller's thread, which holds ``signals``."""
         if self._lock.is_mine() or session.engine.unusual:  # as in ``call``
             if self.io.is_current:
                 return _run(function, session)
@@ -86,10 +84,6 @@ class Driver:
         """Begin a collective and wait for its result; ``NOT_ALIKE`` if ``begin`` gives None, and has begun nothing.
 
         The verb that calls it holds ``signals``.
-
-        Raises:
-            WouldDeadlock: the caller is the I/O thread.
-            SessionClosed: the communicator belongs to the parent process.
         """
         lock, reactor = self._lock, self.reactor
         is_mine = lock.is_mine()
@@ -154,11 +148,7 @@ class Driver:
                 self.turns.leave()
 
     def stop(self) -> None:
-        """Drive no more, and end the I/O thread. May be called again.
-
-        Raises:
-            WouldDeadlock: the caller is the I/O thread.
-        """
+        """Drive no more, and end the I/O thread. May be called again."""
         with contextlib.suppress(SessionClosed):  # another thread stops it too, and was faster
             self.io.wait_for(self._close)
         self.io.stop()
@@ -228,23 +218,12 @@ def _run(function: Callable[[], T], session: Session) -> T:
     return result
 
 
-class Driven(Protocol):
-    """Object with a driver."""
-
-    _driver: Driver
-
-
-S = TypeVar("S", bound=Driven)
-
-
 def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Return a method that users call as one that holds signals, and raises errors as `Driver.shown` gives them.
+    """Return a method of an object with a driver as one that holds signals and raises `Driver.shown` errors."""
 
-    Hot paths have the same lines written out.
-    """
-
+    # Hot paths have the same lines written out.
     @wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
         try:
             return method(self, *args, **kwargs)
@@ -299,14 +278,9 @@ class PutOff:
         self._due = [one for one in self._due if one not in due]
         failed: list[Exception] = []
         for _, living in due:
-            _finish(living(), failed)
+            try:
+                (living() or do_nothing)()
+            except Exception as error:  # noqa: BLE001  the others are to be finished, too
+                failed.append(error)
         if failed:
             raise failed[0]
-
-
-def _finish(finish: Any, failed: list[Exception]) -> None:
-    try:
-        if finish is not None:
-            finish()
-    except Exception as error:  # noqa: BLE001  the others are to be finished, too
-        failed.append(error)

@@ -142,7 +142,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         if inner.done():
             self._settle(inner)
         else:
-            self._io.keep(self)
+            self._io.pending.add(self)
             inner.when_done(self._driver.reactor, self._settle)
         return True
 
@@ -152,7 +152,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
 
     def _started(self, inner: asyncio.Future[T]) -> None:
         self._inner = inner
-        self._io.keep(self)
+        self._io.pending.add(self)
         inner.add_done_callback(self._settle)
 
     def _wait_for_the_end(self, timeout: Seconds | None) -> None:
@@ -191,7 +191,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # another thread has been faster
             if self.done():
                 return
-            self._io.drop(self)
+            self._io.pending.discard(self)
             if inner.cancelled() and (self._is_unwanted or isinstance(inner, Inner)):  # a task's end may be the loop's
                 super().cancel()
                 self.set_running_or_notify_cancel()

@@ -32,8 +32,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# A signal that comes just before a thread falls asleep does not wake it: no wait is longer than this at a time.
 LOOK_EVERY_S = 0.5
-"""A signal that comes just before a thread falls asleep does not wake it: no wait is longer than this at a time."""
 
 CLOSED_MEANWHILE = "the communicator was closed while this was under way"
 
@@ -152,6 +152,7 @@ class IoThread:
         signals: what calls on the main thread hold while they wait for it.
         loop: what it runs.
         listen: called when something begins here that may wait for what peers send; set by the driver.
+        pending: futures of callers that are under way, here or in the engine; with the lock held.
     """
 
     def __init__(self, signals: Signals | None = None) -> None:
@@ -163,7 +164,7 @@ class IoThread:
         self._stop = asyncio.Event()
         self._ended = False
         self._ending = threading.Lock()
-        self._pending: set[concurrent.futures.Future[Any]] = set()
+        self.pending: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kfcomm-io", daemon=True)
         self._thread.start()
 
@@ -183,18 +184,8 @@ class IoThread:
         """Whether the thread has ended."""
         return not self._thread.is_alive()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something of a caller's is under way, here or in the engine; with the lock held."""
-        return bool(self._pending)
-
     def may_block(self) -> None:
-        """Refuse a wait that could never end.
-
-        Raises:
-            WouldDeadlock: the caller is this thread.
-            SessionClosed: the thread belongs to the parent process.
-        """
+        """Refuse a wait that could never end: on this thread, and in a forked child."""
         if self.is_current:
             raise WouldDeadlock(
                 "a blocking call on kfcomm's own I/O thread would wait for itself: in a callback of a handle, use the "
@@ -204,11 +195,7 @@ class IoThread:
             raise SessionClosed("this communicator belongs to the parent process: a forked child has to init() itself")
 
     def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run a function on this thread, soon.
-
-        Raises:
-            SessionClosed: the thread has ended, or belongs to the parent process.
-        """
+        """Run a function on this thread, soon; ``SessionClosed`` if that has ended, or is the parent process's."""
         if self.is_inherited:
             self.may_block()
         with self._ending:
@@ -220,9 +207,6 @@ class IoThread:
         """Run what ``call`` gives, here; returns when its first step is done, so that it has its place in the program.
 
         ``begun`` is called on this thread with the future of it, which has failed if ``call`` itself has.
-
-        Raises:
-            SessionClosed: the thread has ended, or belongs to the parent process.
         """
         has_begun = threading.Event()
 
@@ -256,11 +240,11 @@ class IoThread:
 
         def begun(future: asyncio.Future[T]) -> None:
             running.append(future)
-            self.keep(result)
+            self.pending.add(result)
             future.add_done_callback(ended)
 
         def ended(future: asyncio.Future[T]) -> None:
-            self.drop(result)
+            self.pending.discard(result)
             copy_end(future, result)
 
         try:
@@ -279,12 +263,9 @@ class IoThread:
         self, future: concurrent.futures.Future[Any], inner: asyncio.Future[Any], deadline_s: float,
         cancel: Callable[[], object],
     ) -> None:  # fmt: skip
-        """Wait until a future is over, which follows one of this thread, or it is time.
+        """Wait until a future is over, which follows one of this thread, or it is time; its own error is not raised.
 
         If a signal handler raises before the ``inner`` one is over, ``cancel`` is called, with the lock held.
-
-        Raises:
-            BaseException: what a signal handler has raised; nothing of the future's.
         """
 
         def fall_asleep() -> None:
@@ -334,20 +315,8 @@ class IoThread:
 
         return self.wait_for(call)
 
-    def keep(self, future: concurrent.futures.Future[Any]) -> None:
-        """Tell this future, if nothing else does, when the thread ends; with the lock held."""
-        self._pending.add(future)
-
-    def drop(self, future: concurrent.futures.Future[Any]) -> None:
-        """This future is complete; with the lock held."""
-        self._pending.discard(future)
-
     def stop(self) -> None:
-        """End the thread and wait for its end; what is still under way is cancelled. May be called again.
-
-        Raises:
-            WouldDeadlock: the caller is this thread.
-        """
+        """End the thread and wait for its end; what is still under way is cancelled. May be called again."""
         if self.is_inherited:
             return
         self.may_block()
@@ -370,7 +339,7 @@ class IoThread:
             with contextlib.suppress(RuntimeError):
                 runner.close()
             self.lock.lay_down()
-            for future in list(self._pending):
+            for future in list(self.pending):
                 if not future.done():
                     future.set_exception(SessionClosed(CLOSED_MEANWHILE))
 

@@ -25,22 +25,20 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-QUIET_S = 2e-3
-"""Of fruitless looking until a leader rests."""
+QUIET_S = 2e-3  # of fruitless looking until a leader rests
+# At descriptors, before the kernel is to wake this thread: that takes as long, and the answer is often on its way.
 SOCKET_LOOKS = 16
-"""At descriptors, before the kernel is to wake this thread: that takes as long, and the answer is often on its way."""
-SLOT_LOOKS = 64
-"""At a slot alone, until it is looked at with all the rest."""
+SLOT_LOOKS = 64  # at a slot alone, until it is looked at with all the rest
+# Looks after which a caller sleeps for a moment, where a host has more ranks than processors. A caller that yields so
+# often without news has a processor to itself, while the others share the rest; once that one is idle, the system moves
+# another rank there.
 NAP_AFTER, NAP_S = 24, 50e-6
-"""Looks after which a caller sleeps for a moment, where a host has more ranks than processors. A caller
-that yields so often without news has a processor to itself, while the others share the rest; once that one is idle, the
-system moves another rank there."""
+# Time after a call, with nothing in flight and no caller, until the I/O thread parks. Long, since waking it takes the
+# caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks.
 LULL_S = 0.1
-"""Time after a call, with nothing in flight and no caller, until the I/O thread parks. Long, since waking it takes the
-caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
+# The same where no memory is shared: so long what comes stays in the kernel, for the next call of a program that makes
+# one after the other. Else the I/O thread would wake up for what peers send for that call, and take the caller's time.
 MASKED_S = 20e-3
-"""The same where no memory is shared: so long what comes stays in the kernel, for the next call of a program that makes
-one after the other. Else the I/O thread would wake up for what peers send for that call, and take the caller's time."""
 
 
 class Awaited(Protocol[T_co]):
@@ -76,7 +74,7 @@ class IoDriver(LoopDriver):
         super().__init__(turns.reactor, io.loop)
 
     def mask(self, *, is_masked: bool) -> None:
-        """While a caller leads, what comes to the engine's descriptor does not wake the I/O thread as well."""
+        """Hear of the engine's descriptors no more, or again."""
         if is_masked != self.is_masked:
             for descriptor in self._reactor.descriptors():
                 self._io.loop.watch(descriptor, is_wanted=not is_masked)
@@ -85,7 +83,7 @@ class IoDriver(LoopDriver):
     def take_over(self) -> None:
         """No caller is left: drive what is due now, and the rest if no call follows soon."""
         reactor = self._reactor
-        if self.is_masked and (self._io.is_busy or reactor.pollers):
+        if self.is_masked and (self._io.pending or reactor.pollers):
             self.mask(is_masked=False)
         is_unheard = self.is_masked
         for poller in reactor.pollers:
