@@ -31,30 +31,19 @@ LONGEST_REST_S = 60.0
 
 @dataclass(slots=True)
 class Place:
-    """A host of the job during the life of one launcher; the host's next launcher has another place.
+    """A host of the job during the life of one launcher; the host's next launcher has another place."""
 
-    Attributes:
-        address: of the host.
-        num_ranks: initial number of ranks there.
-        is_gone: no rank is started there, since the launcher has gone, or has not arrived.
-    """
-
-    address: str
-    num_ranks: int = 1
-    is_gone: bool = False
+    address: str  # of the host
+    num_ranks: int = 1  # initial number of ranks there
+    is_gone: bool = False  # no rank is started there, since the launcher has gone, or has not arrived
 
 
 @dataclass(slots=True)
 class Health:
-    """Health of a host, across its launchers.
+    """Health of a host, across its launchers."""
 
-    Attributes:
-        failures: number of successive early failures of ranks that were started there later.
-        rests_until_s: no rank is started there before this time.
-    """
-
-    failures: int = 0
-    rests_until_s: float = 0.0
+    failures: int = 0  # number of successive early failures of ranks that were started there later
+    rests_until_s: float = 0.0  # no rank is started there before this time
 
 
 class Stage(Enum):
@@ -74,33 +63,19 @@ COUNTED = frozenset({Stage.RUNS, Stage.GIVEN_UP})
 
 @dataclass(slots=True)
 class Elasticity:
-    """Numbers and stages of the ranks of a job. Times are on one monotonic clock.
+    """Numbers and stages of the ranks of a job. Times are on one monotonic clock."""
 
-    Attributes:
-        least: least number of ranks that run or have finished; with fewer the job has failed.
-        most: largest number of ranks, without spares.
-        asked: latest requested number of ranks.
-        size: wanted number of ranks: the requested one, limited by slots.
-        restarts: number of replacements left.
-        spares: number of additional processes, which wait to be admitted.
-        places: the hosts, by position.
-        slots: largest number of processes on each host, by address; None for no limit.
-        unreplaced: number of dead ranks without a replacement, for lack of restarts.
-        where: host of each process that was ever started, by uid.
-        stages: the stage of each of them.
-    """
-
-    least: int
-    most: int
-    asked: int
-    size: int
-    restarts: int
-    spares: int = 0
-    places: list[Place] = field(default_factory=list)
-    slots: Mapping[str, int] | None = None
-    unreplaced: int = 0
-    where: dict[int, int] = field(default_factory=dict)
-    stages: dict[int, Stage] = field(default_factory=dict)
+    least: int  # least number of ranks that run or have finished; with fewer the job has failed
+    most: int  # largest number of ranks, without spares
+    asked: int  # latest requested number of ranks
+    size: int  # wanted number of ranks: the requested one, limited by slots
+    restarts: int  # number of replacements left
+    spares: int = 0  # number of additional processes, which wait to be admitted
+    places: list[Place] = field(default_factory=list)  # the hosts, by position
+    slots: Mapping[str, int] | None = None  # largest number of processes on each host, by address; None for no limit
+    unreplaced: int = 0  # number of dead ranks without a replacement, for lack of restarts
+    where: dict[int, int] = field(default_factory=dict)  # host of each process that was ever started, by uid
+    stages: dict[int, Stage] = field(default_factory=dict)  # the stage of each of them
     _later: dict[int, float] = field(default_factory=dict)
     _health: dict[str, Health] = field(default_factory=dict)
 

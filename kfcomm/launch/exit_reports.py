@@ -127,21 +127,13 @@ LEAVING_WITHIN_S = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank that failed.
+    """A rank that failed."""
 
-    Attributes:
-        rank: in the world.
-        code: its return code (negative: minus a signal); if it has not ended, the one that its error leads to.
-        at_s: time when it began to leave, or ended.
-        why: reason of its end.
-        summary: its error in one line, if reported.
-    """
-
-    rank: int
-    code: int
-    at_s: float
-    why: Why = Why.ITSELF
-    summary: str = ""
+    rank: int  # in the world
+    code: int  # its return code (negative: minus a signal); if it has not ended, the one that its error leads to
+    at_s: float  # time when it began to leave, or ended
+    why: Why = Why.ITSELF  # reason of its end
+    summary: str = ""  # its error in one line, if reported
 
 
 @dataclass(slots=True)

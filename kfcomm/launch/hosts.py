@@ -40,15 +40,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Hosts and their initial ranks.
+    """Hosts and their initial ranks."""
 
-    Attributes:
-        hosts: all hosts, in the order of their ranks.
-        here: position of this host among them.
-    """
-
-    hosts: tuple[Host, ...]
-    here: int = 0
+    hosts: tuple[Host, ...]  # all hosts, in the order of their ranks
+    here: int = 0  # position of this host among them
 
     def with_late(self, address: str) -> Plan:
         """Plan of a host that joins later: it is appended, with no initial rank."""
@@ -177,17 +172,11 @@ class _NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """Script that names the available hosts.
+    """Script that names the available hosts."""
 
-    Attributes:
-        command: script and arguments as one text.
-        program: the file to run.
-        environ: environment of the script.
-    """
-
-    command: str
-    program: str
-    environ: Mapping[str, str]
+    command: str  # script and arguments as one text
+    program: str  # the file to run
+    environ: Mapping[str, str]  # environment of the script
 
     @classmethod
     def of(cls, command: str, environ: Mapping[str, str]) -> Discovery:

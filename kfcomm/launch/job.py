@@ -41,45 +41,25 @@ LAUNCHER = "KFCOMM_LAUNCHER"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of `kfcomm run`.
+    """Options of `kfcomm run`."""
 
-    Attributes:
-        command: program and arguments of every rank.
-        num_ranks: number of ranks; None to take it from ``hosts``.
-        hosts: list of hosts, ``address:ranks,...``; None to run all ranks here.
-        own: this host's entry of ``hosts``; None to find out.
-        port: port of the store; None for any that is free, or `DEFAULT_PORT` with ``hosts``.
-        token_file: file that holds the token.
-        grace_s: seconds between asking the ranks to end and killing them.
-        keep_going: whether other ranks continue when one fails.
-        elastic: ``MIN`` or ``MIN:MAX`` for an elastic job; None for a fixed size.
-        restart_limit: largest number of replacements in an elastic job.
-        spares: number of spare processes of an elastic job.
-        discover: command that names the hosts of an elastic job; None if these do not change.
-        store: address of the store of an elastic job (see ``rendezvous.backends``); None for memory.
-        log_dir: folder for the unprefixed output of each rank.
-        stdin: ranks that get the launcher's standard input: ``none``, ``all``, or one by its number.
-        color: whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``.
-        settings: variables for the ranks, by full name.
-    """
-
-    command: tuple[str, ...]
-    num_ranks: int | None = None
-    hosts: str | None = None
-    own: str | None = None
-    port: int | None = None
-    token_file: Path | None = None
-    grace_s: float = 5.0
-    keep_going: bool = False
-    elastic: str | None = None
-    restart_limit: int = 100
-    spares: int = 0
-    discover: str | None = None
-    store: str | None = None
-    log_dir: Path | None = None
-    stdin: str = "none"
-    color: bool | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...]  # program and arguments of every rank
+    num_ranks: int | None = None  # number of ranks; None to take it from ``hosts``
+    hosts: str | None = None  # list of hosts, ``address:ranks,...``; None to run all ranks here
+    own: str | None = None  # this host's entry of ``hosts``; None to find out
+    port: int | None = None  # port of the store; None for any that is free, or `DEFAULT_PORT` with ``hosts``
+    token_file: Path | None = None  # file that holds the token
+    grace_s: float = 5.0  # seconds between asking the ranks to end and killing them
+    keep_going: bool = False  # whether other ranks continue when one fails
+    elastic: str | None = None  # ``MIN`` or ``MIN:MAX`` for an elastic job; None for a fixed size
+    restart_limit: int = 100  # largest number of replacements in an elastic job
+    spares: int = 0  # number of spare processes of an elastic job
+    discover: str | None = None  # command that names the hosts of an elastic job; None if these do not change
+    store: str | None = None  # address of the store of an elastic job (see ``rendezvous.backends``); None for memory
+    log_dir: Path | None = None  # folder for the unprefixed output of each rank
+    stdin: str = "none"  # ranks that get the launcher's standard input: ``none``, ``all``, or one by its number
+    color: bool | None = None  # whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``
+    settings: Mapping[str, str] = field(default_factory=dict)  # variables for the ranks, by full name
 
     def plan(self) -> Plan:
         """Hosts and their initial ranks.
@@ -179,33 +159,21 @@ at least: 72 were counted of 12 ranks. More are open while they join."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Data shared by all ranks of the job on this host.
+    """Data shared by all ranks of the job on this host."""
 
-    Attributes:
-        options: as they were given.
-        plan: hosts and their initial ranks.
-        elastic: numbers and stages of the ranks; None for a fixed size.
-        program: the file to run.
-        token: the secret of the job.
-        mark: the name of the job on this host.
-        environ: of the launcher.
-        launcher: unique description of this launcher.
-        discovery: script that names the hosts; None if they do not change, or this is not the first host.
-        arrivals: addresses of hosts whose launchers arrived after the beginning.
-        torch_port: port for rank 0 of torch's group; None if the job is elastic.
-    """
-
-    options: RunOptions
-    plan: Plan
-    elastic: Elasticity | None
-    program: str
-    token: bytes
-    mark: str
-    environ: Mapping[str, str]
-    launcher: bytes = field(default_factory=who_launches)
+    options: RunOptions  # as they were given
+    plan: Plan  # hosts and their initial ranks
+    elastic: Elasticity | None  # numbers and stages of the ranks; None for a fixed size
+    program: str  # the file to run
+    token: bytes  # the secret of the job
+    mark: str  # the name of the job on this host
+    environ: Mapping[str, str]  # of the launcher
+    launcher: bytes = field(default_factory=who_launches)  # unique description of this launcher
+    # script that names the hosts; None if they do not change, or this is not the first host
     discovery: Discovery | None = None
+    # addresses of hosts whose launchers arrived after the beginning
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    torch_port: int | None = None
+    torch_port: int | None = None  # port for rank 0 of torch's group; None if the job is elastic
 
     def at(self, position: int) -> Job:
         """Job as seen from a position; one that is assigned later has no initial ranks."""

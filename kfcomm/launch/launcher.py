@@ -62,17 +62,11 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Verdict:
-    """Outcome of a job; the first cause stands.
+    """Outcome of a job; the first cause stands."""
 
-    Attributes:
-        failed: the rank that failed first.
-        signal: the signal by which the launcher was asked to end.
-        lost: whether the first host's launcher went away while ranks were running.
-    """
-
-    failed: Failure | None = None
-    signal: int | None = None
-    lost: bool = False
+    failed: Failure | None = None  # the rank that failed first
+    signal: int | None = None  # the signal by which the launcher was asked to end
+    lost: bool = False  # whether the first host's launcher went away while ranks were running
 
     @property
     def is_open(self) -> bool:
@@ -116,28 +110,17 @@ class Role(Protocol):
 
 @dataclass(slots=True)
 class Launcher:
-    """Event loop and state of a launcher; its role takes the decisions.
+    """Event loop and state of a launcher; its role takes the decisions."""
 
-    Attributes:
-        ranks: the processes of this host.
-        blame: finds the first failure among the ranks of the job.
-        keep_going: whether the others run on when one fails.
-        host: position of this host among those of the job; None if it is the only one.
-        first: the first host's store, if this is another host.
-        ended: return codes of ended ranks of all hosts.
-        start: starts the process of a uid.
-        say: shows a message.
-    """
-
-    ranks: LocalRanks
-    blame: Blame
-    keep_going: bool = False
-    host: int | None = None
-    first: KeyValue | None = None
-    ended: dict[int, int] = field(default_factory=dict)
+    ranks: LocalRanks  # the processes of this host
+    blame: Blame  # finds the first failure among the ranks of the job
+    keep_going: bool = False  # whether the others run on when one fails
+    host: int | None = None  # position of this host among those of the job; None if it is the only one
+    first: KeyValue | None = None  # the first host's store, if this is another host
+    ended: dict[int, int] = field(default_factory=dict)  # return codes of ended ranks of all hosts
     role: Role = field(init=False)
-    start: Callable[[int], Child] = field(init=False)
-    say: Callable[[str], None] = field(init=False)
+    start: Callable[[int], Child] = field(init=False)  # starts the process of a uid
+    say: Callable[[str], None] = field(init=False)  # shows a message
     verdict: Verdict = field(default_factory=Verdict)
     phase: Phase = Phase.RUNS
     passing: Passing = field(init=False)

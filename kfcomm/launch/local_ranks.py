@@ -55,24 +55,16 @@ logger = logging.getLogger("kfcomm")
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Processes of this host, by uid.
+    """Processes of this host, by uid."""
 
-    Attributes:
-        grace_s: seconds between asking and killing.
-        children: all processes that were ever started here.
-        ended: return codes of ended ones.
-        reports: receives their exit reports and signs of life.
-        silent: ranks without a sign of life for too long.
-        dismissed: processes that were to start or waiting, and are not wanted any more.
-        released: ranks that the others of an elastic job have released; they end by themselves.
-    """
-
-    grace_s: float
-    children: dict[int, Child] = field(default_factory=dict)
-    ended: dict[int, int] = field(default_factory=dict)
-    reports: ExitReports = field(init=False)
-    silent: set[int] = field(default_factory=set)
+    grace_s: float  # seconds between asking and killing
+    children: dict[int, Child] = field(default_factory=dict)  # all processes that were ever started here
+    ended: dict[int, int] = field(default_factory=dict)  # return codes of ended ones
+    reports: ExitReports = field(init=False)  # receives their exit reports and signs of life
+    silent: set[int] = field(default_factory=set)  # ranks without a sign of life for too long
+    # processes that were to start or waiting, and are not wanted any more
     dismissed: set[int] = field(default_factory=set)
+    # ranks that the others of an elastic job have released; they end by themselves
     released: set[int] = field(default_factory=set)
     _ran_s: dict[int, float] = field(default_factory=dict)
     _killer: asyncio.TimerHandle | None = None

@@ -218,18 +218,12 @@ def _taken(who: bytes) -> str:
 
 @dataclass(slots=True)
 class HostRole:
-    """Role of a launcher on any other host of an elastic job: carries out the orders of the primary launcher.
-
-    Attributes:
-        first: client of the primary launcher's store, for signs of life in both directions.
-        lost_after_s: time without a sign of life after which a rank is silent.
-        let_go: called when the job is over, to end processes that wait to be admitted.
-    """
+    """Role of a launcher on any other host of an elastic job: carries out the orders of the primary launcher."""
 
     launcher: Launcher
-    first: StoreClient
-    lost_after_s: float
-    let_go: Callable[[], None] = lambda: None
+    first: StoreClient  # client of the primary launcher's store, for signs of life in both directions
+    lost_after_s: float  # time without a sign of life after which a rank is silent
+    let_go: Callable[[], None] = lambda: None  # called when the job is over, to end processes that wait to be admitted
     _told_silent: set[int] = field(default_factory=set)
     _has_left: bool = False
 

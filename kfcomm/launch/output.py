@@ -45,19 +45,12 @@ class Stream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How lines are shown.
+    """How lines are shown."""
 
-    Attributes:
-        size: number of ranks; gives the width of the prefix.
-        color: whether the prefix is coloured by rank.
-        terminals: the streams that go to a terminal.
-        columns: width of the terminal.
-    """
-
-    size: int
-    color: bool = False
-    terminals: frozenset[Stream] = frozenset()
-    columns: int = 80
+    size: int  # number of ranks; gives the width of the prefix
+    color: bool = False  # whether the prefix is coloured by rank
+    terminals: frozenset[Stream] = frozenset()  # the streams that go to a terminal
+    columns: int = 80  # width of the terminal
 
 
 Writes = list[tuple[Stream, bytes]]
@@ -66,16 +59,11 @@ Source = tuple[int, Stream]
 
 @dataclass(slots=True)
 class _Line:
-    """A line that is not complete.
+    """A line that is not complete."""
 
-    Attributes:
-        text: its bytes after the last return, except a final return, which may belong to a newline that is still to
-            come.
-        told_s: time when a state was last written, or when it was first restarted; None before.
-    """
-
+    # its bytes after the last return, except a final return, which may belong to a newline that is still to come
     text: bytearray = field(default_factory=bytearray)
-    told_s: float | None = None
+    told_s: float | None = None  # time when a state was last written, or when it was first restarted; None before
 
     def begun_anew(self) -> bytes:
         """Drop the text before the last return; return the last complete state."""

@@ -46,20 +46,15 @@ RETRY_S = 5.0
 
 @dataclass(slots=True)
 class Sizing:
-    """Starts and dismisses the processes of an elastic job, as its size, its hosts and their slots demand.
-
-    Attributes:
-        elastic: numbers and stages of the ranks.
-        discovery: script that names the hosts; None if they do not change.
-        arrivals: addresses of hosts whose launchers arrived after the beginning.
-        starting: tasks of processes whose start the store has not saved, by uid.
-    """
+    """Starts and dismisses the processes of an elastic job, as its size, its hosts and their slots demand."""
 
     launcher: Launcher
-    elastic: Elasticity
-    discovery: Discovery | None = None
+    elastic: Elasticity  # numbers and stages of the ranks
+    discovery: Discovery | None = None  # script that names the hosts; None if they do not change
+    # addresses of hosts whose launchers arrived after the beginning
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     store: KeyValue = field(init=False)
+    # tasks of processes whose start the store has not saved, by uid
     starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _held: Wanted | None = None
     _fitted: tuple[Any, ...] = ()
@@ -207,16 +202,11 @@ class Sizing:
 
 @dataclass(slots=True)
 class PrimaryRole:
-    """Role of the launcher on the first host of an elastic job, or the only one.
-
-    Attributes:
-        sizing: starts and dismisses processes.
-        lost_after_s: time without a sign of life after which a rank is silent.
-    """
+    """Role of the launcher on the first host of an elastic job, or the only one."""
 
     launcher: Launcher
-    sizing: Sizing
-    lost_after_s: float
+    sizing: Sizing  # starts and dismisses processes
+    lost_after_s: float  # time without a sign of life after which a rank is silent
     store: KeyValue = field(init=False)
     _given_up: set[int] = field(default_factory=set)
     _failures: dict[int, Failure] = field(default_factory=dict)

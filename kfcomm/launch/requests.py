@@ -26,21 +26,13 @@ _MAX_COMMAND = 60
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The launcher of a job.
+    """The launcher of a job."""
 
-    Attributes:
-        pid: of its process.
-        command: of every rank; empty if unknown.
-        directory: working directory at its start.
-        session: its session of processes, such as those of one terminal.
-        began_s: start time, by the wall clock.
-    """
-
-    pid: int
-    command: tuple[str, ...]
-    directory: str
-    session: int
-    began_s: float
+    pid: int  # of its process
+    command: tuple[str, ...]  # of every rank; empty if unknown
+    directory: str  # working directory at its start
+    session: int  # its session of processes, such as those of one terminal
+    began_s: float  # start time, by the wall clock
 
     @classmethod
     def here(cls, command: Sequence[str] = ()) -> Self:

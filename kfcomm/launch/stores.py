@@ -62,23 +62,15 @@ _AGAIN_WITHIN_S = 20.0
 
 
 class Store(NamedTuple):
-    """Store of a job, for the ranks of this host.
+    """Store of a job, for the ranks of this host."""
 
-    Attributes:
-        url: address for the ranks.
-        entered: makes it available, after ranks have been started; gets an event that a signal sets.
-        first: client of the first launcher's store; None on its host.
-        let_go: ends all waits in it.
-        ended: return codes of ended ranks, if the job runs already; else None.
-        position: of this host among those of the job.
-    """
-
-    url: str
+    url: str  # address for the ranks
+    # makes it available, after ranks have been started; gets an event that a signal sets
     entered: Callable[[asyncio.Event], AbstractAsyncContextManager[KeyValue]]
-    first: StoreClient | None = None
-    let_go: Callable[[], None] = lambda: None
-    ended: Mapping[int, int] | None = None
-    position: int = 0
+    first: StoreClient | None = None  # client of the first launcher's store; None on its host
+    let_go: Callable[[], None] = lambda: None  # ends all waits in it
+    ended: Mapping[int, int] | None = None  # return codes of ended ranks, if the job runs already; else None
+    position: int = 0  # of this host among those of the job
 
 
 @contextlib.asynccontextmanager
@@ -239,17 +231,11 @@ logger = logging.getLogger("kfcomm")
 
 
 class JobRecord(NamedTuple):
-    """Record of the job that a store holds.
+    """Record of the job that a store holds."""
 
-    Attributes:
-        identity: of the job, by which clients recognise its store.
-        hosts: address and initial number of ranks of each.
-        bounds: least and largest number of ranks.
-    """
-
-    identity: bytes
-    hosts: tuple[tuple[str, int], ...]
-    bounds: tuple[int, int]
+    identity: bytes  # of the job, by which clients recognise its store
+    hosts: tuple[tuple[str, int], ...]  # address and initial number of ranks of each
+    bounds: tuple[int, int]  # least and largest number of ranks
 
     @classmethod
     def of(cls, identity: bytes, plan: Plan, elastic: Elasticity) -> JobRecord:

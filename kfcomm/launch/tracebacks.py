@@ -42,15 +42,10 @@ _OWN_FILES = b'  File "' + str(Path(kfcomm.__file__).parent).encode() + b"/"
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """A traceback.
+    """A traceback."""
 
-    Attributes:
-        way: all lines but the last ones, without those in kfcomm itself, which differ between ranks.
-        message: last lines: class and message.
-    """
-
-    way: bytes
-    message: bytes
+    way: bytes  # all lines but the last ones, without those in kfcomm itself, which differ between ranks
+    message: bytes  # last lines: class and message
 
     @classmethod
     def of(cls, text: bytes) -> Error:
@@ -83,20 +78,13 @@ def _without_own(lines: list[bytes]) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Block:
-    """The error stream of a rank from the beginning of a traceback on.
+    """The error stream of a rank from the beginning of a traceback on."""
 
-    Attributes:
-        since_s: time of its beginning.
-        is_shown: whether output is shown at once.
-        has_ended: whether the stream has ended.
-        is_whole: whether the traceback is complete.
-    """
-
-    since_s: float
-    is_shown: bool
+    since_s: float  # time of its beginning
+    is_shown: bool  # whether output is shown at once
     text: bytes = b""
-    has_ended: bool = False
-    is_whole: bool = False
+    has_ended: bool = False  # whether the stream has ended
+    is_whole: bool = False  # whether the traceback is complete
 
     def is_late(self, now_s: float) -> bool:
         return now_s >= self.since_s + HELD_FOR_S

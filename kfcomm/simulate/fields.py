@@ -60,19 +60,12 @@ def parse_time_s(text: object) -> float:
 
 @dataclass(slots=True)
 class Table:
-    """One table of a file; each field is taken once, and what is left at ``end`` was misspelt.
+    """One table of a file; each field is taken once, and what is left at ``end`` was misspelt."""
 
-    Attributes:
-        document: the file.
-        title: how errors call it, for example ``host``.
-        number: of the tables with this title, 0 for the first.
-        values: its fields.
-    """
-
-    document: Document
-    title: str
-    number: int
-    values: Mapping[str, Any]
+    document: Document  # the file
+    title: str  # how errors call it, for example ``host``
+    number: int  # of the tables with this title, 0 for the first
+    values: Mapping[str, Any]  # its fields
     _known: list[str] = field(default_factory=list)
 
     def rate(self, key: str, default: float) -> float:

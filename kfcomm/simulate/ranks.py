@@ -36,21 +36,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Costs of a rank's work.
+    """Costs of a rank's work."""
 
-    Attributes:
-        overhead_s: of each message that it sends or receives.
-        copy_s_per_byte: of sending to another host, and of receiving from there.
-        fold_s_per_byte: of folding.
-        sizes: bytes per element.
-        hosts: by rank.
-    """
-
-    overhead_s: float
-    copy_s_per_byte: float
-    fold_s_per_byte: float
-    sizes: ItemSizes
-    hosts: tuple[int, ...]
+    overhead_s: float  # of each message that it sends or receives
+    copy_s_per_byte: float  # of sending to another host, and of receiving from there
+    fold_s_per_byte: float  # of folding
+    sizes: ItemSizes  # bytes per element
+    hosts: tuple[int, ...]  # by rank
 
     def message_s(self, rank: int, other: int, nbytes: int) -> float:
         """Seconds of work for ``rank`` to exchange a message with another."""
@@ -93,19 +85,12 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Surroundings of all ranks of a simulation.
+    """Surroundings of all ranks of a simulation."""
 
-    Attributes:
-        agenda: virtual time.
-        flow_to: makes the flow from a rank to another.
-        work: costs.
-        carry: see ``Carry``.
-    """
-
-    agenda: Agenda
-    flow_to: Callable[[Rank, int], Flow]
-    work: Work
-    carry: Carry | None
+    agenda: Agenda  # virtual time
+    flow_to: Callable[[Rank, int], Flow]  # makes the flow from a rank to another
+    work: Work  # costs
+    carry: Carry | None  # see ``Carry``
 
 
 class Rank:

@@ -72,23 +72,14 @@ class NetworkModel:
 
 
 class Load(NamedTuple):
-    """Work that one part of a message causes along one pair.
+    """Work that one part of a message causes along one pair."""
 
-    Attributes:
-        ways: see `Profile`.
-        messages: sent and received, by rank.
-        folds: parts folded, by rank.
-        copies: parts copied to or from memory that a rank shares with others of its host, by rank.
-        near: parts sent, and parts received, inside hosts; by rank.
-        far: parts sent, and parts received, between hosts; by host.
-    """
-
-    ways: set[tuple[int, int]]
-    messages: list[int]
-    folds: list[int]
-    copies: list[int]
-    near: tuple[list[int], list[int]]
-    far: tuple[list[int], list[int]]
+    ways: set[tuple[int, int]]  # see `Profile`
+    messages: list[int]  # sent and received, by rank
+    folds: list[int]  # parts folded, by rank
+    copies: list[int]  # parts copied to or from memory that a rank shares with others of its host, by rank
+    near: tuple[list[int], list[int]]  # parts sent, and parts received, inside hosts; by rank
+    far: tuple[list[int], list[int]]  # parts sent, and parts received, between hosts; by host
 
     @classmethod
     def of(cls, pair: GraphPair, layout: Layout) -> Load:
@@ -121,31 +112,20 @@ class Load(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Input of the time model: a strategy on a layout, counted in equal parts of the message.
+    """Input of the time model: a strategy on a layout, counted in equal parts of the message."""
 
-    Attributes:
-        num_pairs: among how many pairs the message is shared out.
-        num_parts: number of parts: one for each pair, or the sum of the shares.
-        largest: parts of the pair that has most.
-        ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
-        messages: what the busiest rank sends and receives, whatever its size.
-        folds: parts that the busiest rank folds into its own.
-        local_parts: parts that the busiest rank sends, receives or copies inside its host.
-        cross_parts: parts that the busiest host sends or receives through its network port.
-        crowd: messages, folded parts and parts copied inside it, of the busiest host's ranks together.
-        num_cpus: processors that they share; 0 if each has enough.
-    """
-
-    num_pairs: int
-    num_parts: int
-    largest: int
+    num_pairs: int  # among how many pairs the message is shared out
+    num_parts: int  # number of parts: one for each pair, or the sum of the shares
+    largest: int  # parts of the pair that has most
+    # ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both
     ways: tuple[tuple[int, int], ...]
-    messages: int
-    folds: int
-    local_parts: int
-    cross_parts: int
+    messages: int  # what the busiest rank sends and receives, whatever its size
+    folds: int  # parts that the busiest rank folds into its own
+    local_parts: int  # parts that the busiest rank sends, receives or copies inside its host
+    cross_parts: int  # parts that the busiest host sends or receives through its network port
+    # messages, folded parts and parts copied inside it, of the busiest host's ranks together
     crowd: tuple[int, int, int]
-    num_cpus: int
+    num_cpus: int  # processors that they share; 0 if each has enough
 
     @classmethod
     def of(cls, strategy: Strategy, layout: Layout) -> Profile:

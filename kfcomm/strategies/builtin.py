@@ -220,17 +220,11 @@ def _hierarchy(layout: Layout, host_edges: Iterable[tuple[int, int]]) -> Graph:
 
 
 class Algorithm(NamedTuple):
-    """A strategy for every layout, with its cost formula.
+    """A strategy for every layout, with its cost formula."""
 
-    Attributes:
-        build: makes the graphs; its name is the strategy's.
-        formula: the cost in words; n ranks on h hosts, p on the busiest host, p₀ on the first one.
-        pair_per_rank: it has as many pairs as ranks, so that its graphs take memory in n².
-    """
-
-    build: Callable[[Layout], Strategy]
-    formula: str
-    pair_per_rank: bool = False
+    build: Callable[[Layout], Strategy]  # makes the graphs; its name is the strategy's
+    formula: str  # the cost in words; n ranks on h hosts, p on the busiest host, p₀ on the first one
+    pair_per_rank: bool = False  # it has as many pairs as ranks, so that its graphs take memory in n²
 
     @property
     def name(self) -> str:
