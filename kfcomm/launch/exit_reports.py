@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kfcomm.common.sockets import credentials_of
 from kfcomm.rendezvous.exit_report import MAX_NBYTES, RELEASED, SIGN_OF_LIFE, ExitReport
@@ -171,7 +172,7 @@ class Blame:
         """The first failure; or the time when to ask again at the latest; None without a failure."""
         if not self._failed:
             return None
-        first = min((one for one in self._failed if one.why is not Why.ELSEWHERE), key=_at_s, default=None)
+        first = min((one for one in self._failed if one.why is not Why.ELSEWHERE), key=attrgetter("at_s"), default=None)
         leavers = [
             (said.at_s, said)
             for said in self._said.values()
@@ -188,8 +189,4 @@ class Blame:
         # With all exits known there is nothing to wait for.
         if len(self._ended) < self.size and now_s < due_s:
             return due_s
-        return min(leaving or ([first] if first is not None else self._failed), key=_at_s)
-
-
-def _at_s(failure: Failure) -> float:
-    return failure.at_s
+        return min(leaving or ([first] if first is not None else self._failed), key=attrgetter("at_s"))

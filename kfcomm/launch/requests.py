@@ -41,7 +41,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """Parse the result of ``as_json``, also after a JSON round trip; None for anything else."""
+        """Parse the mapping of its fields, also after a JSON round trip; None for anything else."""
         try:
             return cls(
                 int(record["pid"]), tuple(map(str, record["command"])), str(record["directory"]),
@@ -49,10 +49,6 @@ class Origin:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError):
             return None
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as a mapping that ``json.dumps`` takes."""
-        return asdict(self)
 
     @property
     def nearness(self) -> int:
@@ -125,7 +121,7 @@ class Requests:
             async with asyncio.timeout(PATIENCE_S):
                 line = (await reader.readline()).decode(errors="replace").strip()
                 try:
-                    told = {**await self._answer(line), "origin": self._origin.as_json()}
+                    told = {**await self._answer(line), "origin": asdict(self._origin)}
                 except ConfigError as error:
                     told = {"error": str(error)}
                 writer.write(json.dumps(told).encode() + b"\n")
