@@ -33,7 +33,7 @@ BUSY_OVER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _ProbeOptions:
     num_ranks: int | None
     size: str
     rounds: int
@@ -80,7 +80,7 @@ def probe(**options: Any) -> None:
       kfcomm probe --forget
       kfcomm run -H 10.0.0.1:1,10.0.0.2:1 kfcomm probe       (on both hosts)
     """  # noqa: D301  click wants the character, not its name
-    given = _Given(**options)
+    given = _ProbeOptions(**options)
     with reported_errors():
         if given.forget:
             _forget(given)
@@ -108,7 +108,7 @@ def probe(**options: Any) -> None:
         asyncio.run(_take_part(nbytes[0], given, files))
 
 
-def _forget(given: _Given) -> None:
+def _forget(given: _ProbeOptions) -> None:
     from kfcomm.rendezvous.host import forget_costs, path_of_costs
 
     if given.keep or given.num_ranks is not None:
@@ -120,7 +120,7 @@ def _forget(given: _Given) -> None:
         click.echo(f"removed {path}: 'auto' of later jobs uses the default costs")
 
 
-def _start(given: _Given, settings: Settings) -> int:
+def _start(given: _ProbeOptions, settings: Settings) -> int:
     """Run this command in new ranks on this host; return the exit code."""
     from kfcomm.cli.ranks import Relay, own_module
     from kfcomm.launch.job import RunOptions
@@ -138,7 +138,7 @@ def _start(given: _Given, settings: Settings) -> int:
     return asyncio.run(run(RunOptions(command, given.num_ranks), os.environ, Relay(given.num_ranks)))
 
 
-async def _take_part(nbytes: int, given: _Given, files: Files) -> None:
+async def _take_part(nbytes: int, given: _ProbeOptions, files: Files) -> None:
     """Measure, as one rank of the job."""
     import kfcomm
     from kfcomm.probe.report import as_text

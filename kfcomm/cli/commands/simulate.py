@@ -37,7 +37,7 @@ World = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _SimulateOptions:
     strategies: tuple[str, ...]
     hosts: str | None
     sizes: str
@@ -89,7 +89,7 @@ def simulate(**options: Any) -> None:
       kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --sizes 1KiB:64MiB --html times.html
       kfcomm simulate --strategy ring --network cluster.toml
     """  # noqa: D301  click wants the character, not its name
-    given = _Given(**options)
+    given = _SimulateOptions(**options)
     with reported_errors():
         files = Files(given.json_path, given.html_path)
         files.check()
