@@ -32,12 +32,6 @@ _UNKNOWN = -1
 class ExitReports:
     """Receives the exit reports of the ranks of this host.
 
-    Args:
-        ranks: initial ranks of this host.
-        heard: called with each report.
-        let_go: called with each rank that the others have released.
-        is_elastic: whether more ranks may be started.
-
     Attributes:
         address: value of ``KFCOMM_LAUNCHER`` for the ranks.
         lived_s: time of the last sign of life of each rank that ever sent one, by the monotonic clock.

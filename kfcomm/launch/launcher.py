@@ -152,6 +152,7 @@ class Launcher:
                     await self.changed.wait()
                     self.changed.clear()
                     await self.role.act(store)
+                # Before the tasks end: a rank that is started now would be watched by none of them.
                 self.phase = Phase.STOPPED
                 for task in self._watches:
                     task.cancel()
@@ -160,7 +161,7 @@ class Launcher:
                 for task in self._follows:
                     asyncio.get_running_loop().call_later(within_s, task.cancel)
         finally:
-            self.phase = Phase.STOPPED
+            self.phase = Phase.STOPPED  # also if a task has failed
             self.ranks.close()
         return self.verdict
 
@@ -217,7 +218,7 @@ class Launcher:
         self.ranks.reports.drain()
         self.ranks.ended[rank] = code
         end = self.exit_of(rank)
-        self.note(end)
+        self.note(end)  # judged before it is reported: other hosts may act on a report at once
         await self.report(end, store)
 
     def exit_of(self, rank: int) -> Exit:

@@ -169,12 +169,7 @@ def these(births: Iterable[int]) -> str:
 
 
 class Passing:
-    """Forwards signals to the ranks of this host, and through the store to those of other hosts.
-
-    Args:
-        host: position of this host among several; None for a single host.
-        deliver: sends a signal to the ranks of this host.
-    """
+    """Forwards signals to the ranks of this host, and through the store to other hosts, if there are any."""
 
     def __init__(self, host: int | None, deliver: Callable[[int], None]) -> None:
         self._host = host

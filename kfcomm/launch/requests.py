@@ -90,13 +90,7 @@ Answer = Callable[[str], Awaitable[dict[str, Any]]]
 
 
 class Requests:
-    """Answers for one job.
-
-    Args:
-        job: its name.
-        answer: returns the answer to a line; its ``ConfigError`` is sent to the client.
-        command: of its ranks.
-    """
+    """Answers for one job. A ``ConfigError`` of ``answer``, which gets a line, is sent to the client."""
 
     def __init__(self, job: str, answer: Answer, command: Sequence[str] = ()) -> None:
         self._answer = answer

@@ -46,13 +46,7 @@ class Display(Protocol):
 
 
 class Streams:
-    """Relay from the ranks' pipes to the display and the logs.
-
-    Args:
-        display: destination of the output.
-        logs: by rank, of all ranks started so far; empty without logs.
-        launcher: its exit reports and outcome decide what is shown.
-    """
+    """Relay from the pipes of the ranks to the display, and to the logs by rank (empty without logs)."""
 
     def __init__(self, display: Display, logs: Mapping[int, Log], launcher: Launcher) -> None:
         self._display = display
@@ -239,12 +233,7 @@ _FOREGROUND_EVERY_S = 0.5
 
 
 class Feed:
-    """The standard input of the ranks.
-
-    Args:
-        ranks: those of this host that get the input.
-        answered: called when a line was typed at the terminal.
-    """
+    """Standard input of the ranks; ``answered`` is called when a line was typed at the terminal."""
 
     def __init__(self, ranks: Sequence[int], answered: Callable[[], None]) -> None:
         self._ranks = frozenset(ranks)
