@@ -3,10 +3,8 @@
 Outside of transformations the arrays are read where they are (DLPack), and results are new arrays. Inside, a collective
 is one ``io_callback`` for a whole tree, whose arrays travel all at once.
 
-Such a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10 runs two of many
-independent callbacks at a time, in an order that changes from run to run. Ranks could then hold all their threads in
-collectives that the others cannot begin. Therefore callbacks are *ordered*: one at a time, in the order of the program,
-which is the same on every rank that traces the same function. Arrays that are to travel together go into one tree.
+Callbacks are *ordered*: one at a time, in the order of the program, which is the same on every rank that traces the
+same function. Arrays that are to travel together go into one tree.
 
 Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks run
 one after the other on a device, whichever thread has begun them.
@@ -115,6 +113,9 @@ def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any],
         return call([np.asarray(one) for one in given])
 
     before_close(comm, jax.effects_barrier)
+    # Ordered, since a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10
+    # runs two of many independent callbacks at a time, in an order that changes from run to run. Ranks could then hold
+    # all their threads in collectives that the others cannot begin.
     found: list[Any] = io_callback(callback, results, leaves, ordered=True)
     return found
 

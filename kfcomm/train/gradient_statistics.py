@@ -36,10 +36,8 @@ BLOCK = 1 << 16
 
 
 def squared_norm(arrays: Iterable[Any]) -> float:
-    """Σ x² over all elements of arrays in host memory; infinite or NaN where an element is, without a warning.
-
-    Cost: one pass over them: about 5 ms for 25 million elements of float32.
-    """
+    """Σ x² over all elements of arrays in host memory; infinite or NaN where an element is, without a warning."""
+    # One pass: about 5 ms for 25 million elements of float32.
     return float(sum(_of_one(adapt(x).flat) for x in arrays))
 
 
@@ -240,18 +238,12 @@ class NoiseScale:
 
 
 def gain(variance: float, signal: float, scale: float) -> float:
-    """The gain r = (σ² + μ²) / (σ²/S + μ²).
+    """AdaScale's gain r = (σ² + μ²) / (σ²/S + μ²), between 1 and S; 1 if both parts are zero.
 
     Args:
         variance: σ², of a gradient at scale 1.
         signal: μ², the squared norm of the true gradient.
-        scale: S, the batch in batches of the schedule.
-
-    Returns:
-        Between 1 and S; 1 if both parts are zero.
-
-    Raises:
-        ConfigError: ``scale`` is not above 0.
+        scale: S, the batch in batches of the schedule; above 0.
     """
     if not scale > 0:
         raise ConfigError(f"the scale of a batch is above 0, not {scale!r}")
@@ -285,19 +277,7 @@ def efficiency(gradients: GradientStatistics, initial_batch: float, batch: float
 
 SUMS = "/sums"
 """Name of the array that travels with the gradients; in a tree only an array under an empty key has it."""
-
 UNITS = {"noise_scale": "samples", "throughput": "samples/s", "goodput": "samples/s"}
-
-
-class _Unfinished(NamedTuple):
-    """Measurements of a step whose |ḡ|² is not known yet."""
-
-    own_sq_norm: float
-    local_sq_norm: float
-    """The mean of all ranks'."""
-    small_batch: float
-    """Samples of one rank's gradient, the harmonic mean."""
-    size: int
 
 
 class GradientMonitor:
@@ -337,8 +317,7 @@ class GradientMonitor:
         self, comm: Comm, batch: int, *, initial_batch: float | None = None, every: int = 1, decay: float = DECAY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        problem = count_problem("every", every)
-        if problem is not None:
+        if (problem := count_problem("every", every)) is not None:
             raise ConfigError(problem)
         for what, value in (("batch", batch), ("initial_batch", 1 if initial_batch is None else initial_batch)):
             if not value > 0:
@@ -353,7 +332,8 @@ class GradientMonitor:
         self._own_sq_norm = 0.0
         self._own_share = 0.0
         """Share of |ḡ|² of the step before; 0 if that step was not measured."""
-        self._seen: _Unfinished | None = None
+        self._seen: tuple[float, float, float, int] | None = None
+        """Of a step whose |ḡ|² is not known yet: |g_i|², its mean over the ranks, a rank's samples, and the ranks."""
         self._step_s = MovingAverage(decay)
         self._clock = clock
         self._updated_s: float | None = None
@@ -371,11 +351,11 @@ class GradientMonitor:
         """Add a step: the means of the ranks' sums, and the mean gradient."""
         local_sq_norm, of_batch, of_shares = (float(one) for one in sums)
         size, seen = self.comm.size, self._seen
-        if seen is not None and seen.size == size:  # else a share is missing
+        if seen is not None and seen[-1] == size:  # else a share is missing
             self._learn(seen, size * of_shares)
         self._seen, self._own_share = None, 0.0
         if self._looks:
-            self._seen = _Unfinished(self._own_sq_norm, local_sq_norm, 1 / of_batch, size)
+            self._seen = self._own_sq_norm, local_sq_norm, 1 / of_batch, size
             in_order = [gradients[name] for name in sorted(gradients)]
             self._own_share = squared_norm(share(in_order, self.comm.rank, size))
         self._count(size / of_batch)
@@ -386,7 +366,7 @@ class GradientMonitor:
         """Whether the step under way is measured: the first, and each ``every``-th."""
         return (self._num_steps - 1) % self.every == 0
 
-    def _learn(self, seen: _Unfinished, global_sq_norm: float) -> None:
+    def _learn(self, seen: tuple[float, float, float, int], global_sq_norm: float) -> None:
         own_sq_norm, local_sq_norm, small_batch, size = seen
         self._note("local_norm", math.sqrt(own_sq_norm))
         if size > 1:
@@ -401,8 +381,7 @@ class GradientMonitor:
         """Throughput and goodput of a step of ``batch`` samples that has ended now."""
         now_s, before_s = self._clock(), self._updated_s
         self._updated_s = now_s
-        if self._initial_batch is None:
-            self._initial_batch = batch
+        self._initial_batch = self._initial_batch or batch
         if before_s is None:
             return
         self._step_s.update(now_s - before_s)

@@ -98,25 +98,34 @@ def batches(rank: int | None, size: int = SIZE) -> list[tuple[Any, Any]]:
     return [(x[part], y[part]) for x, y in whole]
 
 
-def train(model: Any, optimizer: Any, data: list[tuple[Any, Any]], *, zero: dict[str, Any] | None = None,
-          between: Callable[[], None] = lambda: None, scheduler: Any = None) -> list[float]:  # fmt: skip
-    losses = []
+def train(model: Any, optimizer: Any, data: list[tuple[Any, Any]]) -> None:
     for x, y in data:
-        optimizer.zero_grad(**(zero or {}))
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        between()
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses
 
 
-def alone(kind: str, optimizer: str, **options: Any) -> dict[str, Any]:
+def alone(kind: str, optimizer: str) -> dict[str, Any]:
     model = made(kind)
-    train(model, OPTIMIZERS[optimizer](model), batches(None), **options)
+    train(model, OPTIMIZERS[optimizer](model), batches(None))
     return dict(model.state_dict())
+
+
+def same_as_alone(
+    steps: Callable[[Any, Any, list[tuple[Any, Any]]], object], kind: str, optimizer: str, *, defer: bool
+) -> None:
+    """``steps(model, optimizer, data)`` makes the same on ranks with a part of the data as on one process with all."""
+
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, kind, optimizer, defer=defer)
+        steps(model, chosen, batches(comm.rank))
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    model = made(kind)
+    steps(model, OPTIMIZERS[optimizer](model), batches(None))
+    first, second = each(rank)
+    close(first, dict(model.named_parameters()))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def attached(comm: Any, kind: str, optimizer: str = "sgd", *, seed: int | None = None, **options: Any) -> Any:
@@ -138,14 +147,7 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_equals_one_process_with_the_whole_batch(kind: str, optimizer: str, defer: bool) -> None:
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, _ = attached(comm, kind, optimizer, defer=defer)
-        train(model, chosen, batches(comm.rank))
-        return dict(model.state_dict())
-
-    first, second = each(rank)
-    close(first, alone(kind, optimizer))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    same_as_alone(train, kind, optimizer, defer=defer)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -168,19 +170,16 @@ def test_same_bits_in_a_rerun_over_links_and_slots(transport: str, defer: bool) 
     close(found[0], model.state_dict())
 
 
-@pytest.mark.parametrize("zero", [{"set_to_none": True}, {"set_to_none": False}], ids=["none", "zeros"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("defer", [True, False])
-def test_gradients_are_zeroed_in_both_ways_and_right_after_the_step(zero: dict[str, Any], defer: bool) -> None:
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, _ = attached(comm, "tied", defer=defer)
-        for x, y in batches(comm.rank):
+def test_gradients_are_zeroed_in_both_ways_and_right_after_the_step(set_to_none: bool, defer: bool) -> None:
+    def steps(model: Any, chosen: Any, data: list[tuple[Any, Any]]) -> None:
+        for x, y in data:
             (model(x) - y).square().mean().backward()
             chosen.step()
-            chosen.zero_grad(**zero)
-        return dict(model.state_dict())
+            chosen.zero_grad(set_to_none=set_to_none)
 
-    first, _ = each(rank)
-    close(first, alone("tied", "sgd", zero=zero))
+    same_as_alone(steps, "tied", "sgd", defer=defer)
 
 
 def test_gradients_that_the_program_keeps_stay_where_they_are() -> None:
@@ -299,69 +298,39 @@ def test_parameter_used_on_one_rank_is_averaged_with_zeros(defer: bool) -> None:
 
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_schedule_of_learning_rates_is_that_of_the_step_that_asked(defer: bool) -> None:
-    def schedule(chosen: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(chosen, step_size=1, gamma=0.3)
+    def steps(model: Any, chosen: Any, data: list[tuple[Any, Any]]) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(chosen, step_size=1, gamma=0.3)
+        for one in data:
+            train(model, chosen, [one])
+            scheduler.step()
 
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, _ = attached(comm, "perceptron", defer=defer)
-        train(model, chosen, batches(comm.rank), scheduler=schedule(chosen))
-        return dict(model.state_dict())
-
-    model = made("perceptron")
-    chosen = OPTIMIZERS["sgd"](model)
-    train(model, chosen, batches(None), scheduler=schedule(chosen))
-    close(each(rank)[0], model.state_dict())
+    same_as_alone(steps, "perceptron", "sgd", defer=defer)
 
 
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_forward_pass_from_before_the_step(defer: bool) -> None:
     """Its backward pass brings gradients of parameters that are not updated yet: they are, first."""
 
-    def plain() -> Any:
-        model = made("perceptron")
-        chosen = OPTIMIZERS["sgd"](model)
-        (x, y), *_ = batches(None)
-        early = model[4].bias * 2
-        (model(x) - y).square().mean().backward()
-        chosen.step()
-        chosen.zero_grad()
-        early.sum().backward()
-        chosen.step()
-        return model.state_dict()
-
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, _ = attached(comm, "perceptron", defer=defer)
-        (x, y), *_ = batches(comm.rank)
+    def steps(model: Any, chosen: Any, data: list[tuple[Any, Any]]) -> None:
         early = model[4].bias * 2  # saves nothing that the update changes
-        (model(x) - y).square().mean().backward()
-        chosen.step()
+        train(model, chosen, data[:1])
         chosen.zero_grad()
         early.sum().backward()
         chosen.step()
-        return dict(model.state_dict())
 
-    close(each(rank)[0], plain())
+    same_as_alone(steps, "perceptron", "sgd", defer=defer)
 
 
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_model_that_is_never_called_is_updated_at_once(defer: bool) -> None:
-    def rank(comm: Any) -> dict[str, Any]:
-        model, chosen, _ = attached(comm, "perceptron", defer=defer)
-        for x, y in batches(comm.rank):
+    def steps(model: Any, chosen: Any, data: list[tuple[Any, Any]]) -> None:
+        for x, y in data:
             chosen.zero_grad()
             found = nn.functional.linear(x, model[0].weight, model[0].bias)
             (found.sum(dim=1) - y.sum(dim=1)).square().mean().backward()
             chosen.step()
-        return {name: one.detach().clone() for name, one in model.named_parameters()}
 
-    model = made("perceptron")
-    chosen = OPTIMIZERS["sgd"](model)
-    for x, y in batches(None):
-        chosen.zero_grad()
-        found = nn.functional.linear(x, model[0].weight, model[0].bias)
-        (found.sum(dim=1) - y.sum(dim=1)).square().mean().backward()
-        chosen.step()
-    close(each(rank)[0], dict(model.named_parameters()))
+    same_as_alone(steps, "perceptron", "sgd", defer=defer)
 
 
 @pytest.mark.parametrize("defer", [True, False])

@@ -50,7 +50,7 @@ def test_parameters_become_those_of_the_root(named: str) -> None:
         assert all(one.requires_grad for one in model.parameters())
         return model
 
-    for number, model in enumerate(each(rank)):
+    for number, model in enumerate(each(rank, SIZE)):
         assert all((one == 2).all() for one in model.parameters())
         values = {float(one.double().mean()) for one in model.buffers()}
         assert values == ({2.0} if named == "state_dict" else {number + 1.0})
@@ -65,7 +65,7 @@ def test_ranks_that_give_other_tensors_are_told() -> None:
             kfcomm.torch.broadcast_parameters(tensors, comm)
         kfcomm.torch.broadcast_parameters({}, comm)
 
-    each(rank)
+    each(rank, SIZE)
 
 
 def test_an_optimizer_becomes_that_of_the_root() -> None:
@@ -78,7 +78,7 @@ def test_an_optimizer_becomes_that_of_the_root() -> None:
         kfcomm.torch.broadcast_optimizer_state(optimizer, comm)
         return optimizer.state_dict()
 
-    first, *others = each(rank)
+    first, *others = each(rank, SIZE)
     assert first["param_groups"][0]["betas"] == (0.5, 0.6)
     for other in others:
         assert other["param_groups"] == first["param_groups"]
@@ -109,7 +109,7 @@ def test_objects() -> None:
             return one.keys() == other.keys() and all(same(one[key], other[key]) for key in other)
         return type(one) is type(other) and one == other
 
-    for sent, gathered in each(rank):
+    for sent, gathered in each(rank, SIZE):
         assert same(sent, VALUES)
         assert same(gathered, [(number, torch.full((2,), number)) for number in range(SIZE)])
 
@@ -120,7 +120,7 @@ def test_unsupported_values_are_refused() -> None:
             with pytest.raises(ConfigError if comm.rank == 1 else CollectiveAborted, match="msgpack cannot carry"):
                 kfcomm.torch.broadcast_object(value, comm, 1)
 
-    each(rank)
+    each(rank, SIZE)
 
 
 @pytest.mark.parametrize(
