@@ -19,46 +19,24 @@ if TYPE_CHECKING:
     from kfcomm.torch.registration import communicator, get_reconfigure_handle, reconfigure, register, shrink
     from kfcomm.torch.state import all_gather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 else:  # type checkers would take any name for one that is there
+    _HOMES = {
+        "attached": ("Attached", "attach"),
+        "compression": ("Compression",),
+        "ddp": ("CompressionState", "compression_hook"),
+        "naming": ("named",),
+        "optimizers": ("optimizers",),
+        "registration": ("communicator", "get_reconfigure_handle", "reconfigure", "register", "shrink"),
+        "state": ("all_gather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"),
+    }
     __getattr__ = imported_when_used(
-        __name__,
-        {
-            "Attached": "kfcomm.torch.attached",
-            "Compression": "kfcomm.torch.compression",
-            "CompressionState": "kfcomm.torch.ddp",
-            "all_gather_object": "kfcomm.torch.state",
-            "attach": "kfcomm.torch.attached",
-            "broadcast_object": "kfcomm.torch.state",
-            "broadcast_optimizer_state": "kfcomm.torch.state",
-            "broadcast_parameters": "kfcomm.torch.state",
-            "communicator": "kfcomm.torch.registration",
-            "compression_hook": "kfcomm.torch.ddp",
-            "get_reconfigure_handle": "kfcomm.torch.registration",
-            "named": "kfcomm.torch.naming",
-            "optimizers": "kfcomm.torch.optimizers",
-            "reconfigure": "kfcomm.torch.registration",
-            "register": "kfcomm.torch.registration",
-            "shrink": "kfcomm.torch.registration",
-        },
+        __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
     )
 
 __all__ = [
-    "Attached",
-    "Compression",
-    "CompressionState",
-    "all_gather_object",
-    "attach",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "communicator",
-    "compression_hook",
-    "get_reconfigure_handle",
-    "named",
-    "optimizers",
-    "reconfigure",
-    "register",
-    "shrink",
-]
+    "Attached", "Compression", "CompressionState", "all_gather_object", "attach", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "communicator", "compression_hook", "get_reconfigure_handle",
+    "named", "optimizers", "reconfigure", "register", "shrink",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -22,23 +22,12 @@ if TYPE_CHECKING:
         WireByNoise,
     )
 else:  # type checkers would take any name for one that is there
+    _HOMES = {
+        "goodput": ("PolluxGoodput",),
+        "gradient_noise": ("AdaScaleRate", "GradientNoise", "NoiseScaleBatch", "SwitchAgreement", "WireByNoise"),
+    }
     __getattr__ = imported_when_used(
-        __name__,
-        {
-            "AdaScaleRate": "kfcomm.train.policies.gradient_noise",
-            "GradientNoise": "kfcomm.train.policies.gradient_noise",
-            "NoiseScaleBatch": "kfcomm.train.policies.gradient_noise",
-            "PolluxGoodput": "kfcomm.train.policies.goodput",
-            "SwitchAgreement": "kfcomm.train.policies.gradient_noise",
-            "WireByNoise": "kfcomm.train.policies.gradient_noise",
-        },
+        __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
     )
 
-__all__ = [
-    "AdaScaleRate",
-    "GradientNoise",
-    "NoiseScaleBatch",
-    "PolluxGoodput",
-    "SwitchAgreement",
-    "WireByNoise",
-]
+__all__ = ["AdaScaleRate", "GradientNoise", "NoiseScaleBatch", "PolluxGoodput", "SwitchAgreement", "WireByNoise"]
