@@ -106,7 +106,7 @@ class Call:
     def done(self) -> None:
         if not self.is_over:
             self.num_done += 1
-            self.group.engine.finish(self.head)
+            self.head.collective.done_elsewhere()
 
     def failed(self, error: BaseException) -> None:
         if not self.is_over:
@@ -116,10 +116,10 @@ class Call:
             elif isinstance(error, PeerLost):
                 kind = CauseKind.LOST
             rank = error.rank if isinstance(error, PeerLost) else self.group.view.rank
-            self.group.engine.abort(self.head, Cause(kind, rank, str(error)))
+            self.group.engine.abort(self.head.collective, Cause(kind, rank, str(error)))
 
     def cancel(self) -> None:
-        self.group.engine.cancel(self.head)
+        self.head.cancel()
 
     def over(self, error: BaseException | None) -> None:
         self.is_over = True
