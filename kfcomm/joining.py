@@ -13,7 +13,7 @@ from kfcomm.arrays.devices import Device, DeviceReport, routes
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.tracebacks import bare, terse
-from kfcomm.engine.session import Session
+from kfcomm.engine.session import Session, SessionOptions
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.monitor import serving
 from kfcomm.monitor.dumps import install_signal
@@ -166,13 +166,11 @@ class Init:
             reactor = Reactor()
             closed = LoopDriver(reactor, loop).close
         try:
-            session = Session(
-                network.births.index(settings.rank), network.layout, network, loop, reactor, closed=closed,
-                timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s, epoch=network.epoch,
-                monitor=settings.monitor, devices=set_up_devices(
-                    settings, own, network.reports, network.layout, network.device_transport
-                ),
-            )  # fmt: skip
+            devices = set_up_devices(settings, own, network.reports, network.layout, network.device_transport)
+            options = SessionOptions(
+                loop, reactor, settings.timeout_s, settings.stall_after_s, settings.monitor, closed
+            )
+            session = Session(network.births.index(settings.rank), network, devices, options, network.epoch)
         except BaseException:
             closed()
             raise

@@ -24,7 +24,7 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, Signature, pair_of, split
 from kfcomm.engine import shown
-from kfcomm.engine.hosted import HOSTED_NBYTES, hub_of
+from kfcomm.engine.executors import HOSTED_NBYTES, hub_of
 from kfcomm.engine.operation import Operation, Work
 from kfcomm.engine.wired import WiredOperation, WiredWork
 from kfcomm.errors import InternalError

@@ -6,7 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.collective import Collective
-from kfcomm.engine.direct import InSlot
+from kfcomm.engine.executors import InSlot
 from kfcomm.engine.observer import BATCH
 from kfcomm.transports.shm.slots import generation_of
 from kfcomm.types import override

@@ -257,8 +257,10 @@ class Early:
         self.dropped = False
 
 
+Shown = tuple[Incoming, AnySignature, Header, int]
+"""A chunk by its header: its link, signature, header and size."""
 EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
-"""A chunk that arrived early: its link, signature, header, size and payload."""
+"""A chunk that arrived early: as ``Shown``, and its payload."""
 
 
 class Links:

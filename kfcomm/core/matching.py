@@ -16,7 +16,7 @@ from kfcomm.core.calls import ANSWER, DROPPED, EARLY, RESUME, VIOLATION, Calls, 
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import AnySignature, Collective, Key, shown
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.links import Arrival, Early, EarlyItem, Incoming
+from kfcomm.core.links import Arrival, Early, EarlyItem, Incoming, Shown
 from kfcomm.core.machine import UP, Effects
 from kfcomm.core.signature import disagreement
 
@@ -82,10 +82,10 @@ class Matching(Calls):
             return None
         collective = key.find(seq)
         if collective is None:
-            return self._match_early(incoming, key, signature, header, nbytes, effects)
+            return self._match_early(key, (incoming, signature, header, nbytes), effects)
         if charged:
             incoming.window.matched(nbytes)
-        return self._match_posted(incoming, collective, signature, header, nbytes, effects)
+        return self._match_posted(collective, (incoming, signature, header, nbytes), effects)
 
     def arrived(self, ticket: Ticket, payload: Any, effects: Effects) -> None:
         """Take the complete payload of a matched chunk."""
@@ -107,15 +107,8 @@ class Matching(Calls):
 
     # ---------------------------------------------------------------- inside
 
-    def _match_posted(
-        self,
-        incoming: Incoming,
-        collective: Collective,
-        signature: AnySignature,
-        header: Header,
-        nbytes: int,
-        effects: Effects,
-    ) -> Ticket | None:
+    def _match_posted(self, collective: Collective, chunk: Shown, effects: Effects) -> Ticket | None:
+        incoming, signature, header, nbytes = chunk
         sender = collective.group.index.get(incoming.peer)
         if sender is None:
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title}, where it takes no part"))
@@ -161,9 +154,8 @@ class Matching(Calls):
         if collective.deferred:
             effects.extend((RESUME, collective, send) for send in collective.deferred.pop(rank, ()))
 
-    def _match_early(
-        self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects
-    ) -> Ticket | None:
+    def _match_early(self, key: Key, chunk: Shown, effects: Effects) -> Ticket | None:
+        incoming, signature, header, nbytes = chunk
         seq, charged = header[2], header[7] & 1
         if self._aborted.is_over(key, seq):
             if charged:
@@ -172,7 +164,7 @@ class Matching(Calls):
         if not charged:
             effects.append((VIOLATION, incoming, f"a chunk of {shown(key.name)}, which is not posted, without credit"))
             return None
-        return (self._early(key, seq, signature, effects), incoming, signature, header, nbytes)
+        return (self._early(key, seq, signature, effects), *chunk)
 
     def _early(self, key: Key, seq: int, signature: AnySignature, effects: Effects) -> Early:
         early = key.early.get(seq)
@@ -208,7 +200,7 @@ class Matching(Calls):
         incoming, signature, header, nbytes, payload = item
         ticket = None
         if collective in self.live:
-            ticket = self._match_posted(incoming, collective, signature, header, nbytes, effects)
+            ticket = self._match_posted(collective, (incoming, signature, header, nbytes), effects)
         if ticket is None:
             discard(item, effects)
         else:

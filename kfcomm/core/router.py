@@ -111,10 +111,10 @@ class Router(Matching):
 
     # ---------------------------------------------------------------- what peers do
 
-    def define_key(
-        self, incoming: Incoming, number: int, group_id: bytes, name: str, below: int, effects: Effects
-    ) -> None:
-        """Define the peer's number for a name; of its uses below ``below``, broken links may have lost some."""
+    def define_key(self, incoming: Incoming, header: Header, effects: Effects) -> None:
+        """Define the peer's number for a name (KEY)."""
+        # Of the uses below ``below``, broken links may have lost some.
+        _, number, group_id, name, below = header
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
             return

@@ -39,7 +39,7 @@ from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
     from kfcomm.engine.control import ControlPlane
-    from kfcomm.engine.direct import InSlot
+    from kfcomm.engine.executors import InSlot
     from kfcomm.engine.observer import Observer
 
 logger = logging.getLogger("kfcomm")
@@ -104,7 +104,7 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.links = LinkTable(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
+        self.links = LinkTable(connect, loop, reactor, self.router, self._link_failed)
         self.slots = SlotTable(self.links, meter)
         self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
         self.deadlines = Deadlines(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kfcomm.core.frame import Header
 from kfcomm.core.links import Incoming, Outgoing
+from kfcomm.core.router import Router
 from kfcomm.engine.traffic import Traffic
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Link, Owner
@@ -25,8 +26,7 @@ class LinkTable:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
         loop: where links are opened.
         reactor: who drives them.
-        begin: makes the sending end of a new link to a peer, and the frames that come first on it.
-        accept: makes the receiving end of a link that a peer opened.
+        router: makes the ends of links.
         failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
@@ -42,8 +42,7 @@ class LinkTable:
         connect: Callable[[int], Awaitable[Link]],
         loop: asyncio.AbstractEventLoop,
         reactor: Reactor,
-        begin: Callable[[int], tuple[Outgoing, list[Header]]],
-        accept: Callable[[int], Incoming],
+        router: Router,
         failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
@@ -52,8 +51,7 @@ class LinkTable:
         self._connect = connect
         self._loop = loop
         self._reactor = reactor
-        self._begin = begin
-        self._accept = accept
+        self._router = router
         self._open_failed = failed
         self.by_peer: dict[int, PeerSender] = {}
         self._incoming: dict[Incoming, Link] = {}
@@ -76,7 +74,7 @@ class LinkTable:
         """The sender to a peer; a link is opened if needed."""
         sender = self.by_peer.get(peer)
         if sender is None:
-            sender = self.by_peer[peer] = PeerSender(*self._begin(peer))
+            sender = self.by_peer[peer] = PeerSender(*self._router.open(peer))
             self._loop.call_soon(self._start_to_dial, sender, peer)
         return sender
 
@@ -90,7 +88,7 @@ class LinkTable:
     def opened(self, link: Link) -> None:
         """A peer opened a link."""
         self.traffic.add(link)
-        link.state = self._accept(link.peer)
+        link.state = self._router.opened(link.peer)
         self._incoming[link.state] = link
         if self.is_low_latency:
             link.set_low_latency()

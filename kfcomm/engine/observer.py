@@ -25,7 +25,7 @@ from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Key, Series
-    from kfcomm.engine.direct import InSlot
+    from kfcomm.engine.executors import InSlot
     from kfcomm.engine.meter import Meter
     from kfcomm.engine.operation import Operation
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from kfcomm.arrays.reduce import Kernel
     from kfcomm.core.collective import Collective, Series
-    from kfcomm.engine.direct import SlotExecutor
     from kfcomm.engine.engine import Engine
+    from kfcomm.engine.executors import SlotExecutor
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -53,7 +53,7 @@ class Work:
     Attributes:
         item: bytes of an element of input and result.
         is_partial_shared: partial results do live in the result.
-        executor: carries the operations out in a slot if it can, see ``kfcomm.engine.direct``; None: links do.
+        executor: carries the operations out in a slot if it can, see ``kfcomm.engine.executors``; None: links do.
     """
 
     __slots__ = ("dtype", "executor", "in_result", "is_partial_shared", "item", "kernel", "size")

@@ -177,7 +177,7 @@ class Receiver:
         """A frame without payload from a sender of chunks."""
         kind = header[0]
         if kind == KEY:
-            self._router.define_key(state, header[1], header[2], header[3], header[4], effects)
+            self._router.define_key(state, header, effects)
         elif kind == SIGNATURE:
             self._router.define_signature(state, header[1], header[2], effects)
         elif kind == ASK:

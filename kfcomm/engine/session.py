@@ -11,13 +11,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupTable, GroupView
 from kfcomm.core.links import credit_of
@@ -37,10 +38,27 @@ from kfcomm.types import Layout, override
 logger = logging.getLogger("kfcomm")
 
 
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Surroundings and settings of a session, which those of later epochs take over.
+
+    Attributes:
+        loop, reactor: that drive it; the maker's, so ``closed`` is called when they are not needed any more.
+        timeout_s: of calls without one.
+        stall_after_s: after how long a wait is reported.
+        monitor: statistics are kept.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    reactor: Reactor
+    timeout_s: float
+    stall_after_s: float
+    monitor: bool = True
+    closed: Callable[[], None] = do_nothing
+
+
 class Session(ControlEvents, StatusSource):
     """One epoch's world, as this rank sees it.
-
-    The reactor is its maker's: ``closed`` is called when the session needs it no more.
 
     Attributes:
         rank: world rank of this process.
@@ -59,23 +77,20 @@ class Session(ControlEvents, StatusSource):
     """
 
     def __init__(
-        self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, reactor: Reactor, *,
-        timeout_s: float, stall_after_s: float, devices: DeviceSetup, epoch: int = 0, monitor: bool = True,
-        closed: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, rank: int, network: Network, devices: DeviceSetup, options: SessionOptions, epoch: int = 0
+    ) -> None:
         self.rank = rank
-        self.layout = layout
+        self.layout = layout = network.layout
         self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
-        self.timeout_s = timeout_s
-        self._stall_after_s = stall_after_s
+        self.timeout_s = options.timeout_s
+        self._options = options
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
         self.engine = Engine(
-            rank, network.connect, loop, reactor, stall_after_s=stall_after_s, credit=credit_of(layout.size),
-            meter=Meter(layout.size) if monitor else None,
+            rank, network.connect, options.loop, options.reactor, stall_after_s=options.stall_after_s,
+            credit=credit_of(layout.size), meter=Meter(layout.size) if options.monitor else None,
         )  # fmt: skip
         self.network = network
-        self._when_closed = closed
         self._closed: str | None = None
         self._over: Cause | None = None
         self._follower: Session | None = None
@@ -94,7 +109,7 @@ class Session(ControlEvents, StatusSource):
         self._unshared_said = False
         self.lag = LoopLag()
         self.where: Callable[[], str] = str
-        self.engine.control = network.start(self.engine.receiver, reactor, self, self)
+        self.engine.control = network.start(self.engine.receiver, options.reactor, self, self)
         if self.engine.control is not None:
             self.lag.start(self.engine)
         sessions.add(self)
@@ -257,15 +272,11 @@ class Session(ControlEvents, StatusSource):
         """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
         observers = self.engine.observers
         self.engine.observe(None)
-        given, reports = self.devices, network.reports
+        given = self.devices
         self.devices = DeviceSetup.none(self.layout.size)
         birth = self.network.births[self.rank]
-        follower = Session(
-            network.births.index(birth), network.layout, network, self.engine.loop, self.engine.reactor,
-            timeout_s=self.timeout_s, stall_after_s=self._stall_after_s, epoch=self.epoch + 1,
-            monitor=self.engine.meter is not None, closed=self._when_closed,
-            devices=given._replace(reports=reports),
-        )  # fmt: skip
+        rank, devices = network.births.index(birth), given._replace(reports=network.reports)
+        follower = Session(rank, network, devices, self._options, self.epoch + 1)
         if self.engine.meter is not None and follower.engine.meter is not None:
             from kfcomm.engine.meter import with_epoch  # for jobs whose ranks change
 
@@ -383,7 +394,7 @@ class Session(ControlEvents, StatusSource):
             await closing.wait(self.network.leave(), math.inf)
             await self.network.close()
             sessions.discard(self)
-            self._when_closed()
+            self._options.closed()
         if closing.was_cancelled:
             raise asyncio.CancelledError
 

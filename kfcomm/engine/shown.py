@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kfcomm.common.callbacks import do_nothing
-from kfcomm.engine.direct import OneStepExecutor, SlotExecutor
-from kfcomm.engine.hosted import HubExecutor
+from kfcomm.engine.executors import HubExecutor, OneStepExecutor, SlotExecutor
 from kfcomm.engine.operation import Array, Work
 from kfcomm.transports.shm.slots import Cut
 
@@ -77,7 +76,7 @@ def all_reduced(
 
 
 def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int, rank: int) -> SharedWork:
-    """These ranks of one host show ``count`` elements, and the hub folds them as its program says; see ``hosted``."""
+    """These ranks of one host show ``count`` elements, which the hub folds as its program says; see ``HubExecutor``."""
     place = ranks.index(hub)
     cut = Cut(
         count, work.item, len(ranks), is_whole=True, has_hub=True,

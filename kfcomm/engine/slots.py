@@ -3,7 +3,8 @@
 The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, when it
 is used for the second time: it says where, on each link, before it sends anything of that use. So every rank knows of
 it when that use is complete, and takes the slot for the uses after it. No rank waits for an answer: one that cannot use
-the slot sends chunks, and all follow (see ``direct``), since its chunks reach the hub, which then takes the slot back.
+the slot sends chunks, and all follow (see ``executors``), since its chunks reach the hub, which then takes the slot
+back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kfcomm.core.collective import AnySignature, Key, Series
     from kfcomm.core.frame import Header
     from kfcomm.core.links import Incoming
-    from kfcomm.engine.direct import InSlot, SlotExecutor
+    from kfcomm.engine.executors import InSlot, SlotExecutor
     from kfcomm.engine.link_table import LinkTable
     from kfcomm.engine.meter import Meter
     from kfcomm.transports.shm.slot import Slot

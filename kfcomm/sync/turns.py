@@ -15,7 +15,7 @@ from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kfcomm.collectives.slot_use import Over, SlotUse
-from kfcomm.engine.direct import LATE_S
+from kfcomm.engine.executors import LATE_S
 from kfcomm.sync.thread import LOOK_EVERY_S, Bell, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor

@@ -16,7 +16,7 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.engine.control.memory import MemoryHub
 from kfcomm.engine.interfaces import Network
-from kfcomm.engine.session import Session
+from kfcomm.engine.session import Session, SessionOptions
 from kfcomm.sync.communicator import Communicator as SyncCommunicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.elastic import ElasticCommunicator as SyncElastic
@@ -129,10 +129,8 @@ class MemoryWorld(Sequence[Communicator]):
 
     def _made(self, network: Network, rank: int, devices: DeviceSetup, strategy: Any, number: int = 0) -> Communicator:
         limit_s, stall_s, monitor = self._settings
-        session = Session(
-            rank, network.layout, network, self._loop, self._reactor, timeout_s=limit_s, stall_after_s=stall_s,
-            monitor=monitor, devices=devices, epoch=number,
-        )  # fmt: skip
+        options = SessionOptions(self._loop, self._reactor, limit_s, stall_s, monitor)
+        session = Session(rank, network, devices, options, number)
         return Communicator(session, session.world, strategy)
 
     def _shown(self, comm: Communicator) -> Communicator:

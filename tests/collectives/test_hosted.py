@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.core.graph import GraphPair
-from kfcomm.engine.hosted import HOSTED_NBYTES, hub_of
+from kfcomm.engine.executors import HOSTED_NBYTES, hub_of
 from kfcomm.errors import PeerLost
 from kfcomm.strategies import build
 from kfcomm.types import Layout

@@ -62,7 +62,7 @@ class Desk:
 
     def define(self, peer, spec=SUM, number=0, signature_number=None):
         incoming = self.incoming[peer]
-        self.router.define_key(incoming, number, spec.group_id, spec.name, 0, self.effects)
+        self.router.define_key(incoming, (Kind.KEY, number, spec.group_id, spec.name, 0), self.effects)
         number = number if signature_number is None else signature_number
         self.router.define_signature(incoming, number, listed(spec.signature), self.effects)
 

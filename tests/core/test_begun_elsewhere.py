@@ -36,7 +36,7 @@ def begun():
     """A root with one, and a peer that has defined names on its link."""
     desk = Desk(rank=0)
     use = Begun(desk, desk.series())
-    desk.router.define_key(desk.incoming[1], 0, SUM.group_id, SUM.name, 0, desk.effects)
+    desk.router.define_key(desk.incoming[1], (Kind.KEY, 0, SUM.group_id, SUM.name, 0), desk.effects)
     desk.router.define_signature(desk.incoming[1], 0, list(SUM.signature), desk.effects)
     assert not use.is_known
     return desk, use

@@ -31,7 +31,7 @@ def early_chunk(router, incoming, seq):
 
 def receiver():
     router, incoming = Router(1), Incoming(0)
-    router.define_key(incoming, 0, PAIR.id, "x", 0, [])
+    router.define_key(incoming, (Kind.KEY, 0, PAIR.id, "x", 0), [])
     router.define_signature(incoming, 0, list(SIGNATURE), [])
     return router, incoming
 

@@ -87,7 +87,7 @@ def test_announcing_asks_and_the_answer_is_heard():
     key, signature, ask = announce(root.outgoing[1], waiting)
     assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0, 0)]
     assert announce(root.outgoing[1], waiting) == [ask]
-    leaf.router.define_key(leaf.incoming[0], *key[1:], leaf.effects)
+    leaf.router.define_key(leaf.incoming[0], key, leaf.effects)
     leaf.router.define_signature(leaf.incoming[0], *signature[1:], leaf.effects)
     leaf.router.on_ask(leaf.incoming[0], ask, leaf.effects)
     leaf.post()

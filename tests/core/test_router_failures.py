@@ -171,7 +171,7 @@ def test_the_next_link_tells_the_receiver_whose_chunks_may_be_lost():
     desk.chunk(1, "x", seq=1)
     desk.take()
     for peer in (4, 1):  # rank 4 is not of the group
-        desk.router.define_key(desk.incoming[peer], 0, SUM.group_id, "grad", 2, desk.effects)
+        desk.router.define_key(desk.incoming[peer], (Kind.KEY, 0, SUM.group_id, "grad", 2), desk.effects)
     flood, failed = desk.take()
     assert flood[:4] == (Tell.FLOOD, SUM.group_id, "grad", 0)
     assert failed[:2] == (Tell.FAILED, waiting)
@@ -179,7 +179,7 @@ def test_the_next_link_tells_the_receiver_whose_chunks_may_be_lost():
     assert list(desk.router.live) == [whole, later]
     assert desk.router.awaiting(1) == [later]
     assert desk.router.awaiting(2) == [whole, later]
-    desk.router.define_key(desk.incoming[1], 0, SUM.group_id, "grad", 2, desk.effects)
+    desk.router.define_key(desk.incoming[1], (Kind.KEY, 0, SUM.group_id, "grad", 2), desk.effects)
     assert desk.take() == []
 
 

@@ -331,7 +331,7 @@ def test_a_number_that_is_defined_anew_is_known_by_its_new_meaning_only(what, ot
     incoming = desk.incoming[1]
     assert len(incoming.arrivals) == 1
     if what == "key":
-        desk.router.define_key(incoming, 0, other.group_id, other.name, 0, desk.effects)
+        desk.router.define_key(incoming, (Kind.KEY, 0, other.group_id, other.name, 0), desk.effects)
     else:
         desk.router.define_signature(incoming, 0, listed(other.signature), desk.effects)
     assert not incoming.arrivals

@@ -145,7 +145,7 @@ def test_a_rank_outside_the_group_that_was_early_is_found_out_late():
 def test_undefined_and_impossible_numbers():
     desk = Desk()
     desk.ask(1)
-    desk.router.define_key(desk.incoming[1], MAX_ID, b"group", "name", 0, desk.effects)
+    desk.router.define_key(desk.incoming[1], (Kind.KEY, MAX_ID, b"group", "name", 0), desk.effects)
     desk.router.define_signature(desk.incoming[1], MAX_SIGNATURES, ["barrier"], desk.effects)
     assert desk.reasons() == [
         "a question under a number that was never defined",

@@ -454,7 +454,7 @@ class World:
                     if other.outgoing.number < wire.outgoing.number:
                         self._deafen(other)
             case Kind.KEY:
-                router.define_key(wire.incoming, *header[1:], node.effects)
+                router.define_key(wire.incoming, header, node.effects)
             case Kind.SIGNATURE:
                 router.define_signature(wire.incoming, *header[1:], node.effects)
             case Kind.ASK:

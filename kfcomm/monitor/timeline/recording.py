@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.engine.control import ControlPlane
     from kfcomm.engine.control.base import ClockReader, ClockSample, ToldClock
-    from kfcomm.engine.direct import InSlot
+    from kfcomm.engine.executors import InSlot
     from kfcomm.engine.operation import Operation
     from kfcomm.engine.session import Session
 
