@@ -37,8 +37,9 @@ from kfcomm.bench.harness import run_job, run_on_loop, said_json
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.core.collective import Collective, GroupView, ItemSizes, Key, Series
 from kfcomm.core.program import elsewhere
+from kfcomm.engine.memory import Work
 from kfcomm.engine.meter import Meter
-from kfcomm.engine.operation import Operation, Work
+from kfcomm.engine.operation import Operation
 from kfcomm.transports.shm.ring import RingReader
 from kfcomm.types import override
 

@@ -23,8 +23,9 @@ from kfcomm.arrays.dtypes import fits
 from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.collectives.specs import SPECS, Arguments, Shape
 from kfcomm.core.deadlines import first_due_s
+from kfcomm.engine.memory import COPIED_NBYTES, Array
 from kfcomm.engine.observer import BATCH
-from kfcomm.engine.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.engine.operation import Operation
 from kfcomm.types import override
 
 if TYPE_CHECKING:

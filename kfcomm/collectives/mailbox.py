@@ -37,7 +37,8 @@ from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.signature import Signature, describe
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.operation import Operation, Work
+from kfcomm.engine.memory import Work
+from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.transports.reactor import Reactor
 

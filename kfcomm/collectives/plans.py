@@ -25,7 +25,8 @@ from kfcomm.core.program import Program
 from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, Signature, pair_of, split
 from kfcomm.engine import shown
 from kfcomm.engine.executors import HOSTED_NBYTES, hub_of
-from kfcomm.engine.operation import Operation, Work
+from kfcomm.engine.memory import Work
+from kfcomm.engine.operation import Operation
 from kfcomm.engine.wired import WiredOperation, WiredWork
 from kfcomm.errors import InternalError
 from kfcomm.strategies import AnyStrategy, Direct, Strategy

@@ -14,7 +14,8 @@ from kfcomm.types import override
 if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
     from kfcomm.core.signature import Signature
-    from kfcomm.engine.operation import Array, Operation
+    from kfcomm.engine.memory import Array
+    from kfcomm.engine.operation import Operation
     from kfcomm.transports.shm.slot import Slot
 
 

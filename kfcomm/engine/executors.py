@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from kfcomm.core.graph import GraphPair
     from kfcomm.core.program import Lane
     from kfcomm.engine.engine import Engine
-    from kfcomm.engine.operation import Array, Operation
+    from kfcomm.engine.memory import Array
+    from kfcomm.engine.operation import Operation
     from kfcomm.engine.shown import SharedWork
     from kfcomm.transports.shm.slot import Slot
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.engine.executors import HubExecutor, OneStepExecutor, SlotExecutor
-from kfcomm.engine.operation import Array, Work
+from kfcomm.engine.memory import Array, Work
 from kfcomm.transports.shm.slots import Cut
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import numpy as np
 
 from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
-from kfcomm.engine.operation import Array, Operation, Work
+from kfcomm.engine.memory import Array, Work
+from kfcomm.engine.operation import Operation
 from kfcomm.types import override
 
 if TYPE_CHECKING:

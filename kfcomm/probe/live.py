@@ -27,7 +27,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
 from kfcomm.engine.engine import Engine
-from kfcomm.engine.operation import Array, Work
+from kfcomm.engine.memory import Array, Work
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.probe.record import Probe
 from kfcomm.strategies import build

@@ -16,7 +16,8 @@ from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import ItemSizes, Post
 from kfcomm.core.signature import Signature
-from kfcomm.engine.operation import Operation, Work
+from kfcomm.engine.memory import Work
+from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveMismatch, PeerLost
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.transports.base import Part
