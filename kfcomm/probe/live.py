@@ -282,7 +282,7 @@ class Way:
         message = f"{view.called(view.rank)} cancelled it: {str(error) or type(error).__name__}"
         for handle in self.under_way:
             if not handle.done() and (operation := getattr(handle, "operation", None)) is not None:
-                engine.abort(operation, Cause(CauseKind.CANCELLED, engine.rank, message))
+                engine.abort(operation.collective, Cause(CauseKind.CANCELLED, engine.rank, message))
         engine.refuse(view, PROBE_KEY, message, seq=self.next_seq)
 
     def missing(self, error: CollectiveTimeout) -> tuple[int, ...] | None:
