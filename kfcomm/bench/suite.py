@@ -1,4 +1,4 @@
-"""What is measured and what is found: a `Suite` of options, its `Case`s, the `Result` of each, and events on the way.
+"""Options and results of a benchmark: a `Suite` of options, its `Case`s, the `Result` of each, and events on the way.
 
 A case fixes everything but the results. Every rank derives the same cases from the same suite and the size of the
 world. Pure: nothing is measured or allocated here.

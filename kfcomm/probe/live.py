@@ -140,7 +140,7 @@ class _Once:
     def fail(self, error: BaseException) -> None:
         """The other ranks need not wait for this one.
 
-        The next of its pairs is told as well: a rank may have passed a barrier before this one failed there.
+        The next of its pairs hears of it as well: a rank may have passed a barrier before this one failed there.
         """
         done = self._seq - self._first - 1
         ways = self._ways or (self._ways_in(self._slots[done], 0.0) if 0 <= done < len(self._slots) else ())

@@ -38,7 +38,7 @@ class Probe:
         fold_s_per_byte: float64[n], seconds that each rank needs to fold one byte of float32; None likewise.
 
     Raises:
-        ConfigError: a matrix does not have the layout's size, or an entry is no latency or bandwidth.
+        ConfigError: a matrix does not have the layout's size, or an entry is not a latency or bandwidth.
     """
 
     layout: Layout

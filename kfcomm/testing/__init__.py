@@ -8,9 +8,9 @@
     with kfcomm.testing.sync_world(4) as comms:
         results = kfcomm.testing.run_threads(comms, lambda comm: comm.all_reduce(x))
 
-Worlds in virtual time, in which all that happens follows from a seed: see `run_in_virtual_time`.
+Worlds in virtual time, in which each event follows from a seed: see `run_in_virtual_time`.
 
-Devices and their collectives in host memory, for tests of what is done with arrays on a GPU where there is none: see
+Devices and their collectives in host memory, for tests of programs for GPUs on machines without one: see
 `FakeDevice` and `FakeFabric`.
 """
 

@@ -1,8 +1,8 @@
 """A device in host memory, with arrays that only it can read: what a GPU is to the runtime, without one.
 
-Invariants: results depend on the order of the calls alone. Nothing is done on a thread of the device, since it
-has none (see `kfcomm.testing.streams`), so ``notify`` may call at once. Where the program does what a real device would
-answer with wrong numbers now and then, ``FakeDevice.violations`` says so, every time.
+Invariants: results depend on the order of the calls alone. It has no thread of its own (see `kfcomm.testing.streams`),
+so ``notify`` may call at once. Where the program does what a real device would answer with wrong numbers now and then,
+``FakeDevice.violations`` says so, every time.
 
 This module must not know collectives.
 """

@@ -1,4 +1,4 @@
-"""What joins the ranks of a world in one process: links, the store of the membership, and the network of each epoch."""
+"""Connection of the ranks of a world in one process: links, the store of the membership, a network for each epoch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class InMemory:
         self._network.unplug(rank)
 
     def endpoint(self, rank: int) -> ShmEndpoint | None:
-        """What ``rank`` shares with other processes of its host."""
+        """The memory that ``rank`` shares with other processes of its host, if it does."""
         return None
 
 
@@ -110,7 +110,7 @@ class InSharedMemory:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def endpoint(self, rank: int) -> ShmEndpoint:
-        """What ``rank`` shares with other processes of its host."""
+        """The memory that ``rank`` shares with other processes of its host, if it does."""
         return self._ranks[rank]
 
 

@@ -7,7 +7,7 @@ always empty, and a test that holds one back sees exactly what the rest of the p
 Invariants: items are done under one lock, `SCHEDULER`, which all fake devices of the process share because a
 collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
 device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
-without being done, and whoever waits for a mark behind it fails with it, as a device's context does.
+without being done, and a stream that waits for a mark behind it fails with it, as a device's context does.
 """
 
 from __future__ import annotations

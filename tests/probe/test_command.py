@@ -55,7 +55,7 @@ SHOW_COSTS = (
 
 
 @pytest.mark.slow
-def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_costs_count_in_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = finished("probe", "-n", "2", *QUICK, "--keep", "--force")
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_a_job_starts_no_further_ranks() -> None:
     assert "-n 2 starts ranks, but this process is rank" in done.stderr
 
 
-def test_what_no_rank_can_do() -> None:
+def test_rounds_out_of_range_are_refused_by_ranks() -> None:
     done = finished("probe", "-n", "2", "--rounds", "0")
     assert done.returncode == 2
     assert "a probe has 1 to 32 rounds, not 0" in done.stderr
@@ -147,7 +147,7 @@ def test_what_no_rank_can_do() -> None:
         (("--forget", "-n", "2"), "--forget measures nothing"),
     ],
 )
-def test_what_cannot_work_is_said_before_ranks_are_started(options: tuple[str, ...], message: str) -> None:
+def test_impossible_options_are_refused_before_ranks_start(options: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(main, ["probe", *options])
     assert result.exit_code == 2
     assert message in result.output

@@ -131,7 +131,7 @@ async def test_no_probe_uses_more_numbers_than_it_has(monkeypatch: pytest.Monkey
 
 @pytest.mark.asyncio
 async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank sends to another takes longer than the rest, by its clock."""
+    """Messages from one rank to another take longer than the rest, by its clock."""
     clock = {"now": 0.0}
     monkeypatch.setattr(live.time, "perf_counter", lambda: clock["now"])
     original = live.Way.send
@@ -199,7 +199,7 @@ async def test_names_and_strategies_of_the_user_are_not_disturbed() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_found_is_a_strategy_as_it_stands() -> None:
+async def test_strategies_of_a_probe_can_be_set() -> None:
     async with world(4, hosts=4) as comms:
         found = (await everywhere(comms, quick))[0]
         for strategy in (found.packed_trees(), found.minimum_spanning_tree()):

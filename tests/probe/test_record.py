@@ -43,7 +43,7 @@ def test_the_diagonal_is_no_measurement() -> None:
     assert found.latency_s.dtype == found.bandwidth.dtype == np.float64
 
 
-def test_nobody_changes_what_was_measured() -> None:
+def test_matrices_are_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         probe().latency_s[0, 1] = 5
 
@@ -64,7 +64,7 @@ def test_it_is_kept_in_a_file(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.as_json(), allow_nan=False)) == found.as_json()
 
 
-def test_what_work_was_measured_is_kept_too(tmp_path: Path) -> None:
+def test_costs_of_work_are_kept(tmp_path: Path) -> None:
     found = whole()
     found.save(tmp_path / "p.json")
     again = Probe.load(tmp_path / "p.json")
@@ -103,7 +103,7 @@ def test_costs_are_kept_for_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert saved_costs() == whole().costs()
 
 
-def test_what_to_make_of_it() -> None:
+def test_strategies_and_bounds_of_a_probe() -> None:
     found = probe(Layout.even(4, 4))
     latency, bandwidth = found.latency_s.tolist(), found.bandwidth.tolist()
     assert found.minimum_spanning_tree() == minimum_spanning_tree(latency)
@@ -130,7 +130,7 @@ def test_what_to_make_of_it() -> None:
         ({"fold_s_per_byte": 3}, "fold_s_per_byte is a list of numbers"),
     ],
 )
-def test_what_is_no_probe(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_malformed_probe_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**probe().as_json(), **change}))
     with pytest.raises(ConfigError, match=rf"bad\.json: .*{message}"):
@@ -205,13 +205,13 @@ def test_a_distant_rank_is_named() -> None:
     assert words[0] == "0 → 3 takes 1.20 ms, 10.0 times what is usual."
 
 
-def test_nothing_stands_out_among_equals() -> None:
+def test_equal_links_have_no_findings() -> None:
     words = findings(made(Layout.even(4), [1e9]))
     assert words == ["No host and no link is much slower than the others.", "The slowest link is 0 → 1 with 5.00 GB/s."]
     assert "One rank has no links." in as_text(Probe(Layout((0,)), np.zeros((1, 1)), np.zeros((1, 1))))
 
 
-def test_what_was_made_for_the_network_is_forecast_to_be_quickest() -> None:
+def test_strategies_for_the_network_are_forecast_to_be_quickest() -> None:
     found = forecasts(made(Layout.even(8, 8), [6.25e6] + [25e6] * 7))
     assert found[0].strategy == "packed_trees"
     assert found[0].of_bound > 0.99

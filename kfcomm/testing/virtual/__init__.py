@@ -5,8 +5,8 @@ is due. How long a message takes is drawn from the seed, so that seeds try order
 simulation as FoundationDB does it (Zhou et al., SIGMOD 2021, section 4): what runs is the product, but for the network,
 the clock and the store below it.
 
-`events` says what can happen to a world, `network` and `hub` how long messages take and which are lost, `store` who is
-let in. `world` joins these, `run` runs a program there, and `search` looks for seeds under which it fails.
+`events` are faults and requests, `network` is the clock and the links, `world` joins them with control planes and a
+store. `run` runs a program there, and searches for seeds under which it fails.
 
 Not in these worlds: sockets, processes, and the threads of blocking calls.
 """

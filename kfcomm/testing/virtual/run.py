@@ -34,10 +34,10 @@ class VirtualRun:
     """Result of a run.
 
     Attributes:
-        results: of each rank that was let in and not killed, what its program has returned, or its error.
+        results: of each rank that was admitted and not killed, what its program has returned, or its error.
         killed: the others.
         events: what happened to it.
-        unheard: errors of callbacks and tasks that nobody waited for, in words.
+        unheard: errors of callbacks and tasks that were never awaited, in words.
         time_s: how long it took, in virtual seconds.
         digest: of who has told whom something, and when: the same for the same program, seed and events.
     """
@@ -75,7 +75,7 @@ def run_in_virtual_time(
     """Run ``main(comm)`` for every rank of a world, and for each process that joins, in virtual time.
 
     It runs an event loop of its own: not to be called on another. Nothing in it is early or late because the machine
-    is. With the same arguments, of which ``main`` is to be deterministic, all is the same again.
+    is. With the same arguments, and a deterministic ``main``, all is the same again.
 
     Args:
         main: the program. What it sleeps is virtual, what it computes takes no time; it may use ``asyncio.to_thread``,

@@ -105,7 +105,7 @@ class VirtualHub(MemoryHub):
 
 
 WORD_WITHIN_S = 2.0
-"""So long whoever asks for the store's word waits for it."""
+"""Longest wait of a rank that asks which half of the ranks survives."""
 
 
 class VirtualStore(MemoryStore):
