@@ -104,7 +104,7 @@ async def test_links_that_are_unplugged_are_opened_again() -> None:
 
 @pytest.mark.asyncio
 async def test_a_process_that_is_halted_by_plan_is_missed_and_ended() -> None:
-    async with awaited_world(2, processes=True, faults=FaultPlan(Fault(1, 0, "stop")), timeout=1.0) as world:
+    async with awaited_world(2, processes=True, faults=FaultPlan(Fault(1, 0, "stop")), lost_after=2.0) as world:
         world._processes.begin(rounds, (1,))
         error = await world._processes.soon(0)
         assert isinstance(error, kfcomm.CollectiveError)
