@@ -16,18 +16,19 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
+from kfcomm.arrays import HostArray, adapt, adapt_out
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Order
-from kfcomm.collectives.on_device.verbs import Given
+from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
 from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS, CallOptions, VerbSpec
 from kfcomm.collectives.verbs import Checks, MakePlan, Posting, checked_op, room
@@ -36,7 +37,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.on_device.verbs import AnyArray
     from kfcomm.collectives.verbs import Verbs
 
 
@@ -55,13 +55,13 @@ class Item:
 
     Attributes:
         name: by which ranks know it.
-        array: what this rank gives.
-        out: where the result goes, if the caller says so.
+        array: what this rank gives: a `HostArray` or a `DeviceArray`.
+        out: where the result goes, if the caller says so: an `OutArray` or a `DeviceOut`.
     """
 
     name: str
-    array: HostArray
-    out: OutArray | None = None
+    array: Any
+    out: Any = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +74,13 @@ class Unit:
     def shape(self) -> tuple[int, ...]:
         """Of the array that travels."""
         if len(self.items) == 1:
-            return self.items[0].array.shape
-        return (sum(one.array.size for one in self.items),)
+            return tuple(self.items[0].array.shape)
+        return (sum(one.array.flat.size for one in self.items),)
 
     def source(self) -> Array:
         """All elements in a row; the caller's memory if there is one array."""
-        if len(self.items) == 1:
-            return self.items[0].array.flat
-        return np.concatenate([one.array.flat for one in self.items])
+        flats: list[Array] = [one.array.flat for one in self.items]
+        return flats[0] if len(flats) == 1 else np.concatenate(flats)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +117,7 @@ class Batch:
 
     def shape_of(self, item: Item) -> tuple[int, ...]:
         """The shape of a result."""
-        return (self.size, *item.array.shape) if self.spec.is_stacked else item.array.shape
+        return self.spec.stacked(item.array.shape, self.size)
 
     def room(self, plan: Plan, unit: Unit) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
         """Memory for the result of a unit; see ``Operation`` for what else."""
@@ -240,6 +239,29 @@ def post_units(
     join(group.engine.reactor, handles, whole, results)
 
 
+def _begin_on_device(
+    devices: DeviceVerbs, batch: Batch, units: Sequence[Unit], whole: Handle[Any],
+    gathered: Callable[[dict[str, Any]], Any], options: CallOptions,
+) -> Handle[Any]:  # fmt: skip
+    """As ``post_units``, of memory on devices, where a call may have any number of arrays."""
+    found: dict[str, Any] = {}
+    handles: list[Handle[Any]] = []
+    for number, unit in enumerate(units):
+        dtype, names = unit.items[0].array.dtype, [item.name for item in unit.items]
+        told = unit.items if number else batch.items
+        counts = digest_of([one.name for one in told], [one.array for one in told])
+        kind = PlanKey(batch.spec.verb, dtype, unit.shape, batch.ops[dtype], batch.root)
+        order = Order(kind, batch.key(number), counts, batch.overlapping, handles[0] if handles else None)
+        given = [Given(one.array, batch.shape_of(one) if batch.gets else None, one.out) for one in unit.items]
+        handles.append(devices.begin(order, given, partial(_note, found, names), options))
+    join(devices.reactor, handles, whole, lambda: gathered(found) if batch.gets else None)
+    return whole
+
+
+def _note(found: dict[str, Any], names: Sequence[str], results: Sequence[Any]) -> None:
+    found.update(zip(names, results, strict=True))
+
+
 def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
     """``all_reduce`` of every array of a mapping; see ``Verbs.all_reduce_many``."""
     verbs._check_open()
@@ -260,22 +282,19 @@ def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOpt
         on_device = any(devices.takes(arrays[one], options.stream) for one in names)
     with Checks(group, key, devices=devices if on_device else None):
         options = options.checked()
-        outs = outs_by_name(out, arrays)
-        if on_device:
-            devices.check(options.wire_dtype)
-            read = {one: devices.read(arrays[one], options.stream) for one in names}
-            ops = _ops(ALL_REDUCE, op, read.values())
-            given = {
-                one: Given(array, array.shape, devices.out(outs.get(one), array, array.shape))
-                for one, array in read.items()
-            }
-            return devices.many(given, gathered, ops, named, options)
-        items = [item_of(one, arrays[one], outs.get(one)) for one in names]
-        ops = _ops(ALL_REDUCE, op, (item.array for item in items))
+        outs, take = outs_by_name(out, arrays), _taking(devices, options, on_device=on_device)
+        items = tuple(take(one, arrays[one], outs.get(one)) for one in names)
+        if len({type(item.array) is HostArray for item in items}) > 1:
+            raise ConfigError("all_reduce_many takes arrays of the host or of a device, not both at a time")
+        ops = _ops(ALL_REDUCE, op, items)
         batch = Batch(
-            SPECS[ALL_REDUCE], tuple(items), lambda number: many_key(named, number), ops,
-            _wires(options.wire_dtype, ops), -1, gets=True, size=group.view.size,
+            SPECS[ALL_REDUCE], items, lambda number: many_key(named, number), ops, _wires(options.wire_dtype, ops), -1,
+            gets=True, size=group.view.size,
         )  # fmt: skip
+        if on_device:  # those of one dtype travel as one, uncopied
+            dtypes = sorted(ops, key=lambda dtype: dtype.name)
+            units = [Unit(tuple(item for item in items if item.array.dtype == dtype)) for dtype in dtypes]
+            return _begin_on_device(devices, batch, units, whole, gathered, options)
 
     group.in_order(lambda: post_units(group, batch, whole, gathered, options))
     return whole
@@ -294,35 +313,19 @@ def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, optio
     with verbs._checks(name, on_device=on_device):
         root = verbs._checked_root(verb, options.root)
         gets, overlapping = spec.gets(rank, root), may_overlap(name)
-        outs = outs_in_order(out if gets else None, xs)
-        if on_device:
-            devices.check(options.wire_dtype)
-            read = [devices.read(x, options.stream) for x in xs]
-            ops = _ops(verb, options.op, read)
-            kinds = [PlanKey(verb, one.dtype, one.shape, ops[one.dtype], root) for one in read]
-            orders = [Order(kind, list_key(key, at), overlapping=overlapping) for at, kind in enumerate(kinds)]
-            given = [
-                devices.given(one, spec.result_shape(one.shape, rank, size) if gets else None, into)
-                for one, into in zip(read, outs, strict=True)
-            ]
-
-            def listed(results: list[Any]) -> Any:
-                return (like(xs, results) if out is None else out) if gets else None
-
-            return devices.each(orders, given, listed, options)
-        arrays = [adapt(x) for x in xs]
-        ops = _ops(verb, options.op, arrays)
-        items = tuple(
-            item_of(f"x[{place}]", array, into, spec.result_shape(array.shape, rank, size))
-            for place, (array, into) in enumerate(zip(arrays, outs, strict=True))
-        )
+        outs, take = outs_in_order(out if gets else None, xs), _taking(devices, options, on_device=on_device)
+        items = tuple(take(f"x[{at}]", x, into, spec) for at, (x, into) in enumerate(zip(xs, outs, strict=True)))
+        ops = _ops(verb, options.op, items)
         batch = Batch(
             spec, items, lambda number: list_key(key, number), ops, _wires(options.wire_dtype, ops), root, gets, size,
             overlapping,
         )  # fmt: skip
 
-    def gathered(found: dict[str, Any]) -> Any:
-        return like(xs, [found[item.name] for item in items]) if out is None else out
+        def gathered(found: dict[str, Any]) -> Any:
+            return like(xs, [found[item.name] for item in items]) if out is None else out
+
+        if on_device:
+            return _begin_on_device(devices, batch, [Unit((item,)) for item in items], whole, gathered, options)
 
     group.in_order(lambda: post_units(group, batch, whole, gathered, options))
     return whole
@@ -365,10 +368,23 @@ def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: 
     return verbs._begin(name, Posting(plan, joined, shape, target), options)
 
 
-def _ops(verb: Verb, op: Any, arrays: Iterable[AnyArray]) -> dict[np.dtype[Any], Op | None]:
+def _ops(verb: Verb, op: Any, items: Iterable[Item]) -> dict[np.dtype[Any], Op | None]:
     """The op for each dtype, checked; None in verbs without."""
-    folds = SPECS[verb].folds
-    return {dtype: checked_op(op, dtype) if folds else None for dtype in dict.fromkeys(one.dtype for one in arrays)}
+    dtypes = dict.fromkeys(item.array.dtype for item in items)
+    return {dtype: checked_op(op, dtype) if SPECS[verb].folds else None for dtype in dtypes}
+
+
+def _taking(devices: DeviceVerbs, options: CallOptions, *, on_device: bool) -> Callable[..., Item]:
+    """What makes items of the caller's arrays: see ``item_of``."""
+    if not on_device:
+        return partial(item_of, size=devices.size)
+    devices.check(options.wire_dtype)
+
+    def take(name: str, x: Any, out: Any, spec: VerbSpec = SPECS[ALL_REDUCE]) -> Item:
+        array = devices.read(x, options.stream)
+        return Item(name, array, devices.out(out, array, spec.stacked(array.shape, devices.size)))
+
+    return take
 
 
 def names_of(arrays: Any) -> list[str]:
@@ -409,12 +425,10 @@ def outs_in_order(out: Any, xs: Sequence[Any]) -> list[Any]:
     return list(out)
 
 
-def item_of(name: str, x: Any, out: Any, shape: tuple[int, ...] | None = None) -> Item:
-    """One array, whose result is of ``shape``: its own, if that is left out."""
+def item_of(name: str, x: Any, out: Any, spec: VerbSpec = SPECS[ALL_REDUCE], *, size: int = 0) -> Item:
+    """One array, and where its result goes, which has one axis more for gathers."""
     array = adapt(x)
-    into: OutArray | None = None
-    if out is not None:
-        into = adapt_out(out, array.shape if shape is None else shape, array.dtype)
+    into = None if out is None else adapt_out(out, spec.stacked(array.shape, size), array.dtype)
     return Item(name, array, into)
 
 

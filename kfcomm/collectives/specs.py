@@ -87,6 +87,10 @@ class VerbSpec:
         """Whether this rank gets a result."""
         return not self.for_root or rank == root
 
+    def stacked(self, shape: Shape, size: int) -> Shape:
+        """Shape of a result that is as large as what is given, or holds that of all ranks."""
+        return (size, *shape) if self.is_stacked else shape
+
     def result_shape(self, shape: Shape, rank: int, size: int) -> Shape:
         """Shape of the result of a rank that gets one.
 

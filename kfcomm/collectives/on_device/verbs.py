@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,14 +22,13 @@ from kfcomm.arrays.kinds import NUMPY, ArrayKind, host_kind_of
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
 from kfcomm.collectives.compiled import CompiledCall, first_of
 from kfcomm.collectives.group import UNNAMED
-from kfcomm.collectives.handle import Handle, join
+from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import Buffers, Call, CallPlan, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
 from kfcomm.collectives.plans import PlanKey
 from kfcomm.collectives.specs import CallOptions, Shape, row_elements
 from kfcomm.errors import ConfigError
 from kfcomm.transports.base import Part
-from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,11 +58,15 @@ class DeviceVerbs:
 
     Attributes:
         mixed: some rank of the group has no device, where others do.
+        size: of the group.
+        reactor: of its engine.
     """
 
     def __init__(self, paths: Paths, lack: str) -> None:
         self.mixed = paths.choice is not None and paths.choice.mixed
         self._group = paths.group
+        self.size = paths.group.view.size
+        self.reactor = paths.group.engine.reactor
         self._device = paths.device
         self._lack = lack
         self._paths = paths
@@ -310,52 +312,6 @@ class DeviceVerbs:
         """Begin a call with one array, and a result of ``shape``, if that is given."""
         return self.begin(order, [self.given(array, shape, options.out)], first_of, options, handle)
 
-    def many(
-        self, given: Mapping[str, Given], gathered: Callable[[dict[str, Any]], Any], ops: Mapping[Any, Op | None],
-        named: Sequence[str], options: CallOptions,
-    ) -> Handle[dict[str, Any]]:  # fmt: skip
-        """``all_reduce`` of all of them, those of one dtype as one call.
-
-        ``gathered``: what the caller gets, of the results by name. ``named``: see ``many_key``.
-
-        Raises:
-            ConfigError: some are on the device and some are not.
-        """
-        from kfcomm.collectives.batches import digest_of, many_key
-
-        whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
-        if len({isinstance(one.array, HostArray) for one in given.values()}) > 1:
-            raise ConfigError("all_reduce_many takes arrays of the host or of a device, not both at a time")
-        by_dtype: dict[str, list[str]] = {}
-        for name in sorted(given):
-            by_dtype.setdefault(given[name].array.dtype.name, []).append(name)
-        found: dict[str, Any] = {}
-        handles: list[Handle[Any]] = []
-        for number, (_, members) in enumerate(sorted(by_dtype.items())):
-            chosen = [given[name] for name in members]
-            arrays, dtype = [one.array for one in chosen], chosen[0].array.dtype
-            kind = PlanKey(Verb.ALL_REDUCE, dtype, (sum(one.flat.size for one in arrays),), ops[dtype])
-            first = handles[0] if handles else None
-            order = Order(kind, many_key(named, number), digest_of(members, arrays), first=first)
-            handles.append(self.begin(order, chosen, _named(found, members), options))
-        join(self._group.engine.reactor, handles, whole, lambda: gathered(found))
-        return whole
-
-    def each(
-        self, orders: Sequence[Order], given: Sequence[Given], listed: Callable[[list[Any]], Any], options: CallOptions
-    ) -> Handle[Any]:
-        """A call for each array of a list; ``listed``: what the caller gets, of the results."""
-        from kfcomm.collectives.batches import digest_of
-
-        whole: Handle[Any] = Handle(loop=self._group.engine.loop)
-        alike = digest_of([f"x[{place}]" for place in range(len(given))], [one.array for one in given])
-        handles: list[Handle[Any]] = []
-        for order, one in zip(orders, given, strict=True):
-            numbered = replace(order, counts=alike, first=handles[0] if handles else None)
-            handles.append(self.begin(numbered, [one], first_of, options))
-        join(self._group.engine.reactor, handles, whole, lambda: listed([handle.result() for handle in handles]))
-        return whole
-
     def refused(self, name: str | None) -> None:
         """A call was refused on this rank, under its name and its next number."""
         key, group = name or UNNAMED, self._group
@@ -398,7 +354,3 @@ class DeviceVerbs:
         error, self._late = self._late, None
         if error is not None:
             raise error
-
-
-def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:
-    return lambda results: found.update(zip(names, results, strict=True))
