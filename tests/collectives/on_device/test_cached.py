@@ -29,7 +29,8 @@ BUDGETS = {
 }
 """Bytecodes and calls of functions of this package from a call to its handle, fakes aside. Without a cached plan an
 all_reduce costs (2091, 90), (3179, 131) and (2495, 100)."""
-SLACK = 1.05
+SLACK = 1.1
+"""A call through shared memory may have to wake its parked loop, which takes 70 bytecodes."""
 MAX_CALLS = 100
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "all_reduce": lambda comm, x: comm.all_reduce(x, "k"),
