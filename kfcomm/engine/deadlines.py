@@ -41,7 +41,7 @@ class Deadlines:
         abort: called for one whose deadline has passed.
 
     Attributes:
-        inquiries: about what waits long; to ``end`` with it.
+        inquiries: about what waits long; to be removed at its end.
         next_s: when the tick comes; what is due earlier has to ``hurry``.
     """
 
@@ -84,10 +84,6 @@ class Deadlines:
         self.close()
         self.next_s = due_s
         self._timer = self._reactor.call_at(due_s, self._tick)
-
-    def end(self, operation: Operation) -> None:
-        """It waits no longer."""
-        self.inquiries.pop(operation, None)
 
     def close(self) -> None:
         """Look at nothing any more."""

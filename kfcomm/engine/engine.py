@@ -22,7 +22,7 @@ from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import Collective, GroupView, Post, Series
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import DEFAULT_CREDIT, Credit, Incoming, Outgoing, announce
+from kfcomm.core.links import DEFAULT_CREDIT, Credit, Incoming, announce
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
@@ -104,9 +104,10 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.links = LinkTable(connect, loop, reactor, self.router, self._link_failed)
+        self.links = LinkTable(connect, loop, reactor, self.router)
         self.slots = SlotTable(self.links, meter)
         self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
+        self.links.on_failed = self.recovery.outgoing_broke
         self.deadlines = Deadlines(
             rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
         )
@@ -253,10 +254,10 @@ class Engine:
         for group_id in group_ids:
             self.slots.leave(group_id, self.router.names.of_group(group_id))
             self.router.leave(group_id, effects)
-            for sender in self.links.senders():
+            for sender in self.links.by_peer.values():
                 if sender.state.forget(group_id):
                     sender.send((LEFT, group_id))
-                    self.links.mark(sender)
+                    self.links.dirty[sender] = None
         self.perform(effects)
         self.links.flush_soon()
 
@@ -346,9 +347,6 @@ class Engine:
 
     # ---------------------------------------------------------------- effects
 
-    def _link_failed(self, outgoing: Outgoing, reason: str) -> None:
-        self.recovery.outgoing_broke(outgoing, reason)
-
     def perform(self, effects: Effects) -> None:
         """Carry out the router's effects in order; the list may grow meanwhile."""
         for effect in effects:
@@ -403,11 +401,11 @@ class Engine:
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation = cast("Operation", collective.driver)
-        self.deadlines.end(operation)
+        self.deadlines.inquiries.pop(operation, None)
         is_last = not (self.router.live or self.slots.pending)
         for observer in self.all_observers():
             observer.failed(operation, cause.message, is_last=is_last)
-        for sender in self.links.senders():
+        for sender in self.links.by_peer.values():
             for header in sender.withdraw(operation):
                 if header[7] & 1:
                     sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)

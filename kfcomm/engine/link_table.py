@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.frame import Header
 from kfcomm.core.links import Incoming, Outgoing
 from kfcomm.core.router import Router
@@ -27,10 +28,10 @@ class LinkTable:
         loop: where links are opened.
         reactor: who drives them.
         router: makes the ends of links.
-        failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
-        by_peer: the sending end towards each peer, by world rank.
+        by_peer: the sending end towards each peer, by world rank, where one was needed.
+        on_failed: called with such an end and a reason when its link cannot be opened.
         closing: nothing more is opened.
         dirty: what is to be flushed.
         is_low_latency: links hand over little at a time, see ``Link.set_low_latency``.
@@ -43,7 +44,6 @@ class LinkTable:
         loop: asyncio.AbstractEventLoop,
         reactor: Reactor,
         router: Router,
-        failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
         self.is_low_latency = False
@@ -52,7 +52,7 @@ class LinkTable:
         self._loop = loop
         self._reactor = reactor
         self._router = router
-        self._open_failed = failed
+        self.on_failed: Callable[[Outgoing, str], None] = do_nothing
         self.by_peer: dict[int, PeerSender] = {}
         self._incoming: dict[Incoming, Link] = {}
         self.dirty: dict[PeerSender | Link, None] = {}
@@ -65,10 +65,6 @@ class LinkTable:
         sender = self.towards(peer)
         self.dirty[sender] = None
         return sender
-
-    def mark(self, sender: PeerSender) -> None:
-        """Something is queued there, to be flushed soon."""
-        self.dirty[sender] = None
 
     def towards(self, peer: int) -> PeerSender:
         """The sender to a peer; a link is opened if needed."""
@@ -136,10 +132,6 @@ class LinkTable:
         sender = self.by_peer.get(peer)
         if sender is not None and sender.link is not None:
             sender.link.close()
-
-    def senders(self) -> Iterator[PeerSender]:
-        """The senders to all peers to which this side has opened a link."""
-        return iter(self.by_peer.values())
 
     def disown(self, owner: Owner) -> None:
         """Nothing that arrives is written to this owner's memory any more."""
@@ -219,7 +211,7 @@ class LinkTable:
         except TransportError as error:
             if self.by_peer.get(peer) is sender:
                 del self.by_peer[peer]
-            self._open_failed(sender.state, str(error))
+            self.on_failed(sender.state, str(error))
             return
         self.traffic.add(link)
         if self.by_peer.get(peer) is sender:

@@ -251,7 +251,7 @@ class Operation(Memory, CollectiveDriver):
             engine.recorder.settle()
         engine.router.complete(collective)
         if engine.deadlines.inquiries:
-            engine.deadlines.end(self)
+            engine.deadlines.inquiries.pop(self, None)
         if engine.observers is not None:
             engine.tell_done(self)
         if self.future is None:

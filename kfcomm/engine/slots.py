@@ -270,7 +270,7 @@ class SlotTable:
                 sender = self._links.by_peer.get(peer)
                 if sender is not None:
                     sender.send((VACANT, slot.number))
-                    self._links.mark(sender)
+                    self._links.dirty[sender] = None
             slot.memory.take_in(slot)
         self._links.flush_soon()
 
