@@ -63,6 +63,7 @@ class VerbSpec:
         for_root: only the root gets a result.
         in_place: the result may be made in the memory of the input.
         is_elementwise: element i of the result depends on elements i alone, so that a call may be cut anywhere.
+        differs: each rank gets another result, so that no rank can give its own to one that lacks it.
     """
 
     verb: Verb
@@ -72,6 +73,7 @@ class VerbSpec:
     for_root: bool = False
     in_place: bool = False
     is_elementwise: bool = False
+    differs: bool = False
 
     @property
     def is_stacked(self) -> bool:
@@ -125,8 +127,8 @@ SPECS: Final[dict[Verb, VerbSpec]] = {
         VerbSpec(BROADCAST, is_rooted=True, in_place=True, is_elementwise=True),
         VerbSpec(GATHER, ResultShape.STACKED, is_rooted=True, for_root=True),
         VerbSpec(ALL_GATHER, ResultShape.STACKED),
-        VerbSpec(REDUCE_SCATTER, ResultShape.PART, folds=True),
-        VerbSpec(ALL_TO_ALL, ResultShape.EXCHANGED),
+        VerbSpec(REDUCE_SCATTER, ResultShape.PART, folds=True, differs=True),
+        VerbSpec(ALL_TO_ALL, ResultShape.EXCHANGED, differs=True),
         VerbSpec(BARRIER),
     )
 }

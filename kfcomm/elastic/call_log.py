@@ -33,12 +33,14 @@ import msgpack
 
 from kfcomm.collectives.batches import many_key, names_of
 from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.collectives.specs import SPECS, VerbSpec
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES, name_of, shown
 from kfcomm.elastic.state import Array
 from kfcomm.errors import ConfigError, PeerLost
 from kfcomm.transports.reactor import Reactor, Timer
+from kfcomm.types import Verb
 from kfcomm.world.communicator import Communicator
 
 BOUNDARY = f"{OWN_NAMES}boundary"
@@ -108,25 +110,23 @@ class VerbTraits(NamedTuple):
     can_shrink: bool = True  # the surviving ranks can repeat it without the lost ones
 
 
-ALIKE, ALIKE_ROOTED = VerbTraits(), VerbTraits(is_rooted=True)
-OWN_ROOTED, OWN = VerbTraits(is_own=True, is_rooted=True), VerbTraits(is_own=True, can_shrink=False)
-KINDS: Mapping[str, VerbTraits] = {
-    "all_reduce": ALIKE,
-    "monitored_all_reduce": ALIKE,
-    "all_reduce_many": ALIKE,
-    "all_gather": ALIKE,
-    "barrier": ALIKE,
-    "consensus": ALIKE,
-    "all_gather_object": ALIKE,
-    "broadcast": ALIKE_ROOTED,
-    "broadcast_object": ALIKE_ROOTED,
-    "reduce": OWN_ROOTED,
-    "gather": OWN_ROOTED,
-    "gather_object": OWN_ROOTED,
-    "scatter": OWN,
-    "reduce_scatter": OWN,
-    "all_to_all": OWN,
-    "scatter_object": OWN,
+def _traits(spec: VerbSpec) -> VerbTraits:
+    return VerbTraits(spec.for_root or spec.differs, spec.is_rooted, can_shrink=not spec.differs)
+
+
+_ALL_REDUCE, _ALL_GATHER, _BROADCAST, _GATHER = (
+    _traits(SPECS[verb]) for verb in (Verb.ALL_REDUCE, Verb.ALL_GATHER, Verb.BROADCAST, Verb.GATHER)
+)
+KINDS: Mapping[str, VerbTraits] = {str(verb): _traits(spec) for verb, spec in SPECS.items()} | {
+    "monitored_all_reduce": _ALL_REDUCE,
+    "all_reduce_many": _ALL_REDUCE,
+    "consensus": _ALL_GATHER,
+    "all_gather_object": _ALL_GATHER,
+    "broadcast_object": _BROADCAST,
+    "gather_object": _GATHER,
+    # The parts of the root differ, and so does what is left of them if a rank is lost.
+    "scatter": _traits(SPECS[Verb.ALL_TO_ALL]),
+    "scatter_object": _traits(SPECS[Verb.ALL_TO_ALL]),
 }
 """Verbs that survive the loss of a rank."""
 
