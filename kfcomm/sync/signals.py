@@ -76,6 +76,7 @@ class Signals:
 
         Callers that cannot afford this call compare ``[*map(getsignal, NUMBERS)]`` to ``harmless`` first.
         """
+        # First: what another thread finds in force may be the recording handlers of a call on the main thread.
         if self._is_held or get_ident() != self._main:
             return False
         found = [*map(getsignal, NUMBERS)]
