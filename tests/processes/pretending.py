@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kfcomm
-from kfcomm.arrays.devices import DeviceReport, lookup
+from kfcomm.arrays.devices import DeviceReport, routes
 from kfcomm.testing import FakeDevice
 from kfcomm.transports import nccl
 from tests.stubs import StubDevice
@@ -22,12 +22,12 @@ async def join(me: Actor, *, device: dict[str, Any] | None = None, **settings: A
     """Join the world with a device of which this is known, or none; the route."""
     report = DeviceReport(**(device or {"lack": "it pretends to have none"}))
     me.kept["device"] = found = StubDevice(report) if device else None
-    before = lookup.find, nccl.Nccl
-    lookup.find, nccl.Nccl = lambda choice, local_rank: (found, report), lambda: None  # type: ignore[assignment, misc]
+    before = routes.find, nccl.Nccl
+    routes.find, nccl.Nccl = lambda choice, local_rank: (found, report), lambda: None  # type: ignore[assignment, misc]
     try:
         me.comm = await kfcomm.init(**settings)
     finally:
-        lookup.find, nccl.Nccl = before  # type: ignore[misc]
+        routes.find, nccl.Nccl = before  # type: ignore[misc]
     return None if me.comm.route is None else str(me.comm.route)
 
 
@@ -56,12 +56,12 @@ async def blocking(me: Actor, *, count: int, **settings: Any) -> dict[str, list[
 
 def _blocking(count: int, settings: dict[str, Any]) -> dict[str, list[float]]:
     device = FakeDevice(0, "one", backend="")
-    before = lookup.find
-    lookup.find = lambda choice, local_rank: (device, device.report)  # type: ignore[assignment]
+    before = routes.find
+    routes.find = lambda choice, local_rank: (device, device.report)  # type: ignore[assignment]
     try:
         world = kfcomm.sync.init(**settings)
     finally:
-        lookup.find = before
+        routes.find = before
     with world as comm:
         x = device.array(np.full(count, comm.rank + 1, np.float32))
         for step in range(3):
