@@ -1,7 +1,14 @@
+"""Proofs, seals on frames, and unauthenticated connections, which are bounded in all and per address."""
+
+from __future__ import annotations
+
+from collections import Counter
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kfcomm.core import auth
+from kfcomm.core.auth import CHECK_NBYTES, TAG_NBYTES, Seal, Unauthenticated, is_same, payload_seed
 
 TOKEN = b"a token of the job, long enough"
 
@@ -44,3 +51,63 @@ def test_of_several_tokens_the_first_proves_and_all_are_accepted() -> None:
     ):
         answer = auth.proof(proves, b"challenge", b"context")
         assert auth.proven(accepts, b"challenge", b"context", answer) == by
+
+
+KEY, OTHER = bytes(32), bytes(31) + b"\1"
+numbers = st.integers(0, 2**64 - 1)
+
+
+@given(numbers, st.binary(max_size=8), st.binary(max_size=50))
+def test_both_ends_make_the_same(number, prefix, rest):
+    one, other = Seal(KEY), Seal(KEY)
+    assert one.check(number, prefix) == other.check(number, prefix)
+    assert is_same(one.tag(number, prefix, rest), other.tag(number, prefix, memoryview(rest)))
+    assert (len(one.check(number, prefix)), len(one.tag(number, prefix, rest))) == (CHECK_NBYTES, TAG_NBYTES)
+
+
+@given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), numbers, st.binary(max_size=20)), unique=True))
+def test_another_key_number_or_frame_has_another_tag(frames):
+    tags = {Seal(key).tag(number, b"12345678", rest) for key, number, rest in frames}
+    assert len(tags) == len(frames)
+
+
+def test_the_tag_is_of_the_whole_frame():
+    seal = Seal(KEY)
+    assert not is_same(seal.tag(0, b"12345678", b"9"), seal.tag(0, b"12345679", b"8"))
+
+
+def test_seeds_are_secret_numbers_of_64_bits():
+    assert payload_seed(KEY) != payload_seed(OTHER)
+    assert 0 < payload_seed(KEY) < 1 << 64
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=100), st.integers(1, 8), st.integers(1, 8))
+def test_limits_hold_and_oldest_connection_is_closed(steps: list[tuple[int, bool]], limit: int, of_one: int) -> None:
+    unauthenticated: Unauthenticated[int] = Unauthenticated(limit, of_one)
+    here: dict[int, int] = {}
+    for number, (address, leaves) in enumerate(steps):
+        evicted = unauthenticated.add(number, address)
+        assert unauthenticated.is_flood == (evicted is not None)
+        if evicted is not None:
+            same = [who for who, where in here.items() if where == here[evicted]]
+            assert evicted == same[0]
+            assert len(here) == limit or len(same) == of_one
+            if Counter(here.values())[address] < of_one:
+                assert len(same) == max(Counter(here.values()).values())
+            del here[evicted]
+        here[number] = address
+        if leaves:
+            gone = next(iter(here))
+            unauthenticated.remove(gone)
+            unauthenticated.remove(gone)
+            del here[gone]
+        assert len(unauthenticated) == len(here) <= limit
+        assert all(count <= of_one for count in Counter(here.values()).values())
+
+
+def test_one_address_cannot_keep_others_out() -> None:
+    unauthenticated: Unauthenticated[str] = Unauthenticated(4, 3)
+    assert [unauthenticated.add(f"flood {number}", "there") for number in range(4)] == [None, None, None, "flood 0"]
+    assert unauthenticated.add("mine", "here") is None
+    assert unauthenticated.add("flood 4", "there") == "flood 1"
+    assert unauthenticated.add("other", "elsewhere") == "flood 2"
