@@ -56,11 +56,11 @@ class Alone(Network):
         raise ConfigError("a world of one has no peers")
 
     def adopt(self, connection: Connection, peer: int, purpose: int) -> None:
-        """Never called: there is no listening socket."""
+        """Never called: it does not listen."""
         raise ConfigError("a world of one has no peers")
 
     def forget(self, peer: int) -> None:
-        """Never called: there is no peer."""
+        """Never called: it is alone."""
 
     def sever(self) -> None:
         """Nothing is shared."""
@@ -85,7 +85,7 @@ class Alone(Network):
         return AloneAgain(self)
 
     async def leave(self) -> None:
-        """Do nothing: there is no peer."""
+        """Do nothing: it is alone."""
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -111,7 +111,7 @@ class AloneMembership(Membership):
     """Membership of a world of one, which stays alone."""
 
     def may_live(self, peer: int) -> bool:
-        """Never called: there is no peer."""
+        """Never called: it is alone."""
         return False
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
@@ -136,7 +136,7 @@ class AloneMembership(Membership):
         raise ConfigError("a world of one has no store, by which others could come")
 
     async def want_replaced(self, birth: int) -> None:
-        """Refuse: there is no other process."""
+        """Refuse: no process can take its place."""
         raise ConfigError("a world of one has no store, by which others could come")
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:

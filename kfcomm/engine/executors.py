@@ -181,7 +181,7 @@ class SlotExecutor(InSlot, Shortcut):
         return posted
 
     def behind(self) -> list[int]:
-        """See ``Operation.behind``."""
+        """Group ranks that keep it waiting although they may have posted it."""
         slot, index = self.slot, self.collective.group.index
         return [] if slot is None else [index[slot.members[place]] for place in slot.behind(self.word)]
 
@@ -196,7 +196,7 @@ class SlotExecutor(InSlot, Shortcut):
     # What the operation tells it.
 
     def far(self, to: tuple[int, ...], phase: int) -> tuple[int, ...]:
-        """Those of these destinations that get a chunk by links."""
+        """Return the destinations that get a chunk by links."""
         return to
 
     def show(self, lane: Lane, index: int, phase: int) -> None:

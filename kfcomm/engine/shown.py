@@ -27,10 +27,10 @@ class SharedWork(Work):
     """Work on the contributions of all ranks.
 
     Args:
-        work: the same where there is no slot.
+        work: the same without a slot.
         cut: how it is shown.
         combine: makes this rank's result of it.
-        hub: group rank which hears from, and sends to, every other in each use where there is no slot.
+        hub: group rank which hears from, and sends to, every other in each use without a slot.
         ranks: those of the group that share the slot; all if left out.
         executor: see ``Work``.
 
@@ -59,7 +59,7 @@ def all_reduced(
 ) -> SharedWork:
     """All folds ``count`` elements of each.
 
-    ``is_one_step``: each gets all inputs also where there is no slot; for ``is_turned`` and ``is_shared`` see ``Cut``.
+    ``is_one_step``: each gets all inputs without a slot, too; for ``is_turned`` and ``is_shared`` see ``Cut``.
     """
     kernel, size = work.kernel, work.size
     cut = Cut(count, work.item, size, is_turned=is_turned, is_shared=is_shared)
