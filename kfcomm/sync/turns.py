@@ -96,8 +96,9 @@ class IoDriver(LoopDriver):
         elif is_unheard:
             self.calls += 1
             if not self.has_lull and not self._is_closed:
-                self.has_lull = True
+                # in this order: an interrupt in between does it twice, not never
                 self._loop.call_soon(self._begin_lull)
+                self.has_lull = True
 
     def _begin_lull(self) -> None:
         self._calls_then = self.calls

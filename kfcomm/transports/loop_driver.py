@@ -44,8 +44,9 @@ class LoopDriver:
         """Poll soon: something is due. Costs 0.1 µs when the loop is about to poll anyway."""
         self._quiet_since_s = 0.0
         if not self._is_scheduled and not self._is_closed:
-            self._is_scheduled = True
+            # in this order: after an interrupt in between it is done twice, not never
             self._loop.call_soon(self._scheduled_turn)
+            self._is_scheduled = True
 
     def close(self) -> None:
         """Stop driving, and close the reactor."""
