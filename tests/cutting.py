@@ -13,7 +13,7 @@ _METHODS = (b"POST ", b"PUT ", b"GET ")
 
 
 class CuttingRelay:
-    """See above. Made by `cutting`.
+    """Made by `cutting`.
 
     Args:
         port: of the server, on the loopback.

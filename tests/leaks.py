@@ -1,4 +1,4 @@
-"""What a test may not leave behind: processes, threads, descriptors and temporary files.
+"""Leaks of a test: processes, threads, descriptors and temporary files.
 
 A ``Snapshot`` is taken before a test and compared after it. Taking one costs well under a millisecond; only a test that
 seems to leave something pays for a second, closer look.
@@ -32,7 +32,7 @@ KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserve
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is there at one moment.
+    """State of the process at one moment.
 
     Attributes:
         children: ids of this process's children, zombies included.

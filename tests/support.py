@@ -1,4 +1,4 @@
-"""What tests share: the event loops they may run on, and the look at what a coroutine left on its loop."""
+"""Helpers of tests: event loops to run on, and the check for tasks left on a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ``*_async`` and ``*_init`` forms of blocking communicators return: handles and persistent collectives."""
+"""Results of the ``*_async`` and ``*_init`` forms of blocking verbs: handles and persistent collectives."""
 
 from __future__ import annotations
 
