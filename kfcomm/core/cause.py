@@ -91,5 +91,5 @@ def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> 
             return EpochChanged(f"{title} failed: {message}", key=key, epoch=cause.rank, members=cause.arrived)
         case CauseKind.LINK:
             return CollectiveError(f"{title} failed: {message}", key=key)
-        case CauseKind.INTERNAL:
+        case _:  # INTERNAL
             return InternalError(f"{title} failed: {message}", story=story)

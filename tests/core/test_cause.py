@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.cause import MAX_MESSAGE_CHARACTERS, Cause, CauseKind
+from kfcomm.core.cause import MAX_MESSAGE_CHARACTERS, Cause, CauseKind, error_of
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    EpochChanged,
+    InternalError,
+    PeerLost,
+)
 
 ranks = st.integers(-1, 10**9)
 causes = st.builds(
@@ -66,3 +75,22 @@ def test_nonsense_of_any_depth_does_not_raise():
     for _ in range(5000):
         deep = [deep]
     assert Cause.from_wire(deep).kind is CauseKind.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (CauseKind.MISMATCH, CollectiveMismatch),
+        (CauseKind.TIMEOUT, CollectiveTimeout),
+        (CauseKind.CANCELLED, CollectiveAborted),
+        (CauseKind.REFUSED, CollectiveAborted),
+        (CauseKind.LOST, PeerLost),
+        (CauseKind.EPOCH, EpochChanged),
+        (CauseKind.LINK, CollectiveError),
+        (CauseKind.INTERNAL, InternalError),
+    ],
+)
+def test_every_kind_of_cause_has_its_error(kind, error):
+    made = error_of(Cause(kind, 1, "why"), "x", "'x'")
+    assert type(made) is error
+    assert "why" in str(made)

@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from kfcomm.core.collective import GroupView, Key
+from kfcomm.core import collective
+from kfcomm.core.collective import GroupTable, GroupView, Key
 
 WORLD = GroupView(b"world", (0, 1, 2, 3), 0)
 GROUP = GroupView(b"odd", (3, 1), 0)
@@ -37,3 +38,15 @@ def test_spoiling_a_use_retires_the_slots_of_its_name() -> None:
     key.spoil(2)
     assert key.spoilt == 3
     assert slot.is_dead
+
+
+def test_group_table_tells_equal_groups_apart_and_forgets_the_oldest_it_left(monkeypatch):
+    monkeypatch.setattr(collective, "MAX_LEFT", 1)
+    table = GroupTable(GroupView(b"world", (0, 1, 2), 2))
+    first, second = [table.add(GroupView(b"world", (0, 1, 2), 2), "pair", [2, 1]) for _ in range(2)]
+    assert (first.members, first.rank) == ((2, 1), 0)
+    assert first.id != second.id
+    table.leave(first.id)
+    assert table.known[first.id] == ("pair", (2, 1))  # a late message may name it
+    table.leave(second.id)
+    assert list(table.known) == [b"world", second.id]
