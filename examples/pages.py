@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kfcomm.bench.report import Column
+from kfcomm.bench.report import ReportColumn
 from kfcomm.common.html import Section, document, table_html
 
 
@@ -56,4 +56,4 @@ def write_page(path: Path, title: str, lead: Sequence[str], quiet: str, sections
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """As HTML, of words."""
-    return table_html([Column(head, "", str, is_word=True) for head in heads], rows)
+    return table_html([ReportColumn(head, "", str, is_word=True) for head in heads], rows)

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.doctor import Diagnosis, diagnose, read
-from kfcomm.monitor.findings import Finding, Kind, as_text, findings
+from kfcomm.monitor.findings import Finding, FindingKind, as_text, findings
 from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ, launched
 
@@ -43,7 +43,7 @@ def examined(folder: Path, size: int, posts: Posts, *, of: Any = None) -> Diagno
     return diagnose(read([dumped(folder, size, posts, of=of)]))
 
 
-def found(diagnosis: Diagnosis, kind: Kind) -> list[Finding]:
+def found(diagnosis: Diagnosis, kind: FindingKind) -> list[Finding]:
     return [one for one in findings(diagnosis) if one.kind is kind]
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_never_posts_is_named_with_what_it_did_last(tmp_path: Path) 
     (wait,) = diagnosis.waits
     assert (wait.title, list(wait.waiting), wait.missing) == ("all_reduce 'grad/1' #0", [0, 2], (1,))
     (late,) = findings(diagnosis)
-    assert (late.kind, late.ranks) == (Kind.LATE, (1,))
+    assert (late.kind, late.ranks) == (FindingKind.LATE, (1,))
     assert late.text.startswith("ranks 0, 2 wait for rank 1, which waits for nobody (at ")
     text = as_text(diagnosis)
     assert "  waiting: ranks 0, 2, for " in text
@@ -82,7 +82,7 @@ def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
     diagnosis = examined(tmp_path, 4, lambda comms: [comm.barrier_async("b") for comm in comms[1:3]], of=(1, 2))
     (wait,) = diagnosis.waits
     assert (list(wait.waiting), wait.missing, wait.unknown) == ([1, 2], (), (0, 3))
-    assert [one.kind for one in findings(diagnosis)] == [Kind.NO_DUMP]
+    assert [one.kind for one in findings(diagnosis)] == [FindingKind.NO_DUMP]
     text = as_text(diagnosis)
     assert text.startswith("A world of 4: dumps of ranks 1-2, none of ranks 0, 3.")
     assert "no dump: ranks 0, 3" in text
@@ -110,7 +110,7 @@ def test_a_chain_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path) -> None:
         "send with tag 0 from rank 0 to rank 1",
         "recv with tag 0 on rank 1 from rank 2",
     }
-    assert [one.ranks for one in found(diagnosis, Kind.LATE)] == [(2,)]
+    assert [one.ranks for one in found(diagnosis, FindingKind.LATE)] == [(2,)]
     text = as_text(diagnosis)
     assert "not received: rank 1, it" in text
     assert "not sent: rank 2, it has not posted anything" in text
@@ -124,7 +124,7 @@ def test_names_that_are_one_name_misspelt(tmp_path: Path) -> None:
 
     diagnosis = examined(tmp_path, 3, posts)
     (spelling,) = findings(diagnosis)
-    assert spelling.kind is Kind.SPELLING
+    assert spelling.kind is FindingKind.SPELLING
     assert "'grads/0'" in spelling.text
     assert "'grad/0'" in spelling.text
     assert set(spelling.ranks) == {0, 1, 2}
@@ -137,7 +137,7 @@ def test_names_that_differ_by_number_are_meant_to(tmp_path: Path) -> None:
 
     diagnosis = examined(tmp_path, 2, posts)
     (cycle,) = findings(diagnosis)
-    assert (cycle.kind, set(cycle.ranks)) == (Kind.CYCLE, {0, 1})
+    assert (cycle.kind, set(cycle.ranks)) == (FindingKind.CYCLE, {0, 1})
     assert "rank 0 waits in all_reduce 'grad/0' #0 for rank 1" in cycle.text
     assert "rank 1 waits in all_reduce 'grad/1' #0 for rank 0" in cycle.text
 
@@ -145,7 +145,7 @@ def test_names_that_differ_by_number_are_meant_to(tmp_path: Path) -> None:
 def test_a_long_cycle_of_messages(tmp_path: Path) -> None:
     diagnosis = examined(tmp_path, 4, lambda comms: [comm.recv_async((comm.rank + 1) % 4) for comm in comms])
     (cycle,) = findings(diagnosis)
-    assert (cycle.kind, cycle.ranks) == (Kind.CYCLE, (0, 1, 2, 3))
+    assert (cycle.kind, cycle.ranks) == (FindingKind.CYCLE, (0, 1, 2, 3))
 
 
 def test_tags_that_do_not_meet(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_tags_that_do_not_meet(tmp_path: Path) -> None:
         comms[1].recv_async(0, tag=5)
 
     (tag,) = findings(examined(tmp_path, 2, posts))
-    assert (tag.kind, tag.ranks) == (Kind.TAG, (1, 0))
+    assert (tag.kind, tag.ranks) == (FindingKind.TAG, (1, 0))
     assert "with tag 5" in tag.text
     assert "with tag 'loss'" in tag.text
 
@@ -167,7 +167,7 @@ def test_one_name_in_two_groups(tmp_path: Path) -> None:
 
     diagnosis = examined(tmp_path, 2, posts)
     (group,) = findings(diagnosis)
-    assert group.kind is Kind.GROUP
+    assert group.kind is FindingKind.GROUP
     assert "rank 0 waits for 'x' in group 'world'" in group.text
     assert "rank 1 waits for 'x' in group 'tp'" in group.text
     assert "all_reduce 'x' #0 in group 'tp'" in as_text(diagnosis)
@@ -219,11 +219,11 @@ def test_a_rank_that_is_a_step_behind(tmp_path: Path) -> None:
         record(1, waiting=[waits("x", 4)], uses={WORLD: {"x": 5}}),
         record(2, waiting=[waits("x", 3)], uses={WORLD: {"x": 4}}),
     )
-    behind = found(diagnosis, Kind.BEHIND)
+    behind = found(diagnosis, FindingKind.BEHIND)
     assert [one.ranks for one in behind] == [(2,)]
     assert behind[0].text == "rank 2 is 1 use behind: it still waits in #3 of 'x', ranks 0-1 in #4"
     assert {wait.key.seq: tuple(wait.finished) for wait in diagnosis.waits} == {4: (), 3: (0, 1)}
-    assert found(diagnosis, Kind.UNDER_WAY)[0].ranks == (2,)
+    assert found(diagnosis, FindingKind.UNDER_WAY)[0].ranks == (2,)
     assert "whose last use of the name was #3; it has not posted anything" in as_text(diagnosis)
 
 
@@ -237,7 +237,7 @@ def test_failed_and_finished_ranks_are_named(tmp_path: Path) -> None:
     )
     (wait,) = diagnosis.waits
     assert wait.finished == {1: "failed: out of luck", 2: "over"}
-    assert found(diagnosis, Kind.FAILED)[0].text == "all_reduce 'x' #0 is over on rank 1: it failed: out of luck"
+    assert found(diagnosis, FindingKind.FAILED)[0].text == "all_reduce 'x' #0 is over on rank 1: it failed: out of luck"
     assert "  failed: out of luck: rank 1\n  over: rank 2" in as_text(diagnosis)
     assert diagnosis.last[1].before_dump_s == 11.0
 
@@ -249,10 +249,10 @@ def test_lost_ranks_and_loops_without_a_turn(tmp_path: Path) -> None:
         record(0, lost={"2": "its process ended with code 1"}, waiting=[waits("x", 0)], uses={WORLD: {"x": 1}}),
         record(1, loop_blocked_s=12.0, tasks=[place], threads=[{"name": "MainThread", "at": "run.py:1", "stack": []}]),
     )
-    assert [one.text for one in found(diagnosis, Kind.LOST)] == ["rank 2 is gone: its process ended with code 1"]
-    (blocked,) = found(diagnosis, Kind.BLOCKED)
+    assert [one.text for one in found(diagnosis, FindingKind.LOST)] == ["rank 2 is gone: its process ended with code 1"]
+    (blocked,) = found(diagnosis, FindingKind.BLOCKED)
     assert blocked.text.startswith("the event loop of rank 1 has had no turn for 12.0 s (at train.py:7 in step): ")
-    assert not found(diagnosis, Kind.NO_DUMP)
+    assert not found(diagnosis, FindingKind.NO_DUMP)
 
 
 def test_last_event_of_a_rank_is_shown(tmp_path: Path) -> None:

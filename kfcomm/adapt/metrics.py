@@ -14,7 +14,7 @@ import numpy as np
 
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.common.arguments import plain_text
-from kfcomm.engine.observer import Load
+from kfcomm.engine.observer import EngineLoad
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import override
@@ -288,7 +288,9 @@ class EngineMeter(StepMeter):
         self._engine = engine
         observers = engine.observers or ()
         # One for all adaptations of an engine: each costs every collective a call.
-        self._load = next((one for one in observers if isinstance(one, Load)), None) or Load(engine.in_flight)
+        self._load = next((one for one in observers if isinstance(one, EngineLoad)), None) or EngineLoad(
+            engine.in_flight
+        )
         if self._load not in observers:
             engine.observe((*observers, self._load))
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
-    from kfcomm.bench.suite import Case, Mode, Suite
+    from kfcomm.bench.suite import CallMode, Case, Suite
 else:  # imported when used: workers of other libraries read `workloads` where little else is installed
-    __getattr__ = imported_when_used(__name__, dict.fromkeys(("Case", "Mode", "Suite"), "kfcomm.bench.suite"))
+    __getattr__ = imported_when_used(__name__, dict.fromkeys(("Case", "CallMode", "Suite"), "kfcomm.bench.suite"))
 
-__all__ = ["Case", "Mode", "Suite"]
+__all__ = ["CallMode", "Case", "Suite"]

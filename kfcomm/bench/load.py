@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.bench.memory import Array, Memory
+from kfcomm.bench.memory import Array, BenchMemory
 from kfcomm.bench.suite import Case
 from kfcomm.bench.workloads import Shape
 from kfcomm.types import Op, Verb
@@ -26,7 +26,7 @@ _STRIDE = 17
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedPart:
     """Expected stretch of a flat array: ``values`` repeated, from element ``start`` of the repetition on."""
 
     begin: int
@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LoadedCall:
     """One collective on one tensor."""
 
     verb: Verb  # the collective
@@ -52,8 +52,8 @@ class Call:
     x: Any  # this rank's input, an array of the memory; None where the verb takes no input here
     out: Any  # where the result goes, of the same memory; None without a result here
     options: dict[str, Any]  # further arguments of the verb
-    due: tuple[Part, ...]  # the expected result
-    given: tuple[Part, ...]  # the input
+    due: tuple[LoadedPart, ...]  # the expected result
+    given: tuple[LoadedPart, ...]  # the input
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -62,14 +62,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BenchLoad:
     """All calls of one rank in one case."""
 
-    calls: tuple[Call, ...]
-    memory: Memory
+    calls: tuple[LoadedCall, ...]
+    memory: BenchMemory
 
     @classmethod
-    def of(cls, case: Case, rank: int, size: int, memory: Memory) -> Load:
+    def of(cls, case: Case, rank: int, size: int, memory: BenchMemory) -> BenchLoad:
         """Make the arrays: at most twice the bytes of the case, and a little."""
         maker = _Maker(case, rank, size, memory)
         return cls(tuple(maker.call(shape, number) for number, shape in enumerate(case.shapes(size))), memory)
@@ -99,7 +99,7 @@ class Load:
                 return fault if len(self.calls) == 1 else f"tensor {number}: {fault}"
         return None
 
-    def _fault(self, array: Any, parts: tuple[Part, ...]) -> str | None:
+    def _fault(self, array: Any, parts: tuple[LoadedPart, ...]) -> str | None:
         flat = self.memory.read(array).reshape(-1)
         if flat.size != parts[-1].end:
             return f"{flat.size} elements, must be {parts[-1].end}"
@@ -109,7 +109,7 @@ class Load:
 class _Maker:
     """Makes the calls of one rank."""
 
-    def __init__(self, case: Case, rank: int, size: int, memory: Memory) -> None:
+    def __init__(self, case: Case, rank: int, size: int, memory: BenchMemory) -> None:
         self._memory = memory
         self._verb = case.collective
         self._rank = rank
@@ -120,7 +120,7 @@ class _Maker:
         if self._verb in _ROOTED:
             self._options["root"] = _ROOT
 
-    def call(self, shape: Shape, number: int) -> Call:
+    def call(self, shape: Shape, number: int) -> LoadedCall:
         """The call on tensor ``number``: of ``shape``, or of parts that have the last lengths of ``shape``."""
         count, start = math.prod(shape), number * _STRIDE
         given = self._given(count, start)
@@ -131,21 +131,21 @@ class _Maker:
             x, out = x.reshape(shape), out.reshape(shape)
         elif self._verb in (Verb.GATHER, Verb.ALL_GATHER) and out is not None:
             out = out.reshape(shape)
-        return Call(
+        return LoadedCall(
             self._verb, f"bench/{number}", x, out, self._options, due, () if given is None else (given,)
         )  # fmt: skip
 
-    def _given(self, count: int, start: int) -> Part | None:
+    def _given(self, count: int, start: int) -> LoadedPart | None:
         """This rank's input, of ``count`` elements with all parts."""
         match self._verb:
             case Verb.GATHER | Verb.ALL_GATHER:
-                return Part(0, count // self._size, self._values[self._rank], start)
+                return LoadedPart(0, count // self._size, self._values[self._rank], start)
             case Verb.SCATTER if self._rank != _ROOT:
                 return None
             case _:
-                return Part(0, count, self._values[self._rank], start)
+                return LoadedPart(0, count, self._values[self._rank], start)
 
-    def _due(self, count: int, start: int) -> tuple[Part, ...]:
+    def _due(self, count: int, start: int) -> tuple[LoadedPart, ...]:
         """This rank's expected result; empty if it gets no result."""
         each = count // self._size
         mine = start + self._rank * each
@@ -153,13 +153,13 @@ class _Maker:
             case Verb.REDUCE | Verb.GATHER if self._rank != _ROOT:
                 return ()
             case Verb.GATHER | Verb.ALL_GATHER:
-                return tuple(Part(r * each, r * each + each, row, start) for r, row in enumerate(self._values))
+                return tuple(LoadedPart(r * each, r * each + each, row, start) for r, row in enumerate(self._values))
             case Verb.ALL_TO_ALL:
-                return tuple(Part(r * each, r * each + each, row, mine) for r, row in enumerate(self._values))
+                return tuple(LoadedPart(r * each, r * each + each, row, mine) for r, row in enumerate(self._values))
             case Verb.REDUCE_SCATTER | Verb.SCATTER:
-                return (Part(0, each, self._reduced, mine),)
+                return (LoadedPart(0, each, self._reduced, mine),)
             case _:
-                return (Part(0, count, self._reduced, start),)
+                return (LoadedPart(0, count, self._reduced, start),)
 
 
 # Every rank can derive the values of every other. They repeat with a period that is prime, so that no boundary of a

@@ -20,9 +20,9 @@ import numpy as np
 
 import kfcomm.sync
 from kfcomm.bench.harness import describe_host, loop_factory
-from kfcomm.bench.load import Call, Load
-from kfcomm.bench.memory import HostMemory, Memory, described, memory_of
-from kfcomm.bench.suite import Begun, Case, Emit, Failed, Measured, Mode, Place, Result, Starting, Suite
+from kfcomm.bench.load import BenchLoad, LoadedCall
+from kfcomm.bench.memory import BenchMemory, HostMemory, described, memory_of
+from kfcomm.bench.suite import Begun, BenchPlace, CallMode, Case, Emit, Failed, MeasuredCase, Result, Starting, Suite
 from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.joining import init
@@ -73,7 +73,7 @@ async def run(suite: Suite, emit: Emit) -> None:
             await measure(caller, mine, emit, memory_of(suite.device, caller.session.devices.device, caller.empty))
 
 
-async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory | None = None) -> None:
+async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: BenchMemory | None = None) -> None:
     """Measure the cases in the world of ``caller``, on arrays in ``memory``, of the host by default.
 
     Raises:
@@ -86,11 +86,11 @@ async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory 
         if case.strategy != strategy:
             strategy = case.strategy
             await caller.do("set_strategy", strategy)
-        _tell(caller, emit, Measured(await _measured(caller, case, memory, emit)))
+        _tell(caller, emit, MeasuredCase(await _measured(caller, case, memory, emit)))
 
 
-async def _measured(caller: Caller, case: Case, memory: Memory, emit: Emit) -> Result:
-    load, stopwatch = Load.of(case, caller.rank, caller.size, memory), memory.stopwatch()
+async def _measured(caller: Caller, case: Case, memory: BenchMemory, emit: Emit) -> Result:
+    load, stopwatch = BenchLoad.of(case, caller.rank, caller.size, memory), memory.stopwatch()
     run_once = caller.prepared(load.calls, case.mode)
     times_s = np.empty(case.warmup + case.iterations)
     fault = None
@@ -161,15 +161,19 @@ class Caller(ABC):
         """Make an array in symmetric memory, as ``Communicator.empty`` does."""
         return self._comm.empty(shape, dtype)
 
-    def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
+    def prepared(self, calls: Sequence[LoadedCall], mode: CallMode | None) -> Run:
         """Return a function that makes the calls once, in order; ``mode``: whether each waits for the one before."""
-        makers = {Mode.FUSED: self._fused, Mode.ALL_AT_ONCE: self._all_at_once, Mode.ONE_BY_ONE: self._one_by_one}
-        return makers[mode or Mode.ONE_BY_ONE](calls)
+        makers = {
+            CallMode.FUSED: self._fused,
+            CallMode.ALL_AT_ONCE: self._all_at_once,
+            CallMode.ONE_BY_ONE: self._one_by_one,
+        }
+        return makers[mode or CallMode.ONE_BY_ONE](calls)
 
-    def _bound(self, calls: Sequence[Call], suffix: str = "") -> list[Callable[[], Any]]:
+    def _bound(self, calls: Sequence[LoadedCall], suffix: str = "") -> list[Callable[[], Any]]:
         return [partial(getattr(self._comm, f"{call.verb}{suffix}"), **call.arguments) for call in calls]
 
-    def _many(self, calls: Sequence[Call]) -> Callable[[], Any]:
+    def _many(self, calls: Sequence[LoadedCall]) -> Callable[[], Any]:
         """All calls as one ``all_reduce_many``, whose results have memory of their own."""
         return partial(self._comm.all_reduce_many, {call.name: call.x for call in calls}, **calls[0].options)
 
@@ -178,13 +182,13 @@ class Caller(ABC):
         """Make any call of the communicator, and return its result."""
 
     @abstractmethod
-    def _one_by_one(self, calls: Sequence[Call]) -> Run: ...
+    def _one_by_one(self, calls: Sequence[LoadedCall]) -> Run: ...
 
     @abstractmethod
-    def _all_at_once(self, calls: Sequence[Call]) -> Run: ...
+    def _all_at_once(self, calls: Sequence[LoadedCall]) -> Run: ...
 
     @abstractmethod
-    def _fused(self, calls: Sequence[Call]) -> Run: ...
+    def _fused(self, calls: Sequence[LoadedCall]) -> Run: ...
 
 
 class AsyncCaller(Caller):
@@ -197,7 +201,7 @@ class AsyncCaller(Caller):
     async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
         return await getattr(self._comm, verb)(*arguments, **options)
 
-    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+    def _one_by_one(self, calls: Sequence[LoadedCall]) -> Run:
         begins = self._bound(calls)
 
         async def run() -> Sequence[Any]:
@@ -205,7 +209,7 @@ class AsyncCaller(Caller):
 
         return run
 
-    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+    def _all_at_once(self, calls: Sequence[LoadedCall]) -> Run:
         begins = self._bound(calls)
 
         async def run() -> Sequence[Any]:
@@ -214,7 +218,7 @@ class AsyncCaller(Caller):
 
         return run
 
-    def _fused(self, calls: Sequence[Call]) -> Run:
+    def _fused(self, calls: Sequence[LoadedCall]) -> Run:
         many = self._many(calls)
 
         async def run() -> Sequence[Any]:
@@ -233,7 +237,7 @@ class BlockingCaller(Caller):
     async def do(self, verb: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self._comm, verb)(*arguments, **options)
 
-    def _one_by_one(self, calls: Sequence[Call]) -> Run:
+    def _one_by_one(self, calls: Sequence[LoadedCall]) -> Run:
         verbs = self._bound(calls)
 
         async def run() -> Sequence[Any]:
@@ -241,7 +245,7 @@ class BlockingCaller(Caller):
 
         return run
 
-    def _all_at_once(self, calls: Sequence[Call]) -> Run:
+    def _all_at_once(self, calls: Sequence[LoadedCall]) -> Run:
         begins = self._bound(calls, "_async")
 
         async def run() -> Sequence[Any]:
@@ -250,7 +254,7 @@ class BlockingCaller(Caller):
 
         return run
 
-    def _fused(self, calls: Sequence[Call]) -> Run:
+    def _fused(self, calls: Sequence[LoadedCall]) -> Run:
         many = self._many(calls)
 
         async def run() -> Sequence[Any]:
@@ -275,9 +279,9 @@ async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Cal
             yield AsyncCaller(comm)
 
 
-def _device(place: Place) -> str:
+def _device(place: BenchPlace) -> str:
     """The device to ask for: none unless arrays are on it, so that no library is loaded."""
-    if place is not Place.GPU:
+    if place is not BenchPlace.GPU:
         return "none"
     asked = detect(os.environ).device
     return "cuda" if asked in ("auto", "none") else asked

@@ -1,6 +1,6 @@
 """Memory of a benchmark's arrays, with a fitting clock: host, symmetric memory or device; and the devices in words.
 
-A benchmark makes, overwrites, reads and times arrays through a `Memory`, so that it does not depend on where they are.
+A benchmark makes, overwrites, reads and times arrays through a `BenchMemory`, and does not depend on where they are.
 
 On a CUDA device everything is done by CuPy, which is imported when it is needed, on its current stream: the caller's
 stream of every collective. Time is taken by events on that stream, from before the first call to where the last result
@@ -22,7 +22,7 @@ import numpy as np
 from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.arrays.devices.cuda import INSTALL
 from kfcomm.arrays.devices.routes import backend_in_words, choose, driver_version
-from kfcomm.bench.suite import Place
+from kfcomm.bench.suite import BenchPlace
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout, override
@@ -53,7 +53,7 @@ class Stopwatch(Protocol):
         ...
 
 
-class Memory(Protocol):
+class BenchMemory(Protocol):
     """One kind of memory."""
 
     def holding(self, values: Array) -> Any:
@@ -94,7 +94,7 @@ class HostStopwatch(Stopwatch):
         return time.perf_counter() - self._began_s
 
 
-class HostMemory(Memory):
+class HostMemory(BenchMemory):
     """Memory of the host: NumPy arrays, and the host's clock."""
 
     @override
@@ -157,7 +157,7 @@ def num_devices() -> int:
     return count
 
 
-class CudaMemory(Memory):
+class CudaMemory(BenchMemory):
     """Memory of one CUDA device, which becomes the current one of the thread that makes this."""
 
     def __init__(self, ordinal: int) -> None:
@@ -221,15 +221,15 @@ class _EventStopwatch(Stopwatch):
         return float(self._cuda.get_elapsed_time(self._first, self._last)) / 1e3
 
 
-def memory_of(place: Place, device: Device | None, empty: Callable[..., Array]) -> Memory:
+def memory_of(place: BenchPlace, device: Device | None, empty: Callable[..., Array]) -> BenchMemory:
     """Return the memory for the arrays of this rank, which has this device; ``empty``: of its ``Communicator``.
 
     Raises:
         ConfigError: CuPy cannot use the device.
     """
-    if place is Place.SYMMETRIC:
+    if place is BenchPlace.SYMMETRIC:
         return SymmetricMemory(empty)
-    return HostMemory() if place is Place.CPU or device is None else CudaMemory(device.ordinal)
+    return HostMemory() if place is BenchPlace.CPU or device is None else CudaMemory(device.ordinal)
 
 
 def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kfcomm.bench.memory import route_in_words
-from kfcomm.bench.report import COLUMNS, Report, Table
+from kfcomm.bench.report import COLUMNS, Report, ReportTable
 from kfcomm.bench.suite import Result
 from kfcomm.bench.topologies import (
     LEGEND,
@@ -56,7 +56,7 @@ _HEAT_MAP = (
 def measured(report: Report) -> str:
     """The page of a report with at least one result."""
     data = report.as_json()
-    table = Table.of(report.results, COLUMNS)
+    table = ReportTable.of(report.results, COLUMNS)
     sections = [*_drawn(drawn_results(report.results)), _results(table, _MEASURED), *surroundings(data)]
     title = f"kfcomm bench: {data['ranks']} ranks, {data['time']}"
     return document(title, [report.world()], table.settings(), sections)
@@ -103,11 +103,11 @@ def _drawn(drawings: Iterable[Drawing]) -> Iterator[Section]:
     return (Section(drawing.title, drawing.svg) for drawing in drawings)
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     return table_html(table.columns, table.rows)
 
 
-def _results(table: Table, note: str) -> Section:
+def _results(table: ReportTable, note: str) -> Section:
     return Section("Results", _table(table) + quiet_html(note))
 
 

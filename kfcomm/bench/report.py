@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TextIO, TypeVar
 
 from kfcomm.bench.memory import in_words
-from kfcomm.bench.suite import Begun, Event, Failed, Measured, Place, Result, Starting, Suite
+from kfcomm.bench.suite import Begun, BenchPlace, Event, Failed, MeasuredCase, Result, Starting, Suite
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
@@ -25,7 +25,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
+class ReportColumn(Generic[Row]):
     """One column."""
 
     title: str
@@ -45,35 +45,35 @@ def show_number(value: float) -> str:
     return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}"
 
 
-COLUMNS: Final[tuple[Column[Result], ...]] = (
-    Column("collective", "", lambda result: result.case.workload or result.case.collective.value, is_word=True),
-    Column("mode", "", lambda result: result.case.mode or "", is_word=True),
-    Column("op", "", lambda result: result.case.op or "", is_word=True),
-    Column("dtype", "", lambda result: result.case.dtype, is_word=True),
-    Column("strategy", "", lambda result: result.case.strategy, is_word=True),
-    Column("transport", "", lambda result: result.case.transport, is_word=True),
-    Column("size", "", lambda result: show_size(result.case.nbytes), always=True),
-    Column("iterations", "", lambda result: str(result.case.iterations)),
-    Column("p50", "µs", lambda result: show_number(result.p50_s * 1e6), is_setting=False),
-    Column("p99", "µs", lambda result: show_number(result.p99_s * 1e6), is_setting=False),
-    Column("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
-    Column("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
+COLUMNS: Final[tuple[ReportColumn[Result], ...]] = (
+    ReportColumn("collective", "", lambda result: result.case.workload or result.case.collective.value, is_word=True),
+    ReportColumn("mode", "", lambda result: result.case.mode or "", is_word=True),
+    ReportColumn("op", "", lambda result: result.case.op or "", is_word=True),
+    ReportColumn("dtype", "", lambda result: result.case.dtype, is_word=True),
+    ReportColumn("strategy", "", lambda result: result.case.strategy, is_word=True),
+    ReportColumn("transport", "", lambda result: result.case.transport, is_word=True),
+    ReportColumn("size", "", lambda result: show_size(result.case.nbytes), always=True),
+    ReportColumn("iterations", "", lambda result: str(result.case.iterations)),
+    ReportColumn("p50", "µs", lambda result: show_number(result.p50_s * 1e6), is_setting=False),
+    ReportColumn("p99", "µs", lambda result: show_number(result.p99_s * 1e6), is_setting=False),
+    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
+    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """The cells."""
 
     common: tuple[tuple[str, str], ...]  # title and value of each setting that is the same in all lines
-    columns: tuple[Column[Any], ...]  # the columns that are left
+    columns: tuple[ReportColumn[Any], ...]  # the columns that are left
     rows: tuple[tuple[str, ...], ...]  # their texts, by line
 
     @classmethod
-    def of(cls, results: Sequence[Row], among: Sequence[Column[Row]]) -> Table:
+    def of(cls, results: Sequence[Row], among: Sequence[ReportColumn[Row]]) -> ReportTable:
         """The table of at least one result, with those of the columns in which there is something to see."""
         common: list[tuple[str, str]] = []
-        columns: list[Column[Row]] = []
+        columns: list[ReportColumn[Row]] = []
         for column in among:
             cells = {column.cell(result) for result in results}
             if len(cells) > 1 or not column.is_setting or column.always:
@@ -119,7 +119,7 @@ class Report:
         match event:
             case Begun():
                 self.begun = event
-            case Measured(result):
+            case MeasuredCase(result):
                 self.results.append(result)
             case Failed(message):
                 self.failure = message
@@ -135,12 +135,12 @@ class Report:
         kinds = ", ".join(dict.fromkeys(f"{host['processor']}, {host['usable_cores']} cores" for host in hosts))
         interface = "kfcomm.sync" if self.suite.blocking else "kfcomm, asynchronous"
         devices = f"; {in_words(self.begun.devices)}" if self.begun.devices else ""
-        symmetric = "; arrays in symmetric memory" if self.suite.device is Place.SYMMETRIC else ""
+        symmetric = "; arrays in symmetric memory" if self.suite.device is BenchPlace.SYMMETRIC else ""
         return f"{self.begun.size} ranks on {where} ({kinds}){devices}; {interface}{symmetric}"
 
     def as_text(self) -> str:
         """World and table; empty without results."""
-        return f"{self.world()}\n{Table.of(self.results, COLUMNS).as_text()}\n" if self.results else ""
+        return f"{self.world()}\n{ReportTable.of(self.results, COLUMNS).as_text()}\n" if self.results else ""
 
     def as_json(self) -> dict[str, Any]:
         """Everything: machine, versions, settings, and for each case its times and what follows from them."""
@@ -303,7 +303,7 @@ class Progress:
         match event:
             case Begun(total=total):
                 self._total = total
-            case Measured():
+            case MeasuredCase():
                 self._done += 1
                 if not self._live:
                     self.say(_line(event))
@@ -331,7 +331,7 @@ class Progress:
         self._stream.flush()
 
 
-def _line(event: Measured) -> str:
+def _line(event: MeasuredCase) -> str:
     result = event.result
     figures = (f"{column.title} {column.cell(result)} {column.unit}" for column in COLUMNS if not column.is_setting)
     return f"{result.case.describe()}: {', '.join(figures)}"

@@ -35,7 +35,7 @@ _FEWEST_ITERATIONS = 10
 _NBYTES_PER_CASE = 512 << 20
 
 
-class Mode(StrEnum):
+class CallMode(StrEnum):
     """How the tensors of a workload are exchanged."""
 
     ONE_BY_ONE = "one-by-one"
@@ -43,7 +43,7 @@ class Mode(StrEnum):
     FUSED = "fused"
 
 
-class Place(StrEnum):
+class BenchPlace(StrEnum):
     """Memory of the arrays."""
 
     CPU = "cpu"
@@ -95,7 +95,7 @@ class Case:
     collective: Verb
     op: Op | None  # how values are combined; None where they are not
     workload: str | None  # name of the workload; None for one tensor
-    mode: Mode | None  # how the workload's tensors are exchanged; None for one tensor
+    mode: CallMode | None  # how the workload's tensors are exchanged; None for one tensor
     nbytes: int  # size of the message: of the largest buffer that a rank sends from or receives into
     iterations: int
     warmup: int  # number of runs before them
@@ -122,7 +122,7 @@ class Case:
                 **fields,
                 "collective": Verb(fields["collective"]),
                 "op": None if op is None else Op(op),
-                "mode": None if mode is None else Mode(mode),
+                "mode": None if mode is None else CallMode(mode),
             }
         )
 
@@ -134,7 +134,7 @@ class Suite:
     collectives: tuple[Verb, ...] = (Verb.ALL_REDUCE,)  # the verbs to measure at each of ``sizes``
     sizes: tuple[int, ...] = (1 << 10, 1 << 20)  # bytes of the messages; see `Case.nbytes`
     workloads: tuple[str, ...] = ()  # names of the workloads to measure, by all_reduce, in each of ``modes``
-    modes: tuple[Mode, ...] = tuple(Mode)  # how their tensors are exchanged
+    modes: tuple[CallMode, ...] = tuple(CallMode)  # how their tensors are exchanged
     strategies: tuple[str, ...] = ("auto",)
     transports: tuple[str, ...] = ("auto",)
     dtypes: tuple[str, ...] = ("float32",)
@@ -142,12 +142,12 @@ class Suite:
     iterations: int | None = None  # timed runs of each case; None for as many as its size makes reasonable
     warmup: int = 3  # runs before them
     blocking: bool = False  # measure ``kfcomm.sync`` instead of the asynchronous interface
-    device: Place = Place.CPU  # memory of the arrays
+    device: BenchPlace = BenchPlace.CPU  # memory of the arrays
 
     @property
     def is_on_device(self) -> bool:
         """Whether the arrays are in the memory of devices."""
-        return self.device is Place.GPU
+        return self.device is BenchPlace.GPU
 
     def check(self, size: int) -> None:
         """Check that it can be measured among ``size`` ranks, before anything begins.
@@ -216,11 +216,11 @@ class Suite:
     def from_json(cls, text: str) -> Self:
         """The suite that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        for name, kind in (("collectives", Verb), ("modes", Mode)):
+        for name, kind in (("collectives", Verb), ("modes", CallMode)):
             fields[name] = map(kind, fields[name])
         for name in ("collectives", "sizes", "workloads", "modes", "strategies", "transports", "dtypes"):
             fields[name] = tuple(fields[name])
-        return cls(**{**fields, "op": Op(fields["op"]), "device": Place(fields["device"])})
+        return cls(**{**fields, "op": Op(fields["op"]), "device": BenchPlace(fields["device"])})
 
 
 def _rounded(verb: Verb, nbytes: int, dtype: str, size: int) -> int:
@@ -296,7 +296,7 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCase:
     """A case has been measured, and its results were right."""
 
     result: Result
@@ -309,7 +309,7 @@ class Failed:
     message: str
 
 
-Event: TypeAlias = Begun | Starting | Measured | Failed
+Event: TypeAlias = Begun | Starting | MeasuredCase | Failed
 Emit: TypeAlias = Callable[[Event], None]
 
 
@@ -329,8 +329,8 @@ def from_line(line: str) -> Event | None:
             return Begun(fields["size"], fields["total"], tuple(fields["hosts"]), fields["devices"])
         case "Starting":
             return Starting(Case.from_wire(fields["case"]))
-        case "Measured":
+        case "MeasuredCase":
             result = fields["result"]
-            return Measured(Result(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
+            return MeasuredCase(Result(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
         case _:
             return Failed(fields["message"])

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final, Self
 
-from kfcomm.bench.report import Column, Report, Table, show_number
+from kfcomm.bench.report import Report, ReportColumn, ReportTable, show_number
 from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Result, SimulatedNetwork
 from kfcomm.strategies.plugins import build
@@ -54,7 +54,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TopologyRule:
     """Strategy for a range of sizes."""
 
     sizes: tuple[int, ...]  # those of the grid for which it holds, ascending
@@ -75,12 +75,12 @@ class Rule:
 class Advice:
     """Strategies to set, by size."""
 
-    rules: tuple[Rule, ...]  # with ascending bounds; the last one is unbounded
+    rules: tuple[TopologyRule, ...]  # with ascending bounds; the last one is unbounded
 
     @classmethod
     def of(cls, grid: Grid) -> Self:
         """The fewest rules that stay within `TOLERANCE` of the fastest at all sizes."""
-        rules: list[Rule] = []
+        rules: list[TopologyRule] = []
         left = grid.sizes
         while left:
             reach = {strategy: _reach(grid, strategy, left) for strategy in grid.strategies}
@@ -89,7 +89,7 @@ class Advice:
             best = min(longest, key=lambda strategy: _mean(grid.slower(strategy, nbytes) for nbytes in left[:most]))
             taken, left = left[:most], left[most:]
             lead = _mean(grid.lead(best, nbytes) for nbytes in taken)
-            rules.append(Rule(taken, taken[-1] if left else None, best, lead))
+            rules.append(TopologyRule(taken, taken[-1] if left else None, best, lead))
         return cls(tuple(rules))
 
     def in_words(self) -> str:
@@ -147,22 +147,22 @@ def _exact(nbytes: int) -> str:
 
 _FORMAT = 1
 
-SIMULATED_COLUMNS: Final[tuple[Column[Result], ...]] = (
-    Column(
+SIMULATED_COLUMNS: Final[tuple[ReportColumn[Result], ...]] = (
+    ReportColumn(
         "strategy", "", lambda one: one.strategy if one.graphs == one.strategy else f"{one.strategy}: {one.graphs}",
         is_word=True,
     ),
-    Column("hosts", "", lambda result: str(result.num_hosts)),
-    Column("ranks", "", lambda result: str(result.size)),
-    Column("size", "", lambda result: show_size(result.nbytes), always=True),
-    Column("time", "ms", lambda result: show_number(result.seconds * 1e3), is_setting=False),
-    Column("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
-    Column("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
-    Column("bound", "ms", lambda result: show_number(result.bound_s * 1e3), is_setting=False),
-    Column("bound/time", "%", lambda result: f"{100 * result.bound_s / result.seconds:.1f}", is_setting=False),
-    Column("busiest port", "", lambda result: result.busiest.port, is_setting=False, is_word=True),
-    Column("messages", "", lambda result: str(result.messages), is_setting=False),
-    Column("events", "", lambda result: str(result.events), is_setting=False),
+    ReportColumn("hosts", "", lambda result: str(result.num_hosts)),
+    ReportColumn("ranks", "", lambda result: str(result.size)),
+    ReportColumn("size", "", lambda result: show_size(result.nbytes), always=True),
+    ReportColumn("time", "ms", lambda result: show_number(result.seconds * 1e3), is_setting=False),
+    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
+    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
+    ReportColumn("bound", "ms", lambda result: show_number(result.bound_s * 1e3), is_setting=False),
+    ReportColumn("bound/time", "%", lambda result: f"{100 * result.bound_s / result.seconds:.1f}", is_setting=False),
+    ReportColumn("busiest port", "", lambda result: result.busiest.port, is_setting=False, is_word=True),
+    ReportColumn("messages", "", lambda result: str(result.messages), is_setting=False),
+    ReportColumn("events", "", lambda result: str(result.events), is_setting=False),
 )  # fmt: skip
 
 
@@ -183,9 +183,9 @@ class Simulations:
         """Title and table; nothing without results."""
         return f"{self.title()}\n{self.table().as_text()}\n" if self.results else ""
 
-    def table(self) -> Table:
+    def table(self) -> ReportTable:
         """The table of at least one result."""
-        return Table.of(self.results, SIMULATED_COLUMNS)
+        return ReportTable.of(self.results, SIMULATED_COLUMNS)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the results depend on, and the results."""
@@ -254,11 +254,13 @@ class Findings:
         return {"winners": winners, "advice": self.advice.as_json(), "same_graphs": same}
 
 
-def times(grid: Grid) -> Table:
+def times(grid: Grid) -> ReportTable:
     """A line for each size, a column for each strategy; the shade says how far it is from the fastest."""
-    columns: list[Column[int]] = [Column("size", "", show_size, always=True)]
-    columns += [Column(f"{name}  ", "µs  ", partial(_cell, grid, name), is_setting=False) for name in grid.strategies]
-    return Table.of(grid.sizes, columns)
+    columns: list[ReportColumn[int]] = [ReportColumn("size", "", show_size, always=True)]
+    columns += [
+        ReportColumn(f"{name}  ", "µs  ", partial(_cell, grid, name), is_setting=False) for name in grid.strategies
+    ]
+    return ReportTable.of(grid.sizes, columns)
 
 
 def _cell(grid: Grid, strategy: str, nbytes: int) -> str:

@@ -133,7 +133,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Choice(click.Choice[str]):
+class NameChoice(click.Choice[str]):
     """One of several words; suggests the closest one."""
 
     @override

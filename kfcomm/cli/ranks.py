@@ -22,7 +22,7 @@ from kfcomm.bench.suite import Suite, from_line
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
 from kfcomm.launch.job import RunOptions
-from kfcomm.launch.output import Look, Screen, Stream
+from kfcomm.launch.output import LauncherScreen, OutputStyle, Stream
 from kfcomm.launch.run import run
 from kfcomm.launch.streams import Display
 from kfcomm.rendezvous.settings import Settings
@@ -99,7 +99,7 @@ class Relay(Display):
     """Output of started ranks: that of rank 0 is the command's own, everything else goes to standard error."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._screen = Screen(Look(num_ranks))
+        self._screen = LauncherScreen(OutputStyle(num_ranks))
 
     @override
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:

@@ -27,7 +27,7 @@ from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
-from kfcomm.collectives.on_device.calls import Order
+from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
 from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS, CallOptions, VerbSpec
@@ -251,7 +251,7 @@ def _begin_on_device(
         told = unit.items if number else batch.items
         counts = digest_of([one.name for one in told], [one.array for one in told])
         kind = PlanKey(batch.spec.verb, dtype, unit.shape, batch.ops[dtype], batch.root)
-        order = Order(kind, batch.key(number), counts, batch.overlapping, handles[0] if handles else None)
+        order = DeviceOrder(kind, batch.key(number), counts, batch.overlapping, handles[0] if handles else None)
         given = [Given(one.array, batch.shape_of(one) if batch.gets else None, one.out) for one in unit.items]
         handles.append(devices.begin(order, given, partial(_note, found, names), options))
     join(devices.reactor, handles, whole, lambda: gathered(found) if batch.gets else None)
@@ -352,7 +352,7 @@ def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: 
             if not is_even:
                 raise ConfigError("the arrays of a list are of one shape, where they are on a device")
             kind = PlanKey(Verb.REDUCE_SCATTER, dtype, whole_shape, op)
-            order = Order(kind, name or UNNAMED, overlapping=may_overlap(name))
+            order = DeviceOrder(kind, name or UNNAMED, overlapping=may_overlap(name))
             return devices.one(order, devices.stacked(read), shape, options)
         arrays = [adapt(one) for one in read]
         wire = None if options.wire_dtype is None else wire_dtype_of(options.wire_dtype, dtype)

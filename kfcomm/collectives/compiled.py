@@ -134,7 +134,7 @@ class Compiled(ABC):
         """Whether a use with these arrays is like the first one, so that no check of the verb would refuse it."""
 
     @abstractmethod
-    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+    def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
         """Uses with these very arrays again and again, or None if they are not like the first one."""
 
 
@@ -145,7 +145,7 @@ class CompiledBarrier(Compiled):
 
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
         super().__init__(group, name, arguments, plan)
-        self._use = Use(self, None)
+        self._use = CompiledUse(self, None)
 
     @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
@@ -156,7 +156,7 @@ class CompiledBarrier(Compiled):
         return arguments == self._arguments
 
     @override
-    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+    def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
         return self._use if arguments == self._arguments else None
 
 
@@ -226,12 +226,12 @@ class CompiledName(Compiled):
         return out is None or (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out)
 
     @override
-    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+    def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
         if not self.is_like(x, arguments, out):
             return None
         if self._gets is None:
-            return Use(self, x)
-        return Use(self, x, room=self._room) if out is None else Use(self, x, out)
+            return CompiledUse(self, x)
+        return CompiledUse(self, x, room=self._room) if out is None else CompiledUse(self, x, out)
 
     def _takes(self, x: Array, out: Any) -> bool:
         """Whether a result can be made in ``out``, which is ignored where this rank gets none."""
@@ -293,7 +293,7 @@ class CompiledCall(Compiled):
         return False  # while a strategy is being agreed, each call is checked in full
 
     @override
-    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+    def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
         return None  # a start of a persistent collective calls the verb, which finds this plan
 
 
@@ -302,7 +302,7 @@ def first_of(results: list[Any]) -> Any:
     return results[0]
 
 
-class Use:
+class CompiledUse:
     """Cached plan together with its arrays, for starts that check nothing and look nothing up.
 
     Args:

@@ -34,7 +34,7 @@ class Turn:
 
     __slots__ = ("_key", "_turns", "begin")
 
-    def __init__(self, turns: Turns, key: str) -> None:
+    def __init__(self, turns: GroupTurns, key: str) -> None:
         self._turns = turns
         self._key = key
         self.begin: Callable[[], object] | None = None
@@ -45,7 +45,7 @@ class Turn:
         self._turns.advance(self._key)
 
 
-class Turns:
+class GroupTurns:
     """The turns of one group, by key."""
 
     __slots__ = ("_queues",)
@@ -153,7 +153,7 @@ class Group:
         self.timeout_s = timeout_s
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
-        self.turns = Turns()
+        self.turns = GroupTurns()
         self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
-from kfcomm.collectives.compiled import NO_ARRAY, Compiled, Use
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledUse
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.messages import Messages
@@ -123,7 +123,7 @@ class PersistentCollective(Generic[T]):
         self._title = verb.__name__ if self.name is None else f"{verb.__name__} {self.name!r}"
         self._call: Callable[[], Handle[T]] = partial(verb, *given.args, **given.kwargs)
         self._used = _used(verb.__name__, given.arguments)
-        self._use: Use | None = None
+        self._use: CompiledUse | None = None
         self._among: dict[str | None, Compiled] = {}
         """Where the use was found: it holds for as long as the group has that dictionary."""
         self._new_handle: Callable[[], Handle[T] | None] = partial(Handle, loop=comm._group.engine.loop)

@@ -19,7 +19,7 @@ from kfcomm.arrays.reduce import kernel, wire_dtype_of
 from kfcomm.collectives.compiled import NO_ARRAY, CompiledBarrier, CompiledCall, CompiledName
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, named
-from kfcomm.collectives.on_device.calls import Order
+from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.plans import Plan, PlanKey, Plans
@@ -326,7 +326,7 @@ class Verbs:
             op = checked_op(options.op, array.dtype) if spec.folds else None
             kind = PlanKey(verb, array.dtype, array.shape, op, root)
             alike = spec.arguments(options.op if isinstance(options.op, Hashable) else op, options.root)
-            order = Order(kind, name or UNNAMED, overlapping=may_overlap(name), alike=alike)
+            order = DeviceOrder(kind, name or UNNAMED, overlapping=may_overlap(name), alike=alike)
             return devices.one(order, array, self._result_shape(spec, array.shape, root), options, handle)
 
     def _on_host(

@@ -17,7 +17,7 @@ are derived from the same context for the frames after the handshake, one for ea
 Invariants:
 
 - Each side speaks only when it is its turn, so no byte follows the handshake before both sides are done.
-- Nothing that the other side sends raises: it becomes a `Step` whose outcome is REFUSED or BROKEN.
+- Nothing that the other side sends raises: it becomes a `HandshakeStep` whose outcome is REFUSED or BROKEN.
 - Messages out of turn, and any after the end, make the handshake BROKEN.
 - Only a holder of the token can derive the keys, and no two connections have the same.
 
@@ -239,7 +239,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class HandshakeStep:
     """Reaction to a message: a reply to send first, if any, and the state of the handshake."""
 
     outcome: Outcome
@@ -268,7 +268,7 @@ class _Transcript:
         return proof(token, self.dialler_nonce + self.answerer_nonce, self.context(f"frames of the {sender.value}"))
 
 
-_Expects = dict[type[Message], Callable[[Any], Step]]
+_Expects = dict[type[Message], Callable[[Any], HandshakeStep]]
 
 
 class _Machine:
@@ -282,16 +282,16 @@ class _Machine:
         self._expects = expects
         self.keys: Keys | None = None
 
-    def receive(self, message: Message) -> Step:
+    def receive(self, message: Message) -> HandshakeStep:
         """Return the reaction to a message of the other side."""
         handler = self._expects.get(type(message))
         self._expects = {}  # set again by the handler: after an error, no message is accepted
         if handler is None:
-            return Step(Outcome.BROKEN, reason=f"{name_of(message)} is out of place in this handshake")
+            return HandshakeStep(Outcome.BROKEN, reason=f"{name_of(message)} is out of place in this handshake")
         return handler(message)
 
-    def _on_refused(self, message: Refused) -> Step:
-        return Step(Outcome.REFUSED, reason=f"the other side refuses: {_legible(message.why)}")
+    def _on_refused(self, message: Refused) -> HandshakeStep:
+        return HandshakeStep(Outcome.REFUSED, reason=f"the other side refuses: {_legible(message.why)}")
 
 
 class Dialler(_Machine):
@@ -315,7 +315,7 @@ class Dialler(_Machine):
         self._token = token
         self.hello = Hello(PROTOCOL_VERSION, epoch, me.rank, purpose, _checked(nonce), me.uid)
 
-    def _on_challenge(self, challenge: Challenge) -> Step:
+    def _on_challenge(self, challenge: Challenge) -> HandshakeStep:
         mine, theirs = self.hello.nonce, challenge.nonce
         said = _Transcript(self.hello.epoch, self.hello.purpose, self._me, self._peer, mine, theirs)
         token = proven(self._token, mine, said.context(Side.ANSWERER.value), challenge.proof)
@@ -323,11 +323,11 @@ class Dialler(_Machine):
             return _refuse(f"who answers is not rank {self._peer.rank} (uid {self._peer.uid}), or has another token")
         keys = Keys(said.key(token, Side.DIALLER), said.key(token, Side.ANSWERER))
         self._expects = {Welcome: partial(self._on_welcome, keys), Refused: self._on_refused}
-        return Step(Outcome.GOES_ON, Proof(proof(token, theirs, said.context(Side.DIALLER.value))))
+        return HandshakeStep(Outcome.GOES_ON, Proof(proof(token, theirs, said.context(Side.DIALLER.value))))
 
-    def _on_welcome(self, keys: Keys, _: Welcome) -> Step:
+    def _on_welcome(self, keys: Keys, _: Welcome) -> HandshakeStep:
         self.keys = keys
-        return Step(Outcome.DONE)
+        return HandshakeStep(Outcome.DONE)
 
 
 class Answerer(_Machine):
@@ -353,7 +353,7 @@ class Answerer(_Machine):
         self._epoch, self._token, self._nonce = epoch, token, _checked(nonce)
         self.hello: Hello | None = None
 
-    def _on_hello(self, hello: Hello) -> Step:
+    def _on_hello(self, hello: Hello) -> HandshakeStep:
         if hello.protocol != PROTOCOL_VERSION:
             return _refuse(f"protocol {hello.protocol} is not spoken here, only {PROTOCOL_VERSION}")
         if hello.epoch != self._epoch:
@@ -365,15 +365,15 @@ class Answerer(_Machine):
         said = _Transcript(hello.epoch, hello.purpose, dialler, self._me, hello.nonce, self._nonce)
         self._expects = {Proof: partial(self._on_proof, hello, said), Refused: self._on_refused}
         mine = proof(self._token, hello.nonce, said.context(Side.ANSWERER.value))
-        return Step(Outcome.GOES_ON, Challenge(self._nonce, mine))
+        return HandshakeStep(Outcome.GOES_ON, Challenge(self._nonce, mine))
 
-    def _on_proof(self, hello: Hello, said: _Transcript, theirs: Proof) -> Step:
+    def _on_proof(self, hello: Hello, said: _Transcript, theirs: Proof) -> HandshakeStep:
         token = proven(self._token, self._nonce, said.context(Side.DIALLER.value), theirs.proof)
         if token is None:
             return _refuse(f"wrong token, or another process was dialled than rank {self._me.rank}")
         self.hello = hello
         self.keys = Keys(said.key(token, Side.ANSWERER), said.key(token, Side.DIALLER))
-        return Step(Outcome.DONE, Welcome())
+        return HandshakeStep(Outcome.DONE, Welcome())
 
 
 def _checked(nonce: bytes) -> bytes:
@@ -382,8 +382,8 @@ def _checked(nonce: bytes) -> bytes:
     return nonce
 
 
-def _refuse(reason: str) -> Step:
-    return Step(Outcome.REFUSED, Refused(reason[:MAX_REASON_CHARS]), reason)
+def _refuse(reason: str) -> HandshakeStep:
+    return HandshakeStep(Outcome.REFUSED, Refused(reason[:MAX_REASON_CHARS]), reason)
 
 
 def _legible(text: str) -> str:

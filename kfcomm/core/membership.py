@@ -65,7 +65,7 @@ class Tag(IntEnum):
     """[value]"""
 
 
-class Decision:
+class EpochDecision:
     """One decision, as one of ``size`` ranks takes part in it. Methods return messages for all others.
 
     Attributes:

@@ -18,7 +18,7 @@ from kfcomm.elastic.dispatcher import Dispatcher, EpochReports
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate, Seconds
 from kfcomm.world.communicator import Communicator
-from kfcomm.world.epochs import NO_PLAN, Plan, Released
+from kfcomm.world.epochs import NO_PLAN, EpochPlan, Released
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session
@@ -186,7 +186,7 @@ class ElasticCommunicator:
                 raise CollectiveTimeout(said["late"])
             if "wrong" in said:
                 raise ConfigError(said["wrong"])
-            plan = Plan.of(said["plan"])
+            plan = EpochPlan.of(said["plan"])
             try:
                 made, _, is_planned = await comm._succeed(b"resize", plan=plan, timeout=timeout)
             except Released:
@@ -314,7 +314,7 @@ async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, A
         return {"late": f"resize({size}): {len(found)} of {needed} new ranks have come within {limit_s:g} s"}
     except (ConfigError, RendezvousError) as error:
         return {"wrong": str(error)}
-    return {"plan": Plan(tuple(sorted(found)[: max(0, needed)]), comm.births[size:])}
+    return {"plan": EpochPlan(tuple(sorted(found)[: max(0, needed)]), comm.births[size:])}
 
 
 def _outliving(verb: str) -> Callable[..., Handle[Any]]:

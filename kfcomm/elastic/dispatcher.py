@@ -26,10 +26,10 @@ from typing import Any
 from kfcomm.collectives.handle import Handle
 from kfcomm.elastic.call_log import CallLog, ElasticCall, ElasticHandle, Entry, Standing, Uids, decide
 from kfcomm.elastic.runner import CallRunner, frozen
-from kfcomm.engine.agreements import Call as AgreementKind
+from kfcomm.engine.agreements import AgreementCall as AgreementKind
 from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
 from kfcomm.world.communicator import Communicator
-from kfcomm.world.epochs import NO_PLAN, NUM_TELLERS, Plan, Released, tell_store
+from kfcomm.world.epochs import NO_PLAN, NUM_TELLERS, EpochPlan, Released, tell_store
 
 TELL_WITHIN_S = 2.0
 """Wait of a leaving rank for a store that does not answer."""
@@ -44,10 +44,10 @@ class EpochReports:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: tuple[Uids, Plan] | None = None  # of this epoch, until this rank has sent it
+        self._news: tuple[Uids, EpochPlan] | None = None  # of this epoch, until this rank has sent it
         self._comm: Communicator | None = None
 
-    def begin(self, comm: Communicator, former: Uids, plan: Plan) -> None:
+    def begin(self, comm: Communicator, former: Uids, plan: EpochPlan) -> None:
         """Report an epoch that has begun by this plan; ``former`` are the uids of the ranks of the one before."""
         self._news, self._comm = (former, plan), comm
         comm._session.engine.loss_listeners.append(partial(self._tell, comm))
@@ -102,7 +102,7 @@ class Recovery:
         while self._task is not None:
             await asyncio.wait([self._task])
 
-    async def change(self, plan: Plan) -> None:
+    async def change(self, plan: EpochPlan) -> None:
         """Carry out a plan that all ranks know, or will know.
 
         Raises:

@@ -53,7 +53,7 @@ from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost, R
 from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
 from kfcomm.world.communicator import Communicator
-from kfcomm.world.epochs import NO_PLAN, Plan
+from kfcomm.world.epochs import NO_PLAN, EpochPlan
 
 logger = logging.getLogger("kfcomm")
 
@@ -319,7 +319,7 @@ class Entrance:
 logger = logging.getLogger("kfcomm")
 
 
-class Requests:
+class SizeRequests:
     """Requests that are not carried out; read from the store while this rank is the first."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ class Requests:
             for hear in (hear_candidates, hear_wishes):
                 self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
 
-    def plan(self, comm: Communicator) -> Plan:
+    def plan(self, comm: Communicator) -> EpochPlan:
         """Plan the next change: waiting ranks join, as far as the size allows; ranks that are to be replaced leave.
 
         If too many ranks remain, the last ones leave. At least one rank that has the state stays.
@@ -357,13 +357,13 @@ class Requests:
         if size != ANY_SIZE:
             staying = staying[: max(1, size)]
             waiting = waiting[: max(0, size - len(staying))]
-        return Plan(tuple(waiting), tuple(uid for uid in comm.births if uid not in staying))
+        return EpochPlan(tuple(waiting), tuple(uid for uid in comm.births if uid not in staying))
 
     def is_wanted(self, comm: Communicator) -> bool:
         """Whether this rank is the first, and has requests."""
         return comm.rank == 0 and self.plan(comm) != NO_PLAN
 
-    def done(self, plan: Plan) -> None:
+    def done(self, plan: EpochPlan) -> None:
         """Drop the requests of a plan that was carried out."""
         for one in plan.joiners:
             self._known.add(one.birth)

@@ -13,7 +13,7 @@ from kfcomm.elastic.call_log import BOUNDARY
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.joining import Entrance, Handover, Requests, program_digest
+from kfcomm.elastic.joining import Entrance, Handover, SizeRequests, program_digest
 from kfcomm.elastic.replicas import Replicas
 from kfcomm.elastic.sampler import ElasticSampler, Step
 from kfcomm.elastic.state import State
@@ -99,7 +99,7 @@ class Elastic:
         self._replicas: Replicas | None = None
         self._program = program_digest()
         self._calls: Dispatcher | None = None
-        self._requests = Requests()
+        self._requests = SizeRequests()
         self._walks: Walks | None = None
 
     @property

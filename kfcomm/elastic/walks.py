@@ -22,11 +22,11 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
-from kfcomm.elastic.joining import Handover, Requests
+from kfcomm.elastic.joining import Handover, SizeRequests
 from kfcomm.elastic.sampler import Course, ElasticSampler, Position, Samplers, Step, Told, share
 from kfcomm.elastic.state import Kept, State, fault_of
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.world.epochs import NO_PLAN, Plan
+from kfcomm.world.epochs import NO_PLAN, EpochPlan
 
 T = TypeVar("T")
 Wanted: TypeAlias = Step | np.ndarray[Any, np.dtype[Any]] | Callable[[], Awaitable[None]]
@@ -53,7 +53,7 @@ class Walks:
     """Walks of one rank while an ``Elastic`` is open."""
 
     def __init__(
-        self, handover: Handover, requests: Requests, states: tuple[State, State | None],
+        self, handover: Handover, requests: SizeRequests, states: tuple[State, State | None],
         checkpoint: Checkpoint | None, *, restarts: bool,
     ) -> None:  # fmt: skip
         self.is_replaying = False  # this rank has not reached the walk that it has to resume
@@ -293,7 +293,7 @@ class Walks:
         # The first rank may have died since the boundary, and its successor may not know the request.
         mine = self._requests.plan(comm.current) if comm.rank == 0 else NO_PLAN
         try:
-            plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
+            plan = EpochPlan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
         except PeerLost:
             return
         if plan == NO_PLAN:

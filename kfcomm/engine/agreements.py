@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 
-from kfcomm.core.membership import MAX_PART_NBYTES, Decision, Message, Value
+from kfcomm.core.membership import MAX_PART_NBYTES, EpochDecision, Message, Value
 from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, KfcommError, Partitioned
 
 CUT_OFF_AFTER_S = 1.0
@@ -26,7 +26,7 @@ Word = Callable[[Sequence[int], Sequence[int]], Awaitable[bool]]
 """Question to the store, as ``session.Network.has_word``."""
 
 
-class Call(IntEnum):
+class AgreementCall(IntEnum):
     """Purpose of an agreement; all ranks have to call the same."""
 
     AGREE = 0
@@ -46,8 +46,8 @@ class Agreements:
         self._size = size
         self._tell = tell
         self._number = 0
-        self._given: Call | None = None
-        self._decisions: dict[int, Decision] = {}
+        self._given: AgreementCall | None = None
+        self._decisions: dict[int, EpochDecision] = {}
         self._gone: set[int] = set()
         self._ended: set[int] = set()
         self._error: KfcommError | None = None
@@ -86,10 +86,10 @@ class Agreements:
             if number in self._decisions:
                 self._say(number, self._decisions[number].leave())
 
-    def _begin(self, number: int) -> Decision:
+    def _begin(self, number: int) -> EpochDecision:
         """The decision of that number; one that no rank can ask for any more is forgotten."""
         self._decisions.pop(number - 3, None)
-        self._decisions[number] = made = Decision(self._rank, self._size, self._gone, self._ended)
+        self._decisions[number] = made = EpochDecision(self._rank, self._size, self._gone, self._ended)
         return made
 
     def _say(self, number: int, messages: Sequence[Message]) -> None:
@@ -103,7 +103,9 @@ class Agreements:
 
     # ---------------------------------------------------------------- calls
 
-    async def decide(self, call: Call, part: bytes, timeout_s: float, word: Word | None = None) -> dict[int, bytes]:
+    async def decide(
+        self, call: AgreementCall, part: bytes, timeout_s: float, word: Word | None = None
+    ) -> dict[int, bytes]:
         """Take part, and wait for the decision: the parts of the ranks that go on, by rank.
 
         Args:
@@ -132,13 +134,13 @@ class Agreements:
             value = await self._wait(decision, call, timeout_s, word)
             self._number += 1
             self._given = None
-        calls = {rank: Call(part[0]) for rank, part in value}
+        calls = {rank: AgreementCall(part[0]) for rank, part in value}
         if set(calls.values()) != {call}:
             said = ", ".join(f"rank {rank} called {one.name.lower()}()" for rank, one in calls.items())
             raise CollectiveMismatch(f"the ranks do not agree on what they agree on: {said}", key=call.name.lower())
         return {rank: part[1:] for rank, part in value}
 
-    async def _wait(self, decision: Decision, call: Call, timeout_s: float, word: Word | None) -> Value:
+    async def _wait(self, decision: EpochDecision, call: AgreementCall, timeout_s: float, word: Word | None) -> Value:
         loop = asyncio.get_running_loop()
         until_s, cut_off_at_s, has_asked = loop.time() + timeout_s, math.inf, False
         while decision.value is None:
@@ -163,7 +165,7 @@ class Agreements:
                 timer.cancel()
         return decision.value
 
-    async def _ask(self, decision: Decision, word: Word | None) -> None:
+    async def _ask(self, decision: EpochDecision, word: Word | None) -> None:
         """The store's word, where the others cannot go on without it, either.
 
         Of two halves the other gets a no, and raises. Where some have ended, the others may know what was decided with
@@ -183,7 +185,7 @@ class Agreements:
                 members=left,
             )
 
-    def _late(self, decision: Decision, call: Call, timeout_s: float) -> CollectiveTimeout:
+    def _late(self, decision: EpochDecision, call: AgreementCall, timeout_s: float) -> CollectiveTimeout:
         missing = decision.missing
         arrived = tuple(rank for rank in decision.living() if rank not in missing)
         why = f"ranks {list(missing)} have not called it" if missing else "what the others say has not come"

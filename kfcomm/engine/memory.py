@@ -54,7 +54,7 @@ class Work:
         self.is_partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
 
 
-class Memory:
+class OperationMemory:
     """Arrays of one collective, by chunk.
 
     A base of the operation, not a part of it: a second object for each call would cost 25 bytecodes, and the garbage

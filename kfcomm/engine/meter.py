@@ -114,7 +114,7 @@ def bound_s(bucket: float) -> float:
     return float(2.0 ** (bucket / PER_OCTAVE))
 
 
-class Throughput:
+class MeteredThroughput:
     """Of the monitored calls under one strategy.
 
     Attributes:
@@ -181,7 +181,7 @@ class Meter(Observer):
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
-        self.throughputs: dict[bytes, dict[str, Throughput]] = {}
+        self.throughputs: dict[bytes, dict[str, MeteredThroughput]] = {}
         self.gauges: dict[str, float] = {}
         self.steps: dict[tuple[bytes, str], StepTally] = {}
         self.now_s = 0.0
@@ -246,12 +246,12 @@ class Meter(Observer):
         for one in [one for one in self.steps if one[0] in group_ids]:
             del self.steps[one]
 
-    def throughput(self, group: GroupView, strategy: str) -> Throughput:
+    def throughput(self, group: GroupView, strategy: str) -> MeteredThroughput:
         """Of the monitored calls of a group under a strategy."""
         of_group = self.throughputs.setdefault(group.id, {})
         found = of_group.get(strategy)
         if found is None:
-            found = of_group[strategy] = Throughput()
+            found = of_group[strategy] = MeteredThroughput()
             if len(of_group) > MAX_STRATEGIES:
                 del of_group[next(iter(of_group))]
         return found

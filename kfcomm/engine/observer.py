@@ -1,6 +1,6 @@
 """Events of one rank, and the protocol of those who observe them.
 
-Statistics (``meter``), the log of recent events (`Recorder`), the load (`Load`) and timelines
+Statistics (``meter``), the log of recent events (`Recorder`), the load (`EngineLoad`) and timelines
 (``kfcomm.monitor.timeline``) are observers. An observer returns nothing and cannot change what the engine does.
 
 ``Engine.observers`` is None unless one was attached, and each event costs one test of that then. Statistics and the
@@ -219,7 +219,7 @@ def _wall_s() -> float:
     return time.time() - monotonic()
 
 
-class Load(Observer):
+class EngineLoad(Observer):
     """Totals of a rank since this was made: for how long collectives are under way, and how much they carry.
 
     It observes the end of every collective, for 0.2 µs each; nothing is counted in between.

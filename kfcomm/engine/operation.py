@@ -16,7 +16,7 @@ from kfcomm.core.frame import Kind
 from kfcomm.core.links import admit, may_send
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, INPUT, PARTIAL, PAYLOAD, CollectiveDriver
 from kfcomm.core.program import Lane
-from kfcomm.engine.memory import COPIED_NBYTES, Array, Memory, Work
+from kfcomm.engine.memory import COPIED_NBYTES, Array, OperationMemory, Work
 from kfcomm.engine.observer import BATCH
 from kfcomm.engine.receiver import Payload
 from kfcomm.types import override
@@ -46,7 +46,7 @@ class CachedName(Protocol):
     is_whole: bool
 
 
-class Operation(Memory, CollectiveDriver):
+class Operation(OperationMemory, CollectiveDriver):
     """Driver of one collective, with its memory. It owns what links read for it: see ``transports.base.Owner``.
 
     It and its collective, and it and its future, let go of each other at the end: so ten thousand of them are no work

@@ -30,7 +30,7 @@ LONGEST_REST_S = 60.0
 
 
 @dataclass(slots=True)
-class Place:
+class RankPlace:
     """A host of the job during the life of one launcher; the host's next launcher has another place."""
 
     address: str  # of the host
@@ -71,7 +71,7 @@ class Elasticity:
     size: int  # wanted number of ranks: the requested one, limited by slots
     restarts: int  # number of replacements left
     spares: int = 0  # number of additional processes, which wait to be admitted
-    places: list[Place] = field(default_factory=list)  # the hosts, by position
+    places: list[RankPlace] = field(default_factory=list)  # the hosts, by position
     slots: Mapping[str, int] | None = None  # largest number of processes on each host, by address; None for no limit
     unreplaced: int = 0  # number of dead ranks without a replacement, for lack of restarts
     where: dict[int, int] = field(default_factory=dict)  # host of each process that was ever started, by uid
@@ -134,9 +134,9 @@ class Elasticity:
     def expect(self, position: int, address: str) -> None:
         """Expect the launcher of a host, for a position; no rank is started there before it arrives."""
         while len(self.places) <= position:
-            self.places.append(Place("", is_gone=True))  # requested by other launchers
+            self.places.append(RankPlace("", is_gone=True))  # requested by other launchers
         num_ranks = next((one.num_ranks for one in self.places if one.address == address), 1)
-        self.places[position] = Place(address, num_ranks, is_gone=True)
+        self.places[position] = RankPlace(address, num_ranks, is_gone=True)
 
     def begun(self, birth: int, host: int = 0) -> None:
         """Note that a process runs."""
@@ -294,14 +294,14 @@ class Elasticity:
             return found
         return [host for host in found if self._fullness(self.places[host]) < 1]
 
-    def _fullness(self, place: Place) -> float:
+    def _fullness(self, place: RankPlace) -> float:
         weight = place.num_ranks if self.slots is None else self.slots.get(place.address, 0)
         return len(self._at(place.address, self.in_stage(*LIVING))) / weight if weight else 1.0
 
     def _at(self, address: str, births: Collection[int]) -> list[int]:
         return [birth for birth in births if self.places[self.where[birth]].address == address]
 
-    def _health_of(self, place: Place) -> Health:
+    def _health_of(self, place: RankPlace) -> Health:
         return self._health.setdefault(place.address, Health())
 
 
@@ -330,7 +330,7 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addre
         raise ConfigError("an elastic job begins with two ranks or more")
     found = Elasticity(low, high, size, size, restarts if colon else 0, spares)
     for host, count in enumerate(ranks):
-        found.places.append(Place(addresses[host] if addresses else str(host), count))
+        found.places.append(RankPlace(addresses[host] if addresses else str(host), count))
         for _ in range(count):
             found.begun(found.next_birth, host)
     return found

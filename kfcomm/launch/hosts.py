@@ -39,15 +39,15 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HostPlan:
     """Hosts and their initial ranks."""
 
     hosts: tuple[Host, ...]  # all hosts, in the order of their ranks
     here: int = 0  # position of this host among them
 
-    def with_late(self, address: str) -> Plan:
+    def with_late(self, address: str) -> HostPlan:
         """Plan of a host that joins later: it is appended, with no initial rank."""
-        return Plan((*self.hosts[: self.num_first], Host(address, 0)), self.num_first)
+        return HostPlan((*self.hosts[: self.num_first], Host(address, 0)), self.num_first)
 
     @property
     def is_late(self) -> bool:
@@ -60,7 +60,7 @@ class Plan:
         return len(self.hosts) - self.is_late
 
     @classmethod
-    def single(cls, num_ranks: int) -> Plan:
+    def single(cls, num_ranks: int) -> HostPlan:
         """All ranks on this host, over loopback."""
         return cls((Host(LOOPBACK, num_ranks),))
 
@@ -109,7 +109,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return hosts
 
 
-def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
+def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> HostPlan:
     """Plan with this host's position: the entry ``own``, else the one with an address of this host.
 
     Raises:
@@ -120,7 +120,7 @@ def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
     found = [at for at, host in enumerate(hosts) if host.address in mine]
     match found:
         case [here]:
-            return Plan(hosts, here)
+            return HostPlan(hosts, here)
         case []:
             raise ConfigError(f"none of the hosts {listed} is this one, which has {', '.join(sorted(mine))}")
         case _:

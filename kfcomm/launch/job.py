@@ -22,7 +22,7 @@ from random import Random
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
-from kfcomm.launch.hosts import Discovery, Host, Plan, parse_hosts, plan_for, resolved
+from kfcomm.launch.hosts import Discovery, Host, HostPlan, parse_hosts, plan_for, resolved
 from kfcomm.monitor import serving
 from kfcomm.rendezvous.authentication import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.backends import backend_of, secret_variables
@@ -61,7 +61,7 @@ class RunOptions:
     color: bool | None = None  # whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``
     settings: Mapping[str, str] = field(default_factory=dict)  # variables for the ranks, by full name
 
-    def plan(self) -> Plan:
+    def plan(self) -> HostPlan:
         """Hosts and their initial ranks.
 
         Raises:
@@ -70,13 +70,13 @@ class RunOptions:
         if self.hosts is None:
             if self.num_ranks is None:
                 raise ConfigError("say how many ranks to start: -n 4, or -H 10.0.0.1:4,10.0.0.2:4")
-            return Plan.single(self.num_ranks)
+            return HostPlan.single(self.num_ranks)
         plan = self._plan_for(parse_hosts(self.hosts))
         if self.num_ranks not in (None, plan.size):
             raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
         return plan
 
-    def _plan_for(self, hosts: tuple[Host, ...]) -> Plan:
+    def _plan_for(self, hosts: tuple[Host, ...]) -> HostPlan:
         """Plan of this host, which may join later if hosts are discovered."""
         if self.discover is None:
             return plan_for(hosts, self.own)
@@ -84,9 +84,9 @@ class RunOptions:
         if not mine.isdisjoint(host.address for host in hosts):
             return plan_for(hosts, self.own)
         towards = hosts[0].address, self.store_port()
-        return Plan(hosts).with_late(min(mine) if self.own is not None else choose_address(None, towards))
+        return HostPlan(hosts).with_late(min(mine) if self.own is not None else choose_address(None, towards))
 
-    def elasticity(self, plan: Plan) -> Elasticity | None:
+    def elasticity(self, plan: HostPlan) -> Elasticity | None:
         """Bounds of an elastic job; None for a fixed size.
 
         Raises:
@@ -106,7 +106,7 @@ class RunOptions:
         ranks, addresses = [host.num_ranks for host in hosts], [host.address for host in hosts]
         return parse(self.elastic, ranks, self.restart_limit, self.spares, addresses)
 
-    def readers(self, plan: Plan) -> range:
+    def readers(self, plan: HostPlan) -> range:
         """Ranks of this host that get the launcher's standard input.
 
         Raises:
@@ -162,7 +162,7 @@ class Job:
     """Data shared by all ranks of the job on this host."""
 
     options: RunOptions  # as they were given
-    plan: Plan  # hosts and their initial ranks
+    plan: HostPlan  # hosts and their initial ranks
     elastic: Elasticity | None  # numbers and stages of the ranks; None for a fixed size
     program: str  # the file to run
     token: bytes  # the secret of the job
@@ -296,7 +296,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not (name in foreign or name.startswith(_TORCHRUN))}
 
 
-def torch_variables(plan: Plan, rank: int, local: tuple[int, int], port: int | None) -> dict[str, str]:
+def torch_variables(plan: HostPlan, rank: int, local: tuple[int, int], port: int | None) -> dict[str, str]:
     """Variables to set for a rank, unless the user has set them.
 
     Args:
@@ -312,7 +312,7 @@ def torch_variables(plan: Plan, rank: int, local: tuple[int, int], port: int | N
     return found
 
 
-def contradictions(environ: Mapping[str, str], plan: Plan) -> Iterator[str]:
+def contradictions(environ: Mapping[str, str], plan: HostPlan) -> Iterator[str]:
     """Warnings about variables of the user that do not fit these ranks."""
     kept = inherited(environ)
     if plan.size > 1 and "RANK" in kept:

@@ -49,7 +49,7 @@ NOT_STARTED = 126
 """Exit code of a process that the kernel did not run."""
 
 
-class Phase(IntEnum):
+class LauncherPhase(IntEnum):
     """Phase of a launcher; see the table above."""
 
     RUNS = 0
@@ -61,7 +61,7 @@ class Phase(IntEnum):
 
 
 @dataclass(slots=True)
-class Verdict:
+class JobOutcome:
     """Outcome of a job; the first cause stands."""
 
     failed: Failure | None = None  # the rank that failed first
@@ -121,8 +121,8 @@ class Launcher:
     role: Role = field(init=False)
     start: Callable[[int], Child] = field(init=False)  # starts the process of a uid
     say: Callable[[str], None] = field(init=False)  # shows a message
-    verdict: Verdict = field(default_factory=Verdict)
-    phase: Phase = Phase.RUNS
+    verdict: JobOutcome = field(default_factory=JobOutcome)
+    phase: LauncherPhase = LauncherPhase.RUNS
     passing: Passing = field(init=False)
     tasks: asyncio.TaskGroup = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -132,7 +132,7 @@ class Launcher:
     def __post_init__(self) -> None:
         self.passing = Passing(self.host, self.ranks.forward)
 
-    async def watch(self, store: KeyValue) -> Verdict:
+    async def watch(self, store: KeyValue) -> JobOutcome:
         """Watch until the role says that all is over.
 
         Args:
@@ -153,7 +153,7 @@ class Launcher:
                     self.changed.clear()
                     await self.role.act(store)
                 # Before the tasks end: a rank that is started now would be watched by none of them.
-                self.phase = Phase.STOPPED
+                self.phase = LauncherPhase.STOPPED
                 for task in self._watches:
                     task.cancel()
                 # a store that does not answer must not delay the end of the job, least of all after Ctrl-C
@@ -161,7 +161,7 @@ class Launcher:
                 for task in self._follows:
                     asyncio.get_running_loop().call_later(within_s, task.cancel)
         finally:
-            self.phase = Phase.STOPPED  # also if a task has failed
+            self.phase = LauncherPhase.STOPPED  # also if a task has failed
             self.ranks.close()
         return self.verdict
 
@@ -176,7 +176,7 @@ class Launcher:
         self._watches.discard(task)
         self.changed.set()
 
-    def advance(self, phase: Phase) -> None:
+    def advance(self, phase: LauncherPhase) -> None:
         """Go on to a phase, unless a later one is reached."""
         self.phase = max(self.phase, phase)
         self.changed.set()
@@ -185,21 +185,21 @@ class Launcher:
         """Forward a signal that ends the launcher; if the ranks are ending already, kill them."""
         if self.verdict.is_open:
             self.verdict.signal = number
-            self.advance(Phase.ENDS)
+            self.advance(LauncherPhase.ENDS)
         # Python programs ignore SIGPIPE, and the closed pipe is the launcher's, not theirs
         self.ranks.end(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def fail(self, failure: Failure, *, goes_on: bool = False) -> None:
         """Settle the first failure, and end the ranks of this host, unless the job goes on."""
         self.verdict.failed = failure
-        self.advance(Phase.RUNS_ON if goes_on else Phase.ENDS)
+        self.advance(LauncherPhase.RUNS_ON if goes_on else LauncherPhase.ENDS)
         if not goes_on:
             self.ranks.end(signal.SIGTERM)
 
     async def launch(self, birth: int, store: KeyValue) -> None:
         """Start a rank of an elastic job here."""
         # The order may have been withdrawn while the store saved it.
-        if self.phase is not Phase.STOPPED and birth not in self.ranks.dismissed:
+        if self.phase is not LauncherPhase.STOPPED and birth not in self.ranks.dismissed:
             try:
                 self._follow(birth, self.start(birth), store)
                 return
@@ -292,7 +292,7 @@ class FixedRole:
         launcher, self._is_store_lost = self.launcher, True
         if launcher.ranks.living and launcher.verdict.is_open:
             launcher.verdict.lost = True
-            launcher.advance(Phase.ENDS)
+            launcher.advance(LauncherPhase.ENDS)
             launcher.ranks.end(signal.SIGTERM)
 
     async def act(self, store: KeyValue) -> None:
@@ -306,14 +306,14 @@ class FixedRole:
         launcher = self.launcher
         if launcher.ranks.living:
             return False
-        return launcher.phase >= Phase.ENDS or len(launcher.ended) == launcher.blame.size or self._is_store_lost
+        return launcher.phase >= LauncherPhase.ENDS or len(launcher.ended) == launcher.blame.size or self._is_store_lost
 
     def _judge(self) -> None:
         """Find the first failure; if it is not settled yet, try again when it must be."""
         if self._judging is not None:
             self._judging.cancel()
             self._judging = None
-        if self.launcher.phase is Phase.RUNS:
+        if self.launcher.phase is LauncherPhase.RUNS:
             self.launcher.ranks.reports.drain()
             due_s = self._settle(monotonic())
             if due_s is not None:

@@ -49,9 +49,9 @@ import msgpack
 from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.exit_reports import Failure
-from kfcomm.launch.hosts import Plan
+from kfcomm.launch.hosts import HostPlan
 from kfcomm.launch.job import Job
-from kfcomm.launch.launcher import Launcher, Phase, claimed
+from kfcomm.launch.launcher import Launcher, LauncherPhase, claimed
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.keyvalue import (
@@ -128,7 +128,7 @@ async def arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: float) -> int | None:
+async def _new_position(store: KeyValue, plan: HostPlan, me: bytes, patience_s: float) -> int | None:
     """Request a position, and wait for it; None if the request is lost, as when a job begins again.
 
     Raises:
@@ -160,7 +160,7 @@ async def _new_position(store: KeyValue, plan: Plan, me: bytes, patience_s: floa
     return plan.num_first - 1 + number
 
 
-def expect_those_admitted(store: LocalStore, plan: Plan, elastic: Elasticity) -> None:
+def expect_those_admitted(store: LocalStore, plan: HostPlan, elastic: Elasticity) -> None:
     """Restore the positions that a previous first launcher assigned."""
     for name, told in store.contents.folder(ADMITTED).items():
         if not told and (asked := store.contents.held(f"{COMERS}/{name}")) is not None:
@@ -255,7 +255,7 @@ class HostRole:
         if launcher.verdict.signal is not None and not self._has_left:
             self._has_left = True
             await claimed(store, f"{LEAVING}/{launcher.host}")
-        if launcher.phase is not Phase.ALONE:
+        if launcher.phase is not LauncherPhase.ALONE:
             return
         if ranks.ended and not ranks.living and all(ranks.ended.values()):
             birth = [*ranks.children][-1]
@@ -269,7 +269,7 @@ class HostRole:
 
     def is_over(self) -> bool:
         """Whether all ranks of this host have ended, and no others are to be started here."""
-        return self.launcher.phase is not Phase.RUNS and not self.launcher.ranks.living
+        return self.launcher.phase is not LauncherPhase.RUNS and not self.launcher.ranks.living
 
     async def _watch_silent(self, store: KeyValue) -> None:
         async for silent in self.launcher.ranks.silences(self.lost_after_s, self.launcher.blame):
@@ -285,16 +285,16 @@ class HostRole:
         while True:
             async for _ in self.first.watch_exits(launcher.host):
                 pass  # handled by the launcher
-            if launcher.phase is Phase.RUNS:
-                launcher.advance(Phase.ALONE)
+            if launcher.phase is LauncherPhase.RUNS:
+                launcher.advance(LauncherPhase.ALONE)
                 launcher.say(
                     "the launcher of the first host is unreachable: automatic replacement is disabled until it restarts"
                 )
             if not await self._has_first_again():
                 self.let_go()
                 return
-            if launcher.phase is Phase.ALONE:
-                launcher.phase = Phase.RUNS
+            if launcher.phase is LauncherPhase.ALONE:
+                launcher.phase = LauncherPhase.RUNS
             launcher.say("the launcher of the first host is back")
             for birth in list(launcher.ranks.ended):  # it may have missed the report
                 await launcher.report(launcher.exit_of(birth), store)
@@ -313,7 +313,7 @@ class HostRole:
 
     async def _watch_orders(self, store: KeyValue) -> None:
         async for birth, _ in store.watch(f"{START}/{self.launcher.host}"):
-            if self.launcher.phase <= Phase.ALONE:
+            if self.launcher.phase <= LauncherPhase.ALONE:
                 await self.launcher.launch(birth, store)
 
     async def _watch_dismissed(self, store: KeyValue) -> None:
@@ -339,7 +339,7 @@ class HostRole:
                 launcher.interrupt(number)
             elif launcher.verdict.is_open and code:
                 launcher.fail(Failure(rank, code, monotonic(), summary=summary))
-            launcher.advance(Phase.OVER)
+            launcher.advance(LauncherPhase.OVER)
 
 
 async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost_after_s: float) -> None:
@@ -380,13 +380,13 @@ async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost
             del since_s[host]
 
 
-def company(plan: Plan, store: LocalStore) -> set[str]:
+def company(plan: HostPlan, store: LocalStore) -> set[str]:
     """Other hosts, by position, that neither left before the end of the job nor were given up."""
     late = {name for name in store.contents.folder(LAUNCHED) if int(name) >= plan.num_first}
     return {*map(str, range(1, plan.num_first)), *late} - store.contents.folder(LEAVING).keys()
 
 
-async def all_know(plan: Plan, store: LocalStore, wait_s: float) -> None:
+async def all_know(plan: HostPlan, store: LocalStore, wait_s: float) -> None:
     """Wait until the launchers of the other hosts have ended, knowing the outcome; or time is up."""
     loop = asyncio.get_running_loop()
     deadline_s, left = loop.time() + wait_s, store.contents.folder(LAUNCHERS)

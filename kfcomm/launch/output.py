@@ -5,7 +5,7 @@ carriage return restarts a line, as on a terminal: of a progress bar, the last s
 of a slow one a state every `BAR_EVERY_S`, as a line. On a terminal an incomplete line is shown instead, at the bottom,
 cut to one row and overwritten by the next output, so that a progress bar moves there.
 
-`Screen` is sans-IO: bytes and times in, bytes to write out. `Output` writes them in a thread, so that a blocked
+`LauncherScreen` is sans-IO: bytes and times in, bytes to write out. `Output` writes them in a thread, so that a blocked
 terminal or pager does not keep the launcher from handling signals.
 """
 
@@ -44,7 +44,7 @@ class Stream(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class OutputStyle:
     """How lines are shown."""
 
     size: int  # number of ranks; gives the width of the prefix
@@ -73,10 +73,10 @@ class _Line:
         return last if is_open else _visible(before)
 
 
-class Screen:
+class LauncherScreen:
     """Merges the output of the ranks. Memory: at most `MAX_LINE_NBYTES` for each rank and stream."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: OutputStyle) -> None:
         self._look = look
         self._pending: dict[Source, _Line] = {}
         self._shown: Source | None = None
@@ -189,7 +189,9 @@ class Output:
     with a message on the other stream, at the first error and at the end.
     """
 
-    def __init__(self, screen: Screen, on_broken: Callable[[], None], descriptors: Mapping[Stream, int]) -> None:
+    def __init__(
+        self, screen: LauncherScreen, on_broken: Callable[[], None], descriptors: Mapping[Stream, int]
+    ) -> None:
         self._screen = screen
         self._descriptors = descriptors
         self._on_broken = on_broken

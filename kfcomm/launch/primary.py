@@ -19,7 +19,7 @@ from kfcomm.errors import KfcommError
 from kfcomm.launch.elastic import Elasticity, Stage
 from kfcomm.launch.exit_reports import Failure
 from kfcomm.launch.hosts import Discovery, difference
-from kfcomm.launch.launcher import NOT_STARTED, Launcher, Phase, Verdict, claimed
+from kfcomm.launch.launcher import NOT_STARTED, JobOutcome, Launcher, LauncherPhase, claimed
 from kfcomm.launch.local_ranks import these
 from kfcomm.rendezvous.keyvalue import (
     DISMISSED,
@@ -76,7 +76,7 @@ class Sizing:
     def start_owed(self) -> int:
         """Start owed processes, as far as there are places, and later the others; return how many were started."""
         count = 0
-        while self.launcher.phase is Phase.RUNS and (found := self.elastic.start(monotonic())) is not None:
+        while self.launcher.phase is LauncherPhase.RUNS and (found := self.elastic.start(monotonic())) is not None:
             birth, host = found
             self.starting[birth] = self.launcher.spawn(self._start_at(host, birth))
             count += 1
@@ -138,7 +138,7 @@ class Sizing:
                 self.launcher.say(f"--discover: {line}")
             self.elastic.slots = known = slots
             waiting = await self.waiting()
-            if self.is_quiet or self.launcher.phase > Phase.ALONE:
+            if self.is_quiet or self.launcher.phase > LauncherPhase.ALONE:
                 return
             self._make_fit(waiting)
             await self._hold()
@@ -170,7 +170,7 @@ class Sizing:
         """Start ranks on hosts whose launchers arrive later, or return."""
         while True:
             address = await self.arrivals.get()
-            if self.launcher.phase <= Phase.ALONE:
+            if self.launcher.phase <= LauncherPhase.ALONE:
                 self.launcher.say(f"a launcher has come on {address}")
                 self.start_owed()
 
@@ -234,7 +234,7 @@ class PrimaryRole:
 
     def is_over(self) -> bool:
         """Whether the outcome is published, and all ranks of this host have ended."""
-        return self.launcher.phase is Phase.OVER and not (self.launcher.ranks.living or self.sizing.starting)
+        return self.launcher.phase is LauncherPhase.OVER and not (self.launcher.ranks.living or self.sizing.starting)
 
     async def act(self, store: KeyValue) -> None:
         """Settle the outcome, and tell it, once no rank is left that goes on."""
@@ -244,10 +244,10 @@ class PrimaryRole:
         if self.elastic.is_ending:  # no rank is left to admit them
             self.sizing.dismiss(await self.sizing.waiting())
         await self.fail_if_nobody_goes_on()
-        if launcher.phase < Phase.OVER and not (launcher.verdict.is_open and self.elastic.running):
+        if launcher.phase < LauncherPhase.OVER and not (launcher.verdict.is_open and self.elastic.running):
             if launcher.verdict.is_open and not self.elastic.is_ending:
                 launcher.verdict.failed = self._cause()
-            launcher.advance(Phase.OVER)
+            launcher.advance(LauncherPhase.OVER)
             launcher.ranks.wait_for_released(launcher.say)
             await claimed(store, f"{OUTCOME}/0", _outcome(launcher.verdict))
 
@@ -339,8 +339,8 @@ class PrimaryRole:
 
     def store_lost(self) -> None:
         """Continue without the store: running ranks do not need it. Other hosts are no longer reachable."""
-        if self.launcher.phase is Phase.RUNS:
-            self.launcher.advance(Phase.ALONE)
+        if self.launcher.phase is LauncherPhase.RUNS:
+            self.launcher.advance(LauncherPhase.ALONE)
             self.sizing.give_up_starting()
             for birth, host in self.elastic.where.items():
                 if host != (self.launcher.host or 0):
@@ -384,7 +384,7 @@ async def _asked(exits: KeyValue, size: int) -> None:
         await exits.ask_size(size)
 
 
-def _outcome(verdict: Verdict) -> bytes:
+def _outcome(verdict: JobOutcome) -> bytes:
     failed = verdict.failed
     rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
     said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])

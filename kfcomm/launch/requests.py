@@ -89,7 +89,7 @@ MAX_LINE_NBYTES = 1 << 16
 Answer = Callable[[str], Awaitable[dict[str, Any]]]
 
 
-class Requests:
+class LauncherRequests:
     """Answers for one job. A ``ConfigError`` of ``answer``, which gets a line, is sent to the client."""
 
     def __init__(self, job: str, answer: Answer, command: Sequence[str] = ()) -> None:

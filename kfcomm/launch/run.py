@@ -24,15 +24,15 @@ from typing import Any
 from kfcomm.errors import ConfigError
 from kfcomm.launch.exit_reports import Blame, ExitReports
 from kfcomm.launch.job import Job, RunOptions, contradictions
-from kfcomm.launch.launcher import FixedRole, Launcher, Phase, Verdict
+from kfcomm.launch.launcher import FixedRole, JobOutcome, Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
 from kfcomm.launch.other_hosts import HostRole, NotNeeded
-from kfcomm.launch.output import Log, Look, Output, Screen, Stream
+from kfcomm.launch.output import LauncherScreen, Log, Output, OutputStyle, Stream
 from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.launch.process import Child, Guardian, find_program
-from kfcomm.launch.requests import Requests
+from kfcomm.launch.requests import LauncherRequests
 from kfcomm.launch.stores import Store, joined, kept_store, served
-from kfcomm.launch.streams import Display, Feed, Pump, Streams
+from kfcomm.launch.streams import Display, Feed, OutputStreams, Pump
 from kfcomm.rendezvous.host import listen, url_of
 from kfcomm.rendezvous.keyvalue import Why, describe_exit
 from kfcomm.rendezvous.settings import Settings
@@ -94,7 +94,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
     beginning = job.plan.ranks if store.ended is None else range(0)
     logs = {} if job.options.log_dir is None else _logs(job.options.log_dir, beginning)
     with contextlib.ExitStack() as stack:
-        streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, launcher)))
+        streams = stack.enter_context(contextlib.closing(OutputStreams(display or output, logs, launcher)))
         reports = ExitReports(
             job.plan.ranks, streams.heard, launcher.role.rank_released, is_elastic=job.elastic is not None
         )
@@ -108,7 +108,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
             async with contextlib.AsyncExitStack() as rooms, store.entered(interrupted) as exits:
                 if isinstance(launcher.role, PrimaryRole):
                     answer = functools.partial(_answer, job, launcher.role)
-                    await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
+                    await rooms.enter_async_context(LauncherRequests(job.mark, answer, job.options.command))
                 async with asyncio.TaskGroup() as tasks:
                     launcher.start = starter.start
                     launcher.say = lambda text: _spawn(tasks, streams.say(text))
@@ -135,7 +135,7 @@ class _Starter:
     job: Job
     store_url: str
     ranks: LocalRanks
-    streams: Streams
+    streams: OutputStreams
     feed: Feed
     guardian: Guardian
     logs: dict[int, Log]
@@ -201,7 +201,7 @@ async def _answer(job: Job, role: PrimaryRole, line: str) -> dict[str, Any]:
         size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
             raise ConfigError(f"size {number} is outside the job's range {elastic.least}..{elastic.most}")
-        if launcher.phase is Phase.STOPPED:
+        if launcher.phase is LauncherPhase.STOPPED:
             raise ConfigError(f"job {job.mark} has ended")
         asking = role.sizing.ask_size(size)
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
@@ -258,15 +258,15 @@ def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asynci
         yield interrupted
 
 
-def _screen(job: Job) -> Screen:
+def _screen(job: Job) -> LauncherScreen:
     terminals = frozenset(stream for stream, descriptor in _DESCRIPTORS.items() if os.isatty(descriptor))
     color = job.options.color
     if color is None:
         color = Stream.OUT in terminals and not job.environ.get("NO_COLOR")
-    return Screen(Look(job.plan.size, color, terminals, shutil.get_terminal_size().columns))
+    return LauncherScreen(OutputStyle(job.plan.size, color, terminals, shutil.get_terminal_size().columns))
 
 
-def _summary(verdict: Verdict, job: Job, children: Mapping[int, Child]) -> str | None:
+def _summary(verdict: JobOutcome, job: Job, children: Mapping[int, Child]) -> str | None:
     """A line on the first failure, or None."""
     if verdict.signal is not None:
         return f"ended by {signal.Signals(verdict.signal).name}"

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
-from kfcomm.launch.hosts import Plan
+from kfcomm.launch.hosts import HostPlan
 from kfcomm.launch.job import TORCH_KEY, Job, tls_of
 from kfcomm.launch.other_hosts import admit, all_know, arrive, expect_those_admitted, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
@@ -238,7 +238,7 @@ class JobRecord(NamedTuple):
     bounds: tuple[int, int]  # least and largest number of ranks
 
     @classmethod
-    def of(cls, identity: bytes, plan: Plan, elastic: Elasticity) -> JobRecord:
+    def of(cls, identity: bytes, plan: HostPlan, elastic: Elasticity) -> JobRecord:
         """Record of a new job."""
         hosts = tuple((host.address, host.num_ranks) for host in plan.hosts)
         return cls(identity, hosts, (elastic.least, elastic.most))
@@ -272,7 +272,9 @@ class JobRecord(NamedTuple):
         return f"hosts {hosts}, {self.bounds[0]} to {self.bounds[1]} ranks"
 
 
-async def take_up(server: StoreServer, address: str, plan: Plan, elastic: Elasticity, heard_within_s: float) -> bool:
+async def take_up(
+    server: StoreServer, address: str, plan: HostPlan, elastic: Elasticity, heard_within_s: float
+) -> bool:
     """Continue the job that a store holds, or begin a new one.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Protocol
 from kfcomm.common.sizes import ranges
 from kfcomm.common.sockets import readable, writable
 from kfcomm.launch.exit_reports import LEAVING_WITHIN_S
-from kfcomm.launch.launcher import Launcher, Verdict
+from kfcomm.launch.launcher import JobOutcome, Launcher
 from kfcomm.launch.output import Log, Stream
 from kfcomm.launch.tracebacks import HELD_FOR_S, Error, Repeats, Victims
 from kfcomm.rendezvous.exit_report import ExitReport
@@ -45,7 +45,7 @@ class Display(Protocol):
         """Take a line of the launcher."""
 
 
-class Streams:
+class OutputStreams:
     """Relay from the pipes of the ranks to the display, and to the logs by rank (empty without logs)."""
 
     def __init__(self, display: Display, logs: Mapping[int, Log], launcher: Launcher) -> None:
@@ -130,7 +130,7 @@ class Streams:
         """Take a line of the launcher."""
         await self._display.say(text)
 
-    async def finish(self, verdict: Verdict) -> None:
+    async def finish(self, verdict: JobOutcome) -> None:
         """All streams have ended: show held-back output, and what the logs lack."""
         self._cancel_timers()
         if self._shows:

@@ -77,7 +77,7 @@ def _without_own(lines: list[bytes]) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class _Block:
+class _TracebackBlock:
     """The error stream of a rank from the beginning of a traceback on."""
 
     since_s: float  # time of its beginning
@@ -104,7 +104,7 @@ class _Shown:
 class Repeats:
     """Held-back parts of the error stream of each rank, and the shown errors that represent them."""
 
-    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _blocks: dict[int, _TracebackBlock] = field(default_factory=dict)
     _told: dict[int, bytes] = field(default_factory=dict)
     _leaving: set[int] = field(default_factory=set)
     _shown: dict[bytes, _Shown] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Repeats:
             if begin is None:
                 return data
             is_first = not any(one.is_shown for one in self._blocks.values()) and not self._fresh(now_s)
-            block = self._blocks[rank] = _Block(now_s, is_shown=is_first)
+            block = self._blocks[rank] = _TracebackBlock(now_s, is_shown=is_first)
             before, data = data[: begin.start()], data[begin.start() :]
         after = self._take(rank, block, data)
         is_long = len(block.text) > MAX_NBYTES
@@ -145,7 +145,7 @@ class Repeats:
             return before + data
         return before + (block.text if is_long else b"") + after
 
-    def _take(self, rank: int, block: _Block, data: bytes) -> bytes:
+    def _take(self, rank: int, block: _TracebackBlock, data: bytes) -> bytes:
         """Add to a block; return output after the error, if that is complete."""
         block.text += data
         block.has_ended = block.is_whole = not data

@@ -17,7 +17,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from kfcomm.core.collective import OWN_NAMES, shown
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.dumps import FORMAT, Pending, Record
+from kfcomm.monitor.dumps import FORMAT, PendingCall, Record
 from kfcomm.types import Verb
 
 WORLD = b"world".hex()
@@ -182,7 +182,7 @@ def diagnose(records: list[Record]) -> Diagnosis:
     )
 
 
-def key_of(wait: Pending) -> CollectiveKey:
+def key_of(wait: PendingCall) -> CollectiveKey:
     """Return the use of a name that a rank waits for."""
     return CollectiveKey(wait["group"], wait["name"], wait["seq"])
 
@@ -206,7 +206,7 @@ def title_of(verb: str, name: str) -> str:
     return whose + (f"{verb} {plain!r}" if plain else f"unnamed {verb}") + (step and f" ({step})")
 
 
-def _collective(records: dict[int, Record], key: CollectiveKey, one: Pending) -> Wait:
+def _collective(records: dict[int, Record], key: CollectiveKey, one: PendingCall) -> Wait:
     same = {rank: wait for rank, record in records.items() for wait in record["waiting"] if key_of(wait) == key}
     arrived = {rank for wait in same.values() for rank in wait["arrived"]}
     others = [rank for rank in one["members"] if rank not in same]

@@ -44,14 +44,14 @@ OTHERS = (PACKAGE, str(Path(os.__file__).parent), *site.getsitepackages(), "<fro
 """Where code is that the user has not written: this package, the standard library, what was installed."""
 
 
-class Group(TypedDict):
+class DumpedGroup(TypedDict):
     """A group; its members are ranks of the world."""
 
     name: str
     members: list[int]
 
 
-class Pending(TypedDict):
+class PendingCall(TypedDict):
     """A collective in flight, as one rank sees it; ranks are those of the world."""
 
     group: str
@@ -66,7 +66,7 @@ class Pending(TypedDict):
     sends_pending: int
 
 
-class Receive(TypedDict):
+class PendingReceive(TypedDict):
     """A receive whose message has not shown up; ``source`` is a rank of the world, None is any."""
 
     group: str
@@ -85,7 +85,7 @@ class Event(TypedDict):
     detail: str
 
 
-class Place(TypedDict):
+class CodePlace(TypedDict):
     """A thread or task: the user's own line ``at`` which it is (empty if none), and its stack, outermost first."""
 
     name: str
@@ -113,13 +113,13 @@ class Record(Details):
     time_s: float  # when it was made, by the wall clock
     loop_blocked_s: float  # for how long its event loop has had no turn
     lost: dict[str, str]  # ranks that are gone, and why
-    groups: dict[str, Group]  # by id
-    waiting: list[Pending]
-    receiving: list[Receive]
+    groups: dict[str, DumpedGroup]  # by id
+    waiting: list[PendingCall]
+    receiving: list[PendingReceive]
     uses: dict[str, dict[str, int]]  # how often each of the newest names was used, by id of the group
     events: list[Event]  # oldest first
-    threads: list[Place]
-    tasks: list[Place]
+    threads: list[CodePlace]
+    tasks: list[CodePlace]
 
 
 def dump(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def record_of(session: Session) -> Record:
         "routes": _routes(session),
         "waiting": [_waiting(operation) for operation in steady(engine.in_flight)],
         "receiving": cast(
-            "list[Receive]", [one for waits in steady(lambda: list(engine.receivers)) for one in steady(waits)]
+            "list[PendingReceive]", [one for waits in steady(lambda: list(engine.receivers)) for one in steady(waits)]
         ),
         "uses": _uses(steady(engine.router.uses)),
         "events": cast("list[Event]", steady(engine.recorder.as_list)),
@@ -238,7 +238,7 @@ def _routes(session: Session) -> dict[str, str]:
     return {group_id: str(choice) for group_id, choice in found.items() if choice is not None}
 
 
-def _waiting(operation: Operation) -> Pending:
+def _waiting(operation: Operation) -> PendingCall:
     collective = operation.collective
     members = collective.group.members
     return {
@@ -262,7 +262,7 @@ def _uses(keys: list[tuple[bytes, str, int]]) -> dict[str, dict[str, int]]:
     return uses
 
 
-def threads() -> list[Place]:
+def threads() -> list[CodePlace]:
     """Every thread; the frames that make a dump are left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
@@ -281,7 +281,7 @@ def program_line() -> str:
     return ""
 
 
-def tasks(loop: asyncio.AbstractEventLoop) -> list[Place]:
+def tasks(loop: asyncio.AbstractEventLoop) -> list[CodePlace]:
     """The tasks of a loop that run the user's own code."""
     found = []
     for task in asyncio.all_tasks(loop):
@@ -312,7 +312,7 @@ def _suspended(coroutine: Any) -> Iterator[tuple[CodeType, int]]:
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
-def _described(name: str, points: list[tuple[CodeType, int]]) -> Place:
+def _described(name: str, points: list[tuple[CodeType, int]]) -> CodePlace:
     own = [point for point in points if not point[0].co_filename.startswith(OTHERS)]
     return {"name": name, "at": _words(*own[-1]) if own else "", "stack": [_words(*point) for point in points]}
 

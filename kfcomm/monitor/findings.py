@@ -25,7 +25,7 @@ MAX_WAITS = 50
 MAX_RANKS = 16
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """Kinds of findings."""
 
     LOST = "lost"
@@ -45,7 +45,7 @@ class Kind(StrEnum):
 class Finding:
     """One thing that stands out: the ranks that it is about, and a sentence."""
 
-    kind: Kind
+    kind: FindingKind
     ranks: tuple[int, ...]
     text: str
 
@@ -53,7 +53,9 @@ class Finding:
 def findings(diagnosis: Diagnosis) -> list[Finding]:
     """All of them, without repetitions."""
     explained = [*_lost(diagnosis), *_blocked(diagnosis), *_other_names(diagnosis), *_other_tags(diagnosis)]
-    apart = [set(one.ranks) for one in explained if one.kind in (Kind.SPELLING, Kind.GROUP, Kind.TAG)]
+    apart = [
+        set(one.ranks) for one in explained if one.kind in (FindingKind.SPELLING, FindingKind.GROUP, FindingKind.TAG)
+    ]
     # ranks that wait under different names for each other are a cycle, too: the name says more
     cycles = [one for one in _cycles(diagnosis) if not any(set(one.ranks) <= ranks for ranks in apart)]
     rest = [*_behind(diagnosis), *_late(diagnosis), *_failed(diagnosis), *_under_way(diagnosis), *_absent(diagnosis)]
@@ -68,7 +70,7 @@ def place(diagnosis: Diagnosis, rank: int) -> str:
 
 def _lost(diagnosis: Diagnosis) -> Iterator[Finding]:
     for rank, why in diagnosis.lost.items():
-        yield Finding(Kind.LOST, (rank,), f"rank {rank} is gone: {why}")
+        yield Finding(FindingKind.LOST, (rank,), f"rank {rank} is gone: {why}")
 
 
 def _blocked(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -78,7 +80,7 @@ def _blocked(diagnosis: Diagnosis) -> Iterator[Finding]:
                 f"the event loop of rank {rank} has had no turn for {last.loop_blocked_s:.1f} s"
                 f"{place(diagnosis, rank)}: its collectives stand still; heavy work belongs in asyncio.to_thread"
             )
-            yield Finding(Kind.BLOCKED, (rank,), text)
+            yield Finding(FindingKind.BLOCKED, (rank,), text)
 
 
 def _other_names(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -91,10 +93,10 @@ def _other_names(diagnosis: Diagnosis) -> Iterator[Finding]:
             apart = one.key.name == other.key.name and not set(other.waiting).isdisjoint(one.missing)
         ranks = (*one.waiting, *other.waiting)
         if apart and one.key.group != other.key.group and one.key.name == other.key.name:
-            yield Finding(Kind.GROUP, ranks, f"{_in_group(diagnosis, one)}, {_in_group(diagnosis, other)}")
+            yield Finding(FindingKind.GROUP, ranks, f"{_in_group(diagnosis, one)}, {_in_group(diagnosis, other)}")
         elif apart and one.key.group == other.key.group and _is_misspelt(one.key.name, other.key.name):
             where = f"{_waits(one)} in {shown(one.key.name)}, {_waits(other)} in {shown(other.key.name)}"
-            yield Finding(Kind.SPELLING, ranks, f"{where}: one name, spelt in two ways?")
+            yield Finding(FindingKind.SPELLING, ranks, f"{where}: one name, spelt in two ways?")
 
 
 def _other_tags(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -110,7 +112,7 @@ def _other_tags(diagnosis: Diagnosis) -> Iterator[Finding]:
                     f"rank {receiver} waits for a message of rank {sender} with {wait.key.name}, "
                     f"and rank {sender} sends it one with {other['name']}"
                 )
-                yield Finding(Kind.TAG, (receiver, sender), text)
+                yield Finding(FindingKind.TAG, (receiver, sender), text)
 
 
 def _cycles(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -127,7 +129,7 @@ def _cycles(diagnosis: Diagnosis) -> Iterator[Finding]:
             seen.add(frozenset(cycle))
             steps = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
             words = "; ".join(f"rank {one} waits in {edges[one][to].title} for rank {to}" for one, to in steps)
-            yield Finding(Kind.CYCLE, tuple(cycle), f"{ranks_in_words(cycle)} wait for each other: {words}")
+            yield Finding(FindingKind.CYCLE, tuple(cycle), f"{ranks_in_words(cycle)} wait for each other: {words}")
 
 
 def _shortest_cycle(edges: dict[int, dict[int, Wait]], start: int) -> list[int]:
@@ -156,7 +158,7 @@ def _behind(diagnosis: Diagnosis) -> Iterator[Finding]:
                     f"rank {rank} is {behind} use{'s' if behind > 1 else ''} behind: it still waits in #{max(earlier)} "
                     f"of {shown(wait.key.name)}, {ranks_in_words(list(wait.waiting))} in #{wait.key.seq}"
                 )
-                yield Finding(Kind.BEHIND, (rank,), text)
+                yield Finding(FindingKind.BEHIND, (rank,), text)
 
 
 def _late(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -170,21 +172,21 @@ def _late(diagnosis: Diagnosis) -> Iterator[Finding]:
         if rank not in stuck:
             whom = ranks_in_words(list(by))
             text = f"{whom} wait{'' if len(by) > 1 else 's'} for rank {rank}, which waits for nobody"
-            yield Finding(Kind.LATE, (rank,), text + place(diagnosis, rank))
+            yield Finding(FindingKind.LATE, (rank,), text + place(diagnosis, rank))
 
 
 def _failed(diagnosis: Diagnosis) -> Iterator[Finding]:
     for wait in diagnosis.waits:
         for rank, how in wait.finished.items():
             if how.startswith("failed"):
-                yield Finding(Kind.FAILED, (rank,), f"{wait.title} is over on rank {rank}: it {how}")
+                yield Finding(FindingKind.FAILED, (rank,), f"{wait.title} is over on rank {rank}: it {how}")
 
 
 def _under_way(diagnosis: Diagnosis) -> Iterator[Finding]:
     for wait in diagnosis.waits:
         if wait.verb != "recv" and not wait.missing and not wait.unknown:
             text = f"every rank has posted {wait.title}: its data is under way, or a link or a loop stands still"
-            yield Finding(Kind.UNDER_WAY, tuple(wait.waiting), text)
+            yield Finding(FindingKind.UNDER_WAY, tuple(wait.waiting), text)
 
 
 def _absent(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -192,7 +194,7 @@ def _absent(diagnosis: Diagnosis) -> Iterator[Finding]:
     ranks = sorted({rank for wait in diagnosis.waits for rank in (*wait.unknown, *wait.heard)} - set(diagnosis.lost))
     if ranks:
         text = f"there is no dump of {ranks_in_words(ranks)}: not asked for one, stopped, or gone"
-        yield Finding(Kind.NO_DUMP, tuple(ranks), text)
+        yield Finding(FindingKind.NO_DUMP, tuple(ranks), text)
 
 
 def _is_misspelt(one: str, other: str) -> bool:

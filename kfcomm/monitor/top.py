@@ -97,7 +97,7 @@ class Change:
         return _most(self.waited_for)
 
 
-class Watcher:
+class JobWatcher:
     """Looks at one job, again and again.
 
     Args:

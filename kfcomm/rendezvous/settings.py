@@ -18,7 +18,7 @@ from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
-from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, FoundWorld, Source
+from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, FoundWorld, WorldSource
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Settings(NamedTuple):
     tls: str | None = None
     elastic: bool = False
     join: int | None = None
-    source: str = Source.ALONE
+    source: str = WorldSource.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
     job: str | None = None
@@ -245,7 +245,7 @@ def _find_world(reader: _Reader, reasons: list[str]) -> FoundWorld:
             reasons.append(f"not {finder.__name__.removeprefix('from_')}: {found}")
     if world is None:
         reasons.append("alone: no launcher's variables were found")
-        return FoundWorld(Source.ALONE, 0, 1, (0, 1), None, "")
+        return FoundWorld(WorldSource.ALONE, 0, 1, (0, 1), None, "")
     reasons.append(f"{world.source}: rank {world.rank} of {world.size} ({world.because})")
     return world
 
@@ -258,7 +258,7 @@ def _from_arguments(given: Mapping[str, Any]) -> FoundWorld | None:
     local = None
     if "local_rank" in given or "local_size" in given:
         local = _integers(given, "local_rank", "local_size")
-    return FoundWorld(Source.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
+    return FoundWorld(WorldSource.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
 
 
 def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
@@ -274,7 +274,7 @@ def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str |
     given = reader.optional("store")
     if given is not None:
         host, port = host_and_port(given, reader.name("store"))
-        if world.source is Source.ALONE:
+        if world.source is WorldSource.ALONE:
             raise ConfigError(f"{reader.name('store')}={given!r} is set, but no rank and size: set both of them too")
         if world.size > 1:
             reasons.append(f"store {given}: {reader.name('store')}")

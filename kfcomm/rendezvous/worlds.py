@@ -34,7 +34,7 @@ MAX_RANKS = 1 << 16
 Environ = Mapping[str, str]
 
 
-class Source(StrEnum):
+class WorldSource(StrEnum):
     """Source of rank and size."""
 
     ARGUMENTS = "arguments"
@@ -56,7 +56,7 @@ class FoundWorld:
         because: variables and their values, for messages.
     """
 
-    source: Source
+    source: WorldSource
     rank: int
     size: int
     local: tuple[int, int] | None
@@ -79,7 +79,7 @@ class FoundWorld:
         return self.local is not None and self.local[1] == self.size
 
 
-def _check_rank(source: Source, name: str, rank: int, size: int) -> None:
+def _check_rank(source: WorldSource, name: str, rank: int, size: int) -> None:
     if not 1 <= size <= MAX_RANKS:
         raise ConfigError(f"{source}: size {size} must be from 1 to {MAX_RANKS}")
     if not 0 <= rank < size:
@@ -93,7 +93,7 @@ def from_kfcomm(environ: Environ) -> FoundWorld | str:
         return "neither KFCOMM_RANK nor KFCOMM_SIZE is set"
     rank, size = _both(environ, *names)
     local = _pair(environ, "KFCOMM_LOCAL_RANK", "KFCOMM_LOCAL_SIZE")
-    return FoundWorld(Source.KFCOMM, rank, size, local, None, _quote(environ, *names))
+    return FoundWorld(WorldSource.KFCOMM, rank, size, local, None, _quote(environ, *names))
 
 
 def from_torchrun(environ: Environ) -> FoundWorld | str:
@@ -108,7 +108,7 @@ def from_torchrun(environ: Environ) -> FoundWorld | str:
         if not environ.get("MASTER_ADDR"):
             raise ConfigError("torchrun: RANK and WORLD_SIZE are set but MASTER_ADDR is not")
         store = environ["MASTER_ADDR"], _port(environ, _beside_master_port)
-    return FoundWorld(Source.TORCHRUN, rank, size, local, store, _quote(environ, *names, "MASTER_ADDR"))
+    return FoundWorld(WorldSource.TORCHRUN, rank, size, local, store, _quote(environ, *names, "MASTER_ADDR"))
 
 
 def _beside_master_port(environ: Environ) -> int:
@@ -135,7 +135,7 @@ def from_slurm(environ: Environ) -> FoundWorld | str:
     rank, size = _both(environ, *names)
     local = _slurm_local(environ)
     store = _slurm_store(environ) if size > 1 else None
-    return FoundWorld(Source.SLURM, rank, size, local, store, _quote(environ, *names, "SLURM_STEP_NODELIST"))
+    return FoundWorld(WorldSource.SLURM, rank, size, local, store, _quote(environ, *names, "SLURM_STEP_NODELIST"))
 
 
 def _slurm_local(environ: Environ) -> tuple[int, int] | None:
@@ -181,7 +181,7 @@ def from_openmpi(environ: Environ) -> FoundWorld | str:
     local = _pair(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     store = _local_store(environ, job) if local and local[1] == size else None
-    return FoundWorld(Source.OPENMPI, rank, size, local, store, _quote(environ, *names))
+    return FoundWorld(WorldSource.OPENMPI, rank, size, local, store, _quote(environ, *names))
 
 
 def from_pmi(environ: Environ) -> FoundWorld | str:
@@ -192,7 +192,7 @@ def from_pmi(environ: Environ) -> FoundWorld | str:
     rank, size = _both(environ, *names)
     local = _pair(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS") or _pair(environ, "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
     store = _local_store(environ, environ.get("PMI_JOBID")) if local and local[1] == size else None
-    return FoundWorld(Source.PMI, rank, size, local, store, _quote(environ, *names))
+    return FoundWorld(WorldSource.PMI, rank, size, local, store, _quote(environ, *names))
 
 
 FINDERS: tuple[Callable[[Environ], FoundWorld | str], ...] = (

@@ -59,7 +59,7 @@ def parse_time_s(text: object) -> float:
 
 
 @dataclass(slots=True)
-class Table:
+class FieldTable:
     """One table of a file; each field is taken once, and what is left at ``end`` was misspelt."""
 
     document: Document  # the file
@@ -160,21 +160,21 @@ class Document:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(self._undecodable(str(error))) from error
 
-    def table(self, title: str) -> Table:
+    def table(self, title: str) -> FieldTable:
         """The table ``[title]``; an empty one if it is missing."""
         self._known.append(title)
         values = self._tables.get(title, {})
         if not isinstance(values, dict):
             raise self.wrong(title, f"must be one table, [{title}]", title)
-        return Table(self, title, 0, values)
+        return FieldTable(self, title, 0, values)
 
-    def tables(self, title: str) -> Iterator[Table]:
+    def tables(self, title: str) -> Iterator[FieldTable]:
         """All tables ``[[title]]``."""
         self._known.append(title)
         values = self._tables.get(title, [])
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.wrong(title, f"must be tables, each [[{title}]]", title)
-        return (Table(self, title, number, value) for number, value in enumerate(values))
+        return (FieldTable(self, title, number, value) for number, value in enumerate(values))
 
     def is_single(self, title: str) -> bool:
         """Whether ``title`` is one table, not a list of them."""

@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Self
 
 from kfcomm.errors import ConfigError
-from kfcomm.simulate.fields import Document, Table
+from kfcomm.simulate.fields import Document, FieldTable
 from kfcomm.strategies import cost
 from kfcomm.types import Layout
 
@@ -273,7 +273,7 @@ def _hosts(document: Document, default: Host) -> Iterator[Host]:
             yield replace(host, name=name)
 
 
-def _link(table: Table, names: set[str]) -> Link:
+def _link(table: FieldTable, names: set[str]) -> Link:
     ends = table.words("between")
     if len(set(ends)) != 2 or len(ends) != 2:
         raise table.wrong("between", f"{list(ends)!r} is not two hosts")
@@ -299,20 +299,20 @@ def _switches(document: Document, names: set[str]) -> Iterator[Switch]:
         yield Switch(hosts, uplink)
 
 
-def _even_switches(table: Table) -> tuple[int, float]:
+def _even_switches(table: FieldTable) -> tuple[int, float]:
     hosts, uplink = table.count("hosts", None), _uplink(table)
     table.end()
     return hosts, uplink
 
 
-def _uplink(table: Table) -> float:
+def _uplink(table: FieldTable) -> float:
     uplink = table.maybe_rate("uplink")
     if uplink is None:
         raise table.wrong("uplink", "is missing: the rate between this switch and the others")
     return uplink
 
 
-def _check_known(table: Table, key: str, names: tuple[str, ...], known: set[str]) -> None:
+def _check_known(table: FieldTable, key: str, names: tuple[str, ...], known: set[str]) -> None:
     for name in names:
         if name not in known:
             listed = ", ".join(sorted(known)) or "none: list them as [[host]]"

@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SimulatedWork:
     """Costs of a rank's work."""
 
     overhead_s: float  # of each message that it sends or receives
@@ -84,12 +84,12 @@ class Processors:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SimulatedSurroundings:
     """Surroundings of all ranks of a simulation."""
 
     agenda: Agenda  # virtual time
     flow_to: Callable[[Rank, int], Flow]  # makes the flow from a rank to another
-    work: Work  # costs
+    work: SimulatedWork  # costs
     carry: Carry | None  # see ``Carry``
 
 
@@ -114,7 +114,7 @@ class Rank:
     )  # fmt: skip
 
     def __init__(
-        self, surroundings: Surroundings, number: int, program: Program, processors: Processors | None
+        self, surroundings: SimulatedSurroundings, number: int, program: Program, processors: Processors | None
     ) -> None:
         self.number = number
         self._agenda = surroundings.agenda

@@ -18,7 +18,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Flow, Routes
-from kfcomm.simulate.ranks import Carry, Processors, Rank, Surroundings, Work
+from kfcomm.simulate.ranks import Carry, Processors, Rank, SimulatedSurroundings, SimulatedWork
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Op, Verb
@@ -187,8 +187,8 @@ def _ranks(routes: Routes, plans: list[Plan], carry: Carry | None) -> list[Rank]
         ports, latency_s = routes.between(source.number, target)
         return Flow(routes.agenda, ports, latency_s, ranks[target].arrived, source.was_read)
 
-    work = Work(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, hosts)
-    surroundings = Surroundings(routes.agenda, flow_to, work, carry)
+    work = SimulatedWork(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, hosts)
+    surroundings = SimulatedSurroundings(routes.agenda, flow_to, work, carry)
     processors = _processors(routes)
     for rank, plan in enumerate(plans):
         ranks.append(Rank(surroundings, rank, plan.program, processors[hosts[rank]]))

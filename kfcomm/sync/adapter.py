@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenArgument:
     """The first parameter of a verb, which holds data; ``read`` reads that on the caller's thread."""
 
     name: str
@@ -99,13 +99,17 @@ def plain(x: Any) -> Any:
 _GIVEN = {
     given.name: given
     for given in (
-        Given("x", _read_array),
-        Given("arrays", _read_many),
-        Given("value", _read_object),
-        Given("values", _read_object),
+        GivenArgument("x", _read_array),
+        GivenArgument("arrays", _read_many),
+        GivenArgument("value", _read_object),
+        GivenArgument("values", _read_object),
     )
 }
-_GIVEN_TO = {"scatter": Given("x", _read_parts), "all_to_all": Given("x", _read_parts), "put": Given("x", plain)}
+_GIVEN_TO = {
+    "scatter": GivenArgument("x", _read_parts),
+    "all_to_all": GivenArgument("x", _read_parts),
+    "put": GivenArgument("x", plain),
+}
 """By verb, where the name of the parameter does not say how its data is read."""
 
 
@@ -115,7 +119,7 @@ def _signature(verb: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
 
 
-def _given_to(verb: Callable[..., Any], *, is_awaited: bool) -> Given | None:
+def _given_to(verb: Callable[..., Any], *, is_awaited: bool) -> GivenArgument | None:
     """How the data of a verb is read; an object only where the call returns before it is packed."""
     first = [*_signature(verb).parameters, ""][1]
     is_object = verb.__name__.endswith("_object")
@@ -302,7 +306,11 @@ def is_awaited(member: Any) -> bool:
 
 
 def _bound(
-    verb: Callable[..., Awaitable[T]], given: Given | None, adapter: Adapter[Any], args: tuple[Any, ...], kwargs: Any
+    verb: Callable[..., Awaitable[T]],
+    given: GivenArgument | None,
+    adapter: Adapter[Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
 ) -> Callable[[], Awaitable[T]]:
     if given is not None:
         args = given.take(args, kwargs)

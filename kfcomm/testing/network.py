@@ -117,7 +117,7 @@ class InSharedMemory:
 Links: TypeAlias = InMemory | InSharedMemory
 
 
-class Welcome(NamedTuple):
+class MemoryWelcome(NamedTuple):
     """Answer to an admitted process."""
 
     epoch: Epoch  # which it belongs to from now on
@@ -129,11 +129,11 @@ class MemoryStore:
     """Store of the membership, for all ranks of a world: who waits to be let in, how many are asked for. Never lost."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[Welcome]] = {}
+        self._waiting: dict[int, asyncio.Future[MemoryWelcome]] = {}
         self._wanted = Wanted()
         self._changed = asyncio.Event()
 
-    async def ask_in(self, birth: int) -> Welcome:
+    async def ask_in(self, birth: int) -> MemoryWelcome:
         """Wait, as the process of this uid, to be admitted."""
         self._waiting[birth] = asyncio.get_running_loop().create_future()
         self._tell()
@@ -145,7 +145,7 @@ class MemoryStore:
             await self.changed()
         return [Candidate(birth, b"") for birth in sorted(found)]
 
-    async def welcome(self, births: Collection[int], said: Welcome) -> None:
+    async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
         """Let these in."""
         for birth in births:
             waiting = self._waiting.get(birth)
@@ -274,7 +274,7 @@ class _Members(Membership):
         return await self._store.candidates({*known, *self._epoch.births})
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
+        await self._store.welcome(births, MemoryWelcome(self._epoch, num_old, strategy))
 
     async def give_up(self, births: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""

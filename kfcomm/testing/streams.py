@@ -257,7 +257,7 @@ POISON = 0x5A
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class StreamUse:
     """Access of a stream to some bytes of an allocation, at one of its ticks."""
 
     stream: FakeStream
@@ -285,7 +285,7 @@ class Allocation:
         self.nbytes = base.nbytes
         self.home = home
         self._at = byte_bounds(base)[0]
-        self._uses: list[Use] = []
+        self._uses: list[StreamUse] = []
 
     def touch(self, memory: Array, stream: FakeStream, *, writes: bool) -> str | None:
         """``stream`` reads or writes ``memory``, which lies in this allocation; under the lock of the scheduler.
@@ -298,7 +298,7 @@ class Allocation:
         if not memory.size:
             return None
         low, high = byte_bounds(memory)
-        use = Use(stream, stream.tick(), low - self._at, high - self._at, writes)
+        use = StreamUse(stream, stream.tick(), low - self._at, high - self._at, writes)
         others = [one for one in self._uses if one.start < use.stop and use.start < one.stop]
         wrong = next((one for one in others if _is_race(one, use)), None)
         # Whoever comes after a write, in order, comes after all that the write came after.
@@ -309,13 +309,13 @@ class Allocation:
         return f"{stream} {does} memory that {wrong.stream} {did}, and has not waited for it"
 
 
-def _is_race(before: Use, now: Use) -> bool:
+def _is_race(before: StreamUse, now: StreamUse) -> bool:
     if before.stream is now.stream or not (before.writes or now.writes):
         return False
     return now.stream.known.get(before.stream, 0) < before.tick
 
 
-def _is_covered(before: Use, now: Use) -> bool:
+def _is_covered(before: StreamUse, now: StreamUse) -> bool:
     inside = now.start <= before.start and before.stop <= now.stop
     return inside and (now.writes or (before.stream is now.stream and not before.writes))
 

@@ -27,10 +27,10 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
 from kfcomm.sync.driver import before_close
-from kfcomm.torch.buckets import Bucket, Named, Place, dtype_problem, share_out
+from kfcomm.torch.buckets import Bucket, BucketPlace, Named, dtype_problem, share_out
 from kfcomm.torch.compression import Given, GradientAverage, by_parameter
 from kfcomm.torch.deferred import Deferred
-from kfcomm.torch.exchange import Exchange
+from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.state import broadcast_parameters, check_alike, described
 from kfcomm.torch.steps import Passes, hook_steps, mean_loss
 from kfcomm.torch.tensors import read
@@ -103,7 +103,7 @@ def attach(
         begin_after = 0 if kind is None else kind.begin_after
         average = GradientAverage(of_part, kind, wire_dtype=wire_dtype, begin_after=begin_after)
         buckets.append(Bucket(comm, part, of_part, average))
-    return Attached(comm, optimizer, Exchange(comm, name, buckets, model), defer=defer)
+    return Attached(comm, optimizer, GradientExchange(comm, name, buckets, model), defer=defer)
 
 
 class Attached:
@@ -123,7 +123,7 @@ class Attached:
     """
 
     def __init__(
-        self, comm: Communicator, optimizer: torch.optim.Optimizer, exchange: Exchange, *, defer: bool
+        self, comm: Communicator, optimizer: torch.optim.Optimizer, exchange: GradientExchange, *, defer: bool
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
@@ -192,7 +192,7 @@ class Attached:
 
     # ---------------------------------------------------------------- backward
 
-    def _accumulated(self, bucket: Bucket, place: Place, parameter: torch.Tensor) -> None:
+    def _accumulated(self, bucket: Bucket, place: BucketPlace, parameter: torch.Tensor) -> None:
         """Take a gradient that autograd has made, or added to."""
         is_inner = self._syncs and self._passes.join()
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:

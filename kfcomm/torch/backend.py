@@ -14,18 +14,18 @@ from torch._C._distributed_c10d import Backend as TorchBackend
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, Work, as_torch
+from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, TorchWork, as_torch
 from kfcomm.torch.collectives import Collectives
 from kfcomm.torch.ddp import SharedBuffers
 from kfcomm.torch.meeting import ProcessHandle, address_of, in_order, make_world, own
-from kfcomm.torch.naming import Calls
+from kfcomm.torch.naming import TorchCalls
 from kfcomm.torch.tensors import place, read
 
 OUTCOME_WITHIN_S = 1.0
 """Wait after a rank's own timeout: rank 0 may have arrived later, and tells all ranks which are missing."""
 
 
-class Messages:
+class TorchMessages:
     """Messages between the ranks of one process group."""
 
     _comm: Communicator
@@ -37,7 +37,7 @@ class Messages:
         """Implement ``dist.isend``; done when the tensor may be changed."""
         (tensor,) = tensors
         handle = self._comm.send_async(read(tensor, as_bytes=True), to, tag)
-        return Work(handle, self._ending(tensors, None))
+        return TorchWork(handle, self._ending(tensors, None))
 
     def recv(self, tensors: Sequence[Any], source: int, tag: int) -> Any:
         """Implement ``dist.irecv``."""
@@ -69,7 +69,7 @@ class Messages:
         (tensor,) = tensors
         out, finish = place(tensor, as_bytes=True)
         handle = self._comm.recv_any_async(source, tag, out=out)
-        return Work(handle, self._ending(tensors, finish), is_any=True)
+        return TorchWork(handle, self._ending(tensors, finish), is_any=True)
 
     def _ending(self, tensors: Sequence[Any], finish: Any) -> Ending:
         return Ending(tensors, finish, self._completers)
@@ -126,7 +126,7 @@ NAME = "kfcomm"
 Base: Any = TorchBackend
 
 
-class Backend(Collectives, Messages, Base):  # type: ignore[misc]
+class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
     """The backend of a process group, below torch's own ``ProcessGroup``."""
 
     def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> None:
@@ -146,7 +146,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         self._latest = comm
         """Of the ranks that are left, while the group is being shrunk."""
         self._store = store
-        self._calls = Calls(store, comm.rank, comm.mismatched)
+        self._calls = TorchCalls(store, comm.rank, comm.mismatched)
         self._buffers = SharedBuffers(comm) if comm.shares_memory else None
 
     @property

@@ -39,7 +39,7 @@ MARKS_URGENCY = 1 << 13
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class BucketPlace:
     """Memory of the gradient of one parameter.
 
     Attributes:
@@ -113,7 +113,7 @@ class Bucket:
         self._begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
         self._comm = comm
         self.name = name
-        self.places = [Place(one, parameter, parameter.detach()) for one, parameter in parameters]
+        self.places = [BucketPlace(one, parameter, parameter.detach()) for one, parameter in parameters]
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False
         self._average = average
@@ -155,7 +155,7 @@ class Bucket:
         if all(place.parameter.grad is None or place.is_foreign for place in self.places):
             self._take_memory()
 
-    def came(self, place: Place) -> bool:
+    def came(self, place: BucketPlace) -> bool:
         """Take a gradient of the backward pass; return whether it was the last of the bucket."""
         if self._missing == len(self.places) and not place.is_here:
             self.prepare()

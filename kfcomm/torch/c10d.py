@@ -1,4 +1,4 @@
-"""Types of ``torch.distributed`` in terms of kfcomm's: errors, reduce ops, and the ``Work`` of asynchronous calls.
+"""Types of ``torch.distributed`` in terms of kfcomm's: errors, reduce ops, and the ``TorchWork`` of asynchronous calls.
 
 torch 2.15 wraps a Work that is made in Python in one of its own, which forwards ``wait`` and ``get_future`` alone;
 `forward` makes it forward the rest.
@@ -134,7 +134,7 @@ class Ending(NamedTuple):
     completers: ThreadPoolExecutor
 
 
-class Work(BaseWork):  # type: ignore[misc]
+class TorchWork(BaseWork):  # type: ignore[misc]
     """A collective under way.
 
     Args:

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.c10d import NOTHING, Ending, Work, add_up_sparse, as_torch, meaning_of, sparse_parts, whole_mean
+from kfcomm.torch.c10d import NOTHING, Ending, TorchWork, add_up_sparse, as_torch, meaning_of, sparse_parts, whole_mean
 from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
-from kfcomm.torch.naming import Call, Calls, next_name
+from kfcomm.torch.naming import TorchCall, TorchCalls, next_name
 from kfcomm.torch.tensors import place, places, read, together
 
 UNSET = timedelta(0)
@@ -27,7 +27,7 @@ class Collectives:
     """The collectives of one process group; torch calls them, with lists of tensors and a record of options."""
 
     _comm: Communicator
-    _calls: Calls
+    _calls: TorchCalls
     _completers: ThreadPoolExecutor
     _buffers: SharedBuffers | None
 
@@ -256,7 +256,7 @@ class Collectives:
                 call.handle = weakref.ref(handle)
             if take is not None:
                 finish = partial(_taken, handle, take, finish)
-            return Work(handle, Ending(gives, finish, self._completers))
+            return TorchWork(handle, Ending(gives, finish, self._completers))
         try:
             result = getattr(self._comm, verb)(*given, name=name, **options)
         except KfcommError as error:
@@ -282,7 +282,7 @@ class Collectives:
         buffers.lend(buffer, handle)
         return BucketWork(handle, Ending(gives, None, self._completers))
 
-    def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, Call | None]:
+    def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, TorchCall | None]:
         """The name of a call that is made now, and the record of one without a name; sets its timeout."""
         timeout = opts.timeout
         if timeout > UNSET:
@@ -313,10 +313,10 @@ class _Reported:
                 as_torch(error)
 
 
-class Several(Work):
+class Several(TorchWork):
     """Several works that are waited for together."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[TorchWork]) -> None:
         *self._before, last = works
         super().__init__(last._handle, last._ending._replace(tensors=[one._ending.tensors[0] for one in works]))
 

@@ -31,7 +31,7 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.handle import Handle
-from kfcomm.torch.c10d import Ending, Work, as_torch
+from kfcomm.torch.c10d import Ending, TorchWork, as_torch
 from kfcomm.torch.compression import Compression, Compressor, GradientAverage
 from kfcomm.torch.tensors import place
 
@@ -82,7 +82,7 @@ class SharedBuffers:
         handle.add_done_callback(vacate)
 
 
-class BucketWork(Work):
+class BucketWork(TorchWork):
     """Reduction of a bucket, with a future of another tensor than the one that was given."""
 
     def __init__(self, handle: Handle[Any], ending: Ending) -> None:
@@ -100,10 +100,10 @@ class BucketWork(Work):
     def _seen(self) -> Any:
         """The result, flat, where it was made; read-only."""
         (tensor,) = self._ending.tensors
-        return torch.from_numpy(np.asarray(_Seen(self._handle.result()))).view(tensor.dtype)
+        return torch.from_numpy(np.asarray(_SeenBuckets(self._handle.result()))).view(tensor.dtype)
 
 
-class _Seen:
+class _SeenBuckets:
     """The bytes of an array, declared as writable even if they are not: torch takes no others."""
 
     def __init__(self, array: Any) -> None:
@@ -170,7 +170,7 @@ class CompressionState:
         array, finish = place(buffer)
         name = f"{IN_ORDER}{self.name}: a bucket of {buffer.numel()} {str(buffer.dtype).removeprefix('torch.')}"
         handle = self.backend.communicator.all_reduce_async(array, name, op="avg", out=array, wire_dtype=wire_dtype)
-        work = Work(handle, Ending([buffer], finish, self.backend._completers))
+        work = TorchWork(handle, Ending([buffer], finish, self.backend._completers))
         return work.get_future().then(lambda done: done.value()[0])
 
     def _averaged(self, compressor: Compressor, views: dict[str, Any], buffer: Any, _: Any) -> Any:

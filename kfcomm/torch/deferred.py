@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfcomm.errors import ConfigError
-from kfcomm.torch.buckets import Bucket, Place
-from kfcomm.torch.exchange import Exchange
+from kfcomm.torch.buckets import Bucket, BucketPlace
+from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.steps import Updates, is_divisible, is_outermost
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class Covered:
 class Deferred:
     """Updates of one optimizer that are made later."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, exchange: Exchange) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange: GradientExchange) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._updates = Updates(optimizer)
         self._is_covered = False
         """Gradients are under way, and no step has taken them."""
-        self._pending: dict[Bucket, list[Place]] = {}
+        self._pending: dict[Bucket, list[BucketPlace]] = {}
         """Places that a step has taken, and that are not updated yet."""
-        self._asked: list[tuple[Place, torch.Tensor]] = []
+        self._asked: list[tuple[BucketPlace, torch.Tensor]] = []
         """Gradients that are hidden from the step under way."""
         self._versions: dict[torch.Tensor, int] = {}
         self._order: dict[Bucket, None] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
-from kfcomm.torch.buckets import Bucket, Marks, Place
+from kfcomm.torch.buckets import Bucket, BucketPlace, Marks
 from kfcomm.torch.state import Buffers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ FAILED = (1 << 32) - 1
 """The word of a rank whose backward pass has raised."""
 
 
-class Steps:
+class StepCount:
     """Steps that an optimizer has made, as a word that ranks compare."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Steps:
         return f"{self._count} steps, the latest with {shown}" if shown else f"{self._count} steps"
 
 
-class Exchange:
+class GradientExchange:
     """Exchange of all gradients of a model, once per pass.
 
     Attributes:
@@ -69,21 +69,21 @@ class Exchange:
 
     def __init__(self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module) -> None:
         self.buckets = buckets
-        self.places: list[Place] = [place for bucket in buckets for place in bucket.places]
+        self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]
         self.has_left = False
         self.urgency: Mapping[Bucket, int] = {}
-        self.steps = Steps()
+        self.steps = StepCount()
         self._comm = comm
         self.name = name
         self._marks = Marks(comm, buckets, f"{name}/marks")
         self._buffers = Buffers(model, comm, f"{name}/buffers")
-        self.profile = Profile(comm, name)
+        self.profile = GradientProfile(comm, name)
         self._is_held = False
         """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""
 
     # ---------------------------------------------------------------- to leave
 
-    def came(self, bucket: Bucket, place: Place, *, is_inner: bool) -> None:
+    def came(self, bucket: Bucket, place: BucketPlace, *, is_inner: bool) -> None:
         """Take a gradient of a backward pass, and send its bucket if it is full."""
         self._is_held = self._is_held or is_inner
         if bucket.is_begun:
@@ -119,7 +119,7 @@ class Exchange:
         """Whether a bucket and the marks have arrived."""
         return bucket.done() and self._marks.done()
 
-    def wait_for(self, bucket: Bucket) -> list[Place]:
+    def wait_for(self, bucket: Bucket) -> list[BucketPlace]:
         """Wait for the average of a bucket; the places for which any rank had a gradient."""
         # The marks first: they tell whether the pass has failed on a rank, before any average of it is used.
         self._wait_for_marks()
@@ -236,7 +236,7 @@ def _number(value: Any) -> Any:
 NS = 1e-9
 
 
-class Profile:
+class GradientProfile:
     """Communication times of one attached model, for ``kfcomm.monitor.StepStatistics`` and the timeline."""
 
     def __init__(self, comm: Communicator, name: str) -> None:

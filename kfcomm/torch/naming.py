@@ -77,7 +77,7 @@ MAX_IN_FLIGHT = 64
 """Records kept before finished calls are removed."""
 
 
-class Call:
+class TorchCall:
     """A call without a name, of this rank.
 
     Attributes:
@@ -113,7 +113,7 @@ class Call:
         return f"{self.what}, at {self._code.co_filename}:{self._line} in {self._code.co_qualname}"
 
 
-class Calls:
+class TorchCalls:
     """The calls of one group that have no name.
 
     Args:
@@ -127,13 +127,13 @@ class Calls:
         self._store = store
         self._rank = rank
         self._fail = fail
-        self._in_flight: dict[int, Call] = {}
+        self._in_flight: dict[int, TorchCall] = {}
         self._words: dict[Hashable, tuple[str, str]] = {}
         self._uses: dict[str, int] = {}
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def begin(self, verb: str, x: Any, options: dict[str, Any]) -> Call:
+    def begin(self, verb: str, x: Any, options: dict[str, Any]) -> TorchCall:
         """Record a call that is made now."""
         kind = _kind(verb, x, options)
         words = self._words.get(kind)
@@ -142,7 +142,7 @@ class Calls:
         number, name = self.number, words[0]
         self.number = number + 1
         self._uses[name] = seq = self._uses.get(name, -1) + 1
-        call = Call(number, *words, seq)
+        call = TorchCall(number, *words, seq)
         self._in_flight[number] = call
         # Started here: a group with named calls only needs no thread.
         if self._watcher is None:
@@ -154,12 +154,12 @@ class Calls:
 
     def refused(self, error: BaseException) -> None:
         """Record a call that cannot be made on this rank, so that the others, which wait for it, find out."""
-        call = Call(self.number, "", f"a call that was refused ({error})", 0)
+        call = TorchCall(self.number, "", f"a call that was refused ({error})", 0)
         self.number += 1
         with contextlib.suppress(RuntimeError):  # without the store the group fails anyway
             self._compare(call)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: TorchCall) -> None:
         """Drop a call that its caller has waited for."""
         self._in_flight.pop(call.number, None)
 
@@ -177,7 +177,7 @@ class Calls:
         self._words[kind] = words
         return words
 
-    def _oldest(self) -> Call | None:
+    def _oldest(self) -> TorchCall | None:
         """The first call that is not done."""
         for number, call in list(self._in_flight.items()):
             if call.is_under_way():
@@ -198,7 +198,7 @@ class Calls:
             except RuntimeError:  # the rank that served the store is lost, which fails the collective itself
                 return
 
-    def _compare(self, call: Call) -> None:
+    def _compare(self, call: TorchCall) -> None:
         """Compare a call with those of other ranks at this place in the order; fail it if they differ.
 
         The first rank that looks at the place writes its call there, and the first with another call writes that. So

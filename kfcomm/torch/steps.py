@@ -23,7 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from kfcomm.torch.buckets import Place
+    from kfcomm.torch.buckets import BucketPlace
 
 BACKWARD_CODE = _engine_run_backward.__code__
 NO_TASK = -1
@@ -53,7 +53,7 @@ class Passes:
     def _queue(self, task: int, is_inner: bool) -> bool:
         # A graph task has hooks for each of its gradients, and one callback.
         self._is_inner[task] = is_inner
-        queue_callback(_Ending(self, is_inner))
+        queue_callback(_StepEnding(self, is_inner))
         return is_inner
 
     def over(self) -> None:
@@ -74,7 +74,7 @@ class Passes:
             self._queue(task, _depth() > 2)  # the inner one is still on the stack
 
 
-class _Ending:
+class _StepEnding:
     """Callback that autograd keeps until a graph task is complete."""
 
     def __init__(self, passes: Passes, is_inner: bool) -> None:
@@ -200,7 +200,7 @@ class Updates:
             for group in self._optimizer.param_groups
         ]
 
-    def do(self, places: Collection[Place]) -> None:
+    def do(self, places: Collection[BucketPlace]) -> None:
         """Make the step for these parameters, with the gradients in their places."""
         wanted = {place.parameter for place in places}
         parts = [[one for one in group["params"] if one in wanted] for group in self._groups]

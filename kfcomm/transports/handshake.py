@@ -24,12 +24,12 @@ from kfcomm.core.handshake import (
     PREFIX_NBYTES,
     Answerer,
     Dialler,
+    HandshakeStep,
     Hello,
     Identity,
     Message,
     Outcome,
     Refused,
-    Step,
     decode,
     decode_prefix,
     encode,
@@ -207,7 +207,7 @@ def _turn_away(sock: socket.socket) -> None:
 
 async def _converse(sock: StreamSocket, machine: Dialler | Answerer) -> Connection:
     while True:
-        step: Step = machine.receive(await _hear(sock))
+        step: HandshakeStep = machine.receive(await _hear(sock))
         if step.reply is not None:
             await _say(sock, step.reply)
         match step.outcome:

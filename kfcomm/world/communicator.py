@@ -39,7 +39,7 @@ from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.plugins import build
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds
-from kfcomm.world.epochs import NO_PLAN, Plan, agree, next_epoch, settle
+from kfcomm.world.epochs import NO_PLAN, EpochPlan, agree, next_epoch, settle
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
@@ -196,7 +196,7 @@ class Communicator(Persistent):
         return made
 
     async def _succeed(
-        self, part: bytes, *, plan: Plan = NO_PLAN, timeout: Seconds | None = None
+        self, part: bytes, *, plan: EpochPlan = NO_PLAN, timeout: Seconds | None = None
     ) -> tuple[Communicator, dict[int, bytes], bool]:
         """As ``shrink``; also what each rank that lives has given, by its rank before, and if the plan was carried out.
 

@@ -24,7 +24,7 @@ from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.engine.agreements import Call
+from kfcomm.engine.agreements import AgreementCall
 from kfcomm.engine.session import Session
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, KfcommError, RendezvousError
 from kfcomm.types import Candidate
@@ -37,7 +37,7 @@ RETIRE_AFTER_S = 0.25
 """Delay before an old epoch is closed: that takes a rank some milliseconds, in which others would wait."""
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
     """Change that all ranks have agreed on before: made if every surviving rank knows it. Leavers are given by uid."""
 
     joiners: tuple[Candidate, ...] = ()
@@ -49,13 +49,13 @@ class Plan(NamedTuple):
         return hashlib.blake2b(msgpack.packb(self), digest_size=8).digest()
 
     @classmethod
-    def of(cls, fields: Sequence[Any]) -> Plan:
+    def of(cls, fields: Sequence[Any]) -> EpochPlan:
         """The plan of decoded msgpack."""
         joiners, leavers = fields
         return cls(tuple(Candidate(*one) for one in joiners), tuple(leavers))
 
 
-NO_PLAN = Plan()
+NO_PLAN = EpochPlan()
 
 
 class Released(KfcommError):
@@ -83,7 +83,7 @@ async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
     if given is None or not -(1 << 63) <= given < 1 << 63:
         raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
     part = packed([given]).tobytes()
-    said = await session.agreements.decide(Call.AGREE, part, timeout_s, session.network.membership.has_word)
+    said = await session.agreements.decide(AgreementCall.AGREE, part, timeout_s, session.network.membership.has_word)
     values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
     if len({type(one) for one in values}) > 1:
         raise CollectiveMismatch("some ranks gave agree a bool, others an integer", key="agree")
@@ -91,7 +91,7 @@ async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
     return bool(together) if is_flag else together
 
 
-async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan = NO_PLAN) -> Succession:
+async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: EpochPlan = NO_PLAN) -> Succession:
     """Continue with the surviving ranks; all of them call it.
 
     Raises:
@@ -103,7 +103,7 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
         session.door = await session.network.open_door(session.epoch + 1)
     door, network = session.door, session.network
     given: bytes = msgpack.packb([door.part, part, plan.digest])
-    said = await session.agreements.decide(Call.SHRINK, given, timeout_s, network.membership.has_word)
+    said = await session.agreements.decide(AgreementCall.SHRINK, given, timeout_s, network.membership.has_word)
     session.door = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
@@ -130,7 +130,7 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
 
 
-async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
+async def tell_store(session: Session, former: Collection[int], plan: EpochPlan, strategy: str) -> None:
     """Report joined, released and lost ranks of this epoch to the store. If it is gone: they are lost soon, or stay.
 
     The first ranks do this; if these are lost, the others do. Repeated reports have no effect.
@@ -154,7 +154,7 @@ async def tell_store(session: Session, former: Collection[int], plan: Plan, stra
             await network.membership.let_go(plan.leavers)
 
 
-def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> None:
+def settle(session: Session, arrived: Handle[None], plan: EpochPlan = NO_PLAN) -> None:
     """All ranks are in the epoch of this session once ``arrived`` is done: what came before is not needed any more.
 
     It is closed a moment later, or at once where ranks have left by ``plan``, which end with it. If one of them is lost

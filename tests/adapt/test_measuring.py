@@ -12,7 +12,7 @@ import pytest
 from kfcomm.adapt import Adaptation
 from kfcomm.adapt.metrics import EngineMeter
 from kfcomm.engine import observer
-from kfcomm.engine.observer import Load
+from kfcomm.engine.observer import EngineLoad
 from tests.conformance.worlds import everywhere, until, world
 
 
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_times_that_overlap_count_once(clock: Clock) -> None:
     live: list[Any] = []
-    total = Load(lambda: live)
+    total = EngineLoad(lambda: live)
     first, second = FakeOperation(101.0), FakeOperation(103.0, 20)
     live += [first, second]
     clock.now_s = 104.0
@@ -60,7 +60,7 @@ def test_times_that_overlap_count_once(clock: Clock) -> None:
 
 def test_the_first_may_end_first(clock: Clock) -> None:
     live: list[Any] = [FakeOperation(101.0), FakeOperation(102.0)]
-    total = Load(lambda: live)
+    total = EngineLoad(lambda: live)
     total.done(live.pop(0), is_last=False)
     assert total.busy_s(110.0) == 9.0
     clock.now_s = 112.0
@@ -69,7 +69,7 @@ def test_the_first_may_end_first(clock: Clock) -> None:
 
 
 def test_failed_collective_counts_time_and_no_bytes(clock: Clock) -> None:
-    total = Load(list)
+    total = EngineLoad(list)
     clock.now_s = 105.0
     total.failed(FakeOperation(101.0, failed=True), "", is_last=True)  # type: ignore[arg-type]
     assert total.busy_s(200.0) == 4.0
@@ -78,7 +78,7 @@ def test_failed_collective_counts_time_and_no_bytes(clock: Clock) -> None:
 
 def test_earlier_collective_counts_from_the_start_of_measuring(clock: Clock) -> None:
     live: list[Any] = [FakeOperation(90.0)]
-    total = Load(lambda: live)
+    total = EngineLoad(lambda: live)
     assert total.busy_s(103.0) == 3.0
     clock.now_s = 104.0
     total.done(live.pop(), is_last=True)

@@ -16,7 +16,7 @@ from kfcomm.bench.measure import AsyncCaller, WrongResult, measure
 from kfcomm.bench.memory import CudaMemory, HostMemory, described, in_words, num_devices
 from kfcomm.bench.pages import surroundings
 from kfcomm.bench.report import Report
-from kfcomm.bench.suite import COLLECTIVES, Begun, Event, Measured, Mode, Place, Suite, from_line, to_line
+from kfcomm.bench.suite import COLLECTIVES, Begun, BenchPlace, CallMode, Event, MeasuredCase, Suite, from_line, to_line
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
@@ -120,9 +120,9 @@ async def test_every_collective_and_mode_works_by_the_memory_alone(monkeypatch: 
     monkeypatch.setitem(WORKLOADS, "small", lambda: ((3, 5), (9000,)))
     suite = Suite(tuple(COLLECTIVES), sizes=(240,), workloads=("small",), dtypes=("float32", "int8"), **TINY)
     memories = [BoxedMemory(), BoxedMemory()]
-    found = [event.result for event in await measured(suite, memories) if isinstance(event, Measured)]
+    found = [event.result for event in await measured(suite, memories) if isinstance(event, MeasuredCase)]
     assert [result.case for result in found] == suite.cases(2)
-    assert {result.case.mode for result in found} == {None, *Mode}
+    assert {result.case.mode for result in found} == {None, *CallMode}
     # times are those of the memory's clock: one for each run, those of warm-up left out
     assert found[0].times_s == (2.0, 3.0)
     assert all(memory.log.count("start") == 3 * len(found) for memory in memories)
@@ -271,7 +271,7 @@ REPORTS = (
 
 def test_the_report_says_devices_backend_and_route() -> None:
     found = described(REPORTS, Layout((0, 0, 0)), ("auto", "tcp"))
-    suite = Suite(transports=("auto", "tcp"), device=Place.GPU)
+    suite = Suite(transports=("auto", "tcp"), device=BenchPlace.GPU)
     begun = Begun(3, 1, ({"ranks": [0, 1, 2], "processor": "P", "usable_cores": 2},), found)
     assert from_line(to_line(begun)) == begun
     report = Report(suite)
@@ -292,7 +292,7 @@ def test_the_report_says_devices_backend_and_route() -> None:
 
 
 def test_the_report_says_that_memory_is_symmetric() -> None:
-    report = Report(Suite(device=Place.SYMMETRIC))
+    report = Report(Suite(device=BenchPlace.SYMMETRIC))
     report.note(Begun(2, 1, ({"ranks": [0, 1], "processor": "P", "usable_cores": 2},), None))
     assert report.world().endswith("asynchronous; arrays in symmetric memory")
 

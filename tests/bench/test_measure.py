@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
-from kfcomm.bench.load import PERIOD, Load, contributions, first_wrong, reduced, tiled
+from kfcomm.bench.load import PERIOD, BenchLoad, contributions, first_wrong, reduced, tiled
 from kfcomm.bench.measure import AsyncCaller, BlockingCaller, WrongResult, measure
 from kfcomm.bench.memory import HostMemory, memory_of, spoil
-from kfcomm.bench.suite import COLLECTIVES, Event, Failed, Measured, Mode, Place, Starting, Suite
+from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Event, Failed, MeasuredCase, Starting, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.types import Op, Verb
@@ -49,7 +49,7 @@ async def test_arrays_in_symmetric_memory(verb: Verb) -> None:
             return made[-1]
 
         caller = AsyncCaller(comm)
-        suite = Suite(collectives=(verb,), sizes=(64, 1 << 16), device=Place.SYMMETRIC, **TINY)
+        suite = Suite(collectives=(verb,), sizes=(64, 1 << 16), device=BenchPlace.SYMMETRIC, **TINY)
         events: list[Event] = []
         await measure(caller, suite.cases(2), events.append, memory_of(suite.device, None, empty))
         assert len(results(events)) == 2 * (comm.rank == 0)
@@ -60,8 +60,8 @@ async def test_arrays_in_symmetric_memory(verb: Verb) -> None:
     assert {array.nbytes for array in made} >= {64, 1 << 16}
 
 
-def results(events: list[Event]) -> list[Measured]:
-    return [event for event in events if isinstance(event, Measured)]
+def results(events: list[Event]) -> list[MeasuredCase]:
+    return [event for event in events if isinstance(event, MeasuredCase)]
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_every_op_is_right_on_floating_point_numbers(op: Op) -> None:
 async def test_workloads_in_every_mode_and_strategy(small_workload: str) -> None:
     suite = Suite((), workloads=(small_workload,), strategies=("star", "ring"), **TINY)
     found = results(await measured(suite, 2))
-    assert [event.result.case.mode for event in found] == [*Mode, *Mode]
+    assert [event.result.case.mode for event in found] == [*CallMode, *CallMode]
     assert {event.result.case.nbytes for event in found} == {4 * 9024}
 
 
@@ -117,7 +117,7 @@ def test_the_blocking_interface(small_workload: str) -> None:
 @pytest.mark.asyncio
 async def test_events_tell_of_each_case_before_and_after() -> None:
     events = await measured(Suite(sizes=(4, 8), **TINY), 2)
-    assert [type(event) for event in events] == [Starting, Measured] * 2
+    assert [type(event) for event in events] == [Starting, MeasuredCase] * 2
 
 
 class Broken:
@@ -173,7 +173,7 @@ async def test_a_wrong_element_of_one_rank_in_one_iteration_is_an_error_on_all(
 
 def test_a_result_of_another_length_is_wrong() -> None:
     (case,) = Suite(sizes=(400,)).cases(2)
-    load = Load.of(case, 0, 2, HostMemory())
+    load = BenchLoad.of(case, 0, 2, HostMemory())
     assert load.fault([np.zeros(99, np.float32)]) == "99 elements, must be 100"
 
 

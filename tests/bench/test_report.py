@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kfcomm.bench.pages import measured as page
-from kfcomm.bench.report import COLUMNS, Files, Progress, Report, Table, Watch
-from kfcomm.bench.suite import Begun, Event, Failed, Measured, Result, Starting, Suite, from_line, to_line
+from kfcomm.bench.report import COLUMNS, Files, Progress, Report, ReportTable, Watch
+from kfcomm.bench.suite import Begun, Event, Failed, MeasuredCase, Result, Starting, Suite, from_line, to_line
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
@@ -47,7 +47,7 @@ def report(suite: Suite = SUITE) -> Report:
     made = Report(suite)
     made.note(Begun(2, len(suite.cases(2)), (HOST,)))
     for result in results(suite):
-        made.note(Measured(result))
+        made.note(MeasuredCase(result))
     return made
 
 
@@ -56,7 +56,7 @@ def report(suite: Suite = SUITE) -> Report:
     [
         Begun(2, 9, ({"ranks": [0, 1], "hostname": "a\nb"},)),
         Starting(SUITE.cases(2)[0]),
-        *map(Measured, results()),
+        *map(MeasuredCase, results()),
         Failed("wrong result: é\n"),
     ],
 )
@@ -72,7 +72,7 @@ def test_other_lines_are_no_events(line: str) -> None:
 
 
 def test_the_table_says_once_what_is_the_same_everywhere() -> None:
-    table = Table.of(results(Suite(sizes=(1 << 10, 1 << 20), iterations=20)), COLUMNS)
+    table = ReportTable.of(results(Suite(sizes=(1 << 10, 1 << 20), iterations=20)), COLUMNS)
     settings = {"op": "sum", "dtype": "float32", "strategy": "auto", "transport": "auto", "iterations": "20"}
     assert dict(table.common) == {"collective": "all_reduce", **settings}
     assert [column.title for column in table.columns] == ["size", "p50", "p99", "algbw", "busbw"]
@@ -85,7 +85,7 @@ def test_the_table_says_once_what_is_the_same_everywhere() -> None:
 
 
 def test_the_table_has_a_column_for_what_differs() -> None:
-    titles = [column.title for column in Table.of(results(), COLUMNS).columns]
+    titles = [column.title for column in ReportTable.of(results(), COLUMNS).columns]
     assert titles[:5] == ["collective", "mode", "op", "strategy", "size"]
 
 
@@ -188,7 +188,7 @@ def test_progress_on_a_terminal_is_one_line_that_is_taken_away(monkeypatch: pyte
     progress = Progress(stream)
     progress.show(Begun(2, 4, ()))
     progress.show(Starting(result.case))
-    progress.show(Measured(result))
+    progress.show(MeasuredCase(result))
     progress.show(Starting(result.case))
     progress.say("something else")
     progress.close()
@@ -205,7 +205,7 @@ def test_progress_elsewhere_is_a_line_for_each_case() -> None:
     progress = Progress(stream)
     for result in results():
         progress.show(Starting(result.case))
-        progress.show(Measured(result))
+        progress.show(MeasuredCase(result))
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == len(results())
@@ -246,7 +246,7 @@ def test_a_wrong_result_is_told_at_once_with_what_was_measured_before(capsys: py
     watch = Watch(Report(SUITE), Files())
     watch.note(Begun(2, 4, ()))
     for result in results():
-        watch.note(Measured(result))
+        watch.note(MeasuredCase(result))
     watch.note(Failed("wrong result of all_reduce"))
     told = capsys.readouterr()
     assert "kfcomm: error: wrong result of all_reduce" in told.err

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from kfcomm.bench.suite import COLLECTIVES, Case, Mode, Place, Result, Suite
+from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Case, Result, Suite
 from kfcomm.bench.workloads import WORKLOADS, num_parameters
 from kfcomm.errors import ConfigError
 from kfcomm.transports.registry import LINKS
@@ -17,7 +17,7 @@ FULL = Suite(
     collectives=(Verb.ALL_REDUCE, Verb.ALL_GATHER),
     sizes=(1000, 4096),
     workloads=("resnet50",),
-    modes=(Mode.FUSED, Mode.ONE_BY_ONE),
+    modes=(CallMode.FUSED, CallMode.ONE_BY_ONE),
     strategies=("ring", "auto"),
     transports=LINKS,
     dtypes=("float32", "float64"),
@@ -64,7 +64,7 @@ def test_larger_messages_get_fewer_iterations() -> None:
 
 
 def test_suites_and_cases_survive_the_way_to_another_process() -> None:
-    for suite in (FULL, replace(FULL, device=Place.GPU)):
+    for suite in (FULL, replace(FULL, device=BenchPlace.GPU)):
         assert Suite.from_json(suite.to_json()) == suite
     assert [Case.from_wire(asdict(case)) for case in FULL.cases(2)] == FULL.cases(2)
 

@@ -17,7 +17,7 @@ from kfcomm.core import membership
 from kfcomm.core.membership import (
     LONGEST_INTERVAL_S,
     MAX_PART_NBYTES,
-    Decision,
+    EpochDecision,
     FailureDetector,
     Tag,
     fault,
@@ -42,7 +42,7 @@ class World:
     deaths: int
     suspicions: int
     leaves: int = 0
-    ranks: list[Decision] = field(default_factory=list)
+    ranks: list[EpochDecision] = field(default_factory=list)
     links: dict[tuple[int, int], list[list[Any]]] = field(default_factory=dict)
     news: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class World:
     left: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.ranks = [Decision(rank, self.size) for rank in range(self.size)]
+        self.ranks = [EpochDecision(rank, self.size) for rank in range(self.size)]
         self.links = {(one, other): [] for one in range(self.size) for other in range(self.size) if one != other}
         self.news = {rank: [] for rank in range(self.size)}
 
@@ -213,15 +213,15 @@ def test_many_orders_beyond_it(seed: int, size: int) -> None:
     walk(seed, size)
 
 
-def half_is_enough(self: Decision, ranks: Any, ended: Any) -> bool:
+def half_is_enough(self: EpochDecision, ranks: Any, ended: Any) -> bool:
     return 2 * len(ranks) >= self._size
 
 
-def nobody_is_waited_for(self: Decision) -> tuple[int, ...]:
+def nobody_is_waited_for(self: EpochDecision) -> tuple[int, ...]:
     return ()
 
 
-def decisions_are_not_passed_on(self: Decision, said: Any) -> None:
+def decisions_are_not_passed_on(self: EpochDecision, said: Any) -> None:
     """No message follows."""
 
 
@@ -234,7 +234,7 @@ def decisions_are_not_passed_on(self: Decision, said: Any) -> None:
     ],
 )
 def test_the_search_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch, method: str, broken: Any) -> None:
-    monkeypatch.setattr(Decision, method, broken)
+    monkeypatch.setattr(EpochDecision, method, broken)
 
     def search() -> None:
         for seed in range(30_000):
@@ -245,7 +245,7 @@ def test_the_search_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch, method
 
 
 def test_no_decision_before_all_entered_and_missing_is_known() -> None:
-    one, two, three = (Decision(rank, 3) for rank in range(3))
+    one, two, three = (EpochDecision(rank, 3) for rank in range(3))
     (said,) = one.enter(b"1")
     assert two.receive(0, said) == []
     assert one.missing == (1, 2)
@@ -265,7 +265,7 @@ def test_no_decision_before_all_entered_and_missing_is_known() -> None:
 
 
 def test_half_of_the_ranks_are_cut_off_until_the_others_are_known_to_have_ended() -> None:
-    one = Decision(0, 2)
+    one = EpochDecision(0, 2)
     one.enter(b"")
     assert not one.is_cut_off
     assert one.lost([1], have_ended=False) == []
@@ -276,7 +276,7 @@ def test_half_of_the_ranks_are_cut_off_until_the_others_are_known_to_have_ended(
 
 
 def test_leaving_rank_repeats_decision_shared_with_dying_one() -> None:
-    one, two, three = (Decision(rank, 3) for rank in range(3))
+    one, two, three = (EpochDecision(rank, 3) for rank in range(3))
     entered = [rank.enter(b"")[0] for rank in (one, two, three)]
     for rank in (1, 2):
         said = one.receive(rank, entered[rank])
@@ -293,7 +293,7 @@ def test_leaving_rank_repeats_decision_shared_with_dying_one() -> None:
 
 
 def test_a_vote_for_what_is_not_known_yet_counts_when_it_is() -> None:
-    two = Decision(1, 3)
+    two = EpochDecision(1, 3)
     two.enter(b"")
     assert two.receive(2, (Tag.ACCEPTED, 0)) == []
     assert two.receive(0, (Tag.ACCEPT, 0, [], ((0, b""), (1, b""), (2, b"")))) == [(Tag.ACCEPTED, 0)]
@@ -302,7 +302,7 @@ def test_a_vote_for_what_is_not_known_yet_counts_when_it_is() -> None:
 
 
 def test_leader_proposes_value_that_may_be_decided() -> None:
-    two = Decision(1, 3)
+    two = EpochDecision(1, 3)
     two.enter(b"mine")
     two.receive(2, (Tag.ENTER, b""))
     prepare, own = two.lost([0], have_ended=True)
@@ -316,7 +316,7 @@ def test_leader_proposes_value_that_may_be_decided() -> None:
 
 
 def test_a_late_proposal_and_a_late_promise_are_of_no_account() -> None:
-    one = Decision(0, 3)
+    one = EpochDecision(0, 3)
     one.enter(b"")
     assert one.receive(1, (Tag.PREPARE, 4, [])) == [(Tag.PROMISE, 4, -1, ())]
     assert one.receive(0, (Tag.ACCEPT, 0, [], ())) == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kfcomm.core.collective import GroupView, Key
 from kfcomm.engine import meter as meters
 from kfcomm.engine import traffic as traffics
-from kfcomm.engine.meter import Meter, Tally, Throughput, bound_s, bucket_of, steady
+from kfcomm.engine.meter import Meter, MeteredThroughput, Tally, bound_s, bucket_of, steady
 from kfcomm.engine.traffic import Traffic
 from kfcomm.transports.base import Counts
 
@@ -163,7 +163,7 @@ def test_chunks_before_the_post_add_no_waiting_time(clock: Clock) -> None:
 
 
 def test_a_reference_begins_with_the_first_call_and_follows_slowly() -> None:
-    one = Throughput()
+    one = MeteredThroughput()
     one.note(1000, 1.0)
     assert (one.last, one.reference) == (1000.0, 1000.0)
     one.note(1000, 4.0)

@@ -12,7 +12,7 @@ import pytest
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, Stage, parse
 from kfcomm.launch.exit_reports import Blame
-from kfcomm.launch.launcher import Launcher, Phase
+from kfcomm.launch.launcher import Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks
 from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.rendezvous.keyvalue import START, Exit
@@ -373,7 +373,7 @@ async def test_stopped_launcher_starts_no_ranks_after_a_late_store_answer() -> N
     async with primary(2, store, started) as role:
         role.elastic.resize(3)
         assert role.sizing.start_owed() == 1
-        role.launcher.phase = Phase.STOPPED
+        role.launcher.phase = LauncherPhase.STOPPED
         store.is_open.set()
     assert started == []
     assert [(end.rank, end.code) for end in store.reported] == [(2, 126)]

@@ -1,7 +1,7 @@
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch.hosts import Host, Plan, parse_hosts, plan_for
+from kfcomm.launch.hosts import Host, HostPlan, parse_hosts, plan_for
 
 TWO = (Host("10.0.0.1", 4), Host("10.0.0.2", 2))
 
@@ -41,7 +41,7 @@ def test_a_name_that_does_not_resolve() -> None:
 
 
 def test_the_order_of_hosts_gives_the_ranks() -> None:
-    first, second = Plan(TWO, 0), Plan(TWO, 1)
+    first, second = HostPlan(TWO, 0), HostPlan(TWO, 1)
     assert first.size == second.size == 6
     assert list(first.ranks) == [0, 1, 2, 3]
     assert list(second.ranks) == [4, 5]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kfcomm.launch.exit_reports import Blame
-from kfcomm.launch.launcher import FixedRole, Launcher, Phase, Verdict
+from kfcomm.launch.launcher import FixedRole, JobOutcome, Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.keyvalue import Exit, Why
@@ -47,11 +47,11 @@ class Job:
     def signals(self) -> list[list[int]]:
         return [child.signals for child in self.children.values()]
 
-    async def reaches(self, phase: Phase) -> None:
+    async def reaches(self, phase: LauncherPhase) -> None:
         while self.launcher.phase < phase:  # noqa: ASYNC110  nobody is told
             await asyncio.sleep(0)
 
-    async def ends(self, *codes: int) -> Verdict:
+    async def ends(self, *codes: int) -> JobOutcome:
         """The ranks here end with these codes, as far as they have not ended."""
         for child, code in zip(self.children.values(), codes, strict=True):
             if not child.code.done():
@@ -63,10 +63,10 @@ class Job:
 async def test_first_failure_ends_the_others() -> None:
     job = Job()
     job.children[1].code.set_result(3)
-    await job.reaches(Phase.ENDS)
+    await job.reaches(LauncherPhase.ENDS)
     assert job.signals == [[TERM], []]
     verdict = await job.ends(-TERM, 3)
-    assert (verdict.exit_code, job.launcher.phase) == (3, Phase.STOPPED)
+    assert (verdict.exit_code, job.launcher.phase) == (3, LauncherPhase.STOPPED)
     assert job.store.contents.exits == {0: Exit(0, -TERM), 1: Exit(1, 3)}
 
 
@@ -74,11 +74,11 @@ async def test_first_failure_ends_the_others() -> None:
 async def test_kept_going_job_waits_for_all_ranks() -> None:
     job = Job(keep_going=True)
     job.children[1].code.set_result(3)
-    await job.reaches(Phase.RUNS_ON)
+    await job.reaches(LauncherPhase.RUNS_ON)
     job.children[0].code.set_result(0)
     while len(job.launcher.ended) < 2:  # noqa: ASYNC110  nobody is told
         await asyncio.sleep(0)
-    assert job.launcher.phase is Phase.RUNS_ON
+    assert job.launcher.phase is LauncherPhase.RUNS_ON
     await job.store.report_exit(Exit(2, 5))
     assert (await job.watching).exit_code == 3
     assert job.signals == [[], []]
@@ -89,9 +89,9 @@ async def test_lost_store_ends_the_ranks() -> None:
     job = Job()
     await asyncio.sleep(0)
     job.store.contents.close()
-    await job.reaches(Phase.ENDS)
+    await job.reaches(LauncherPhase.ENDS)
     assert job.signals == [[TERM], [TERM]]
-    assert await job.ends(-TERM, -TERM) == Verdict(lost=True)
+    assert await job.ends(-TERM, -TERM) == JobOutcome(lost=True)
 
 
 @pytest.mark.asyncio
@@ -99,10 +99,10 @@ async def test_second_signal_kills() -> None:
     job = Job()
     await asyncio.sleep(0)
     job.launcher.interrupt(signal.SIGINT)
-    assert job.launcher.phase is Phase.ENDS
+    assert job.launcher.phase is LauncherPhase.ENDS
     job.launcher.interrupt(signal.SIGTERM)
     assert job.signals == [[signal.SIGINT, KILL]] * 2
-    assert await job.ends(-KILL, -KILL) == Verdict(signal=signal.SIGINT)
+    assert await job.ends(-KILL, -KILL) == JobOutcome(signal=signal.SIGINT)
 
 
 @pytest.mark.asyncio
@@ -110,7 +110,7 @@ async def test_host_that_was_given_up_ends_its_ranks() -> None:
     job = Job()
     await asyncio.sleep(0)
     await job.store.report_exit(Exit(0, 1, Why.SILENT))
-    await job.reaches(Phase.ENDS)
+    await job.reaches(LauncherPhase.ENDS)
     assert job.signals == [[TERM], [TERM]]
     verdict = await job.ends(0, 0)
     assert verdict.failed is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.launch.output import Dropped, Log, Look, Output, Screen, Stream
+from kfcomm.launch.output import Dropped, LauncherScreen, Log, Output, OutputStyle, Stream
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def unexpected() -> None:
 async def test_a_full_disk_is_told_once_on_the_other_stream_and_counted(broken: Stream, pipe: tuple[int, int]) -> None:
     other = Stream.ERR if broken is Stream.OUT else Stream.OUT
     descriptor = full()
-    output = Output(Screen(Look(2)), unexpected, {broken: descriptor, other: pipe[1]})
+    output = Output(LauncherScreen(OutputStyle(2)), unexpected, {broken: descriptor, other: pipe[1]})
     for _ in range(3):
         await output.feed(0, broken, b"lost\n")
     await output.feed(0, other, b"kept\n")
@@ -49,7 +49,7 @@ async def test_a_full_disk_is_told_once_on_the_other_stream_and_counted(broken: 
 @pytest.mark.asyncio
 async def test_both_streams_are_full() -> None:
     descriptor = full()
-    output = Output(Screen(Look(1)), unexpected, dict.fromkeys(Stream, descriptor))
+    output = Output(LauncherScreen(OutputStyle(1)), unexpected, dict.fromkeys(Stream, descriptor))
     for stream in Stream:
         await output.feed(0, stream, b"lost\n")
     await output.finish()
@@ -61,7 +61,7 @@ async def test_broken_pipe_is_reported_once() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     broken: list[int] = []
-    output = Output(Screen(Look(1)), lambda: broken.append(1), dict.fromkeys(Stream, writer))
+    output = Output(LauncherScreen(OutputStyle(1)), lambda: broken.append(1), dict.fromkeys(Stream, writer))
     for _ in range(2):
         await output.feed(0, Stream.OUT, b"x\n")
     await output.finish()
@@ -75,7 +75,7 @@ async def test_abandoned_output_is_dropped(pipe: tuple[int, int]) -> None:
     while select.select([], [pipe[1]], [], 0)[1]:
         os.write(pipe[1], bytes(4096))
     os.set_blocking(pipe[1], True)
-    output = Output(Screen(Look(1)), unexpected, dict.fromkeys(Stream, pipe[1]))
+    output = Output(LauncherScreen(OutputStyle(1)), unexpected, dict.fromkeys(Stream, pipe[1]))
     output.abandon()
     await output.feed(0, Stream.OUT, b"x\n")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.launch.hosts import Host, Plan
+from kfcomm.launch.hosts import Host, HostPlan
 from kfcomm.launch.job import TORCH_NAMES, contradictions, free_port, inherited, torch_variables
 from tests.launch.launched import TOKEN, command, environ
 from tests.support import free_port as any_port
@@ -51,7 +51,7 @@ def test_variables_of_the_user_are_kept() -> None:
 
 
 def test_warns_of_invalid_variables_of_the_user() -> None:
-    plan = Plan.single(2)
+    plan = HostPlan.single(2)
     assert list(contradictions({"WORLD_SIZE": "2", "MASTER_PORT": "1"}, plan)) == []
     assert ["RANK=1 is kept" in line or "this job has 2 ranks" in line for line in contradictions(
         {"RANK": "1", "WORLD_SIZE": "3"}, plan
@@ -93,7 +93,7 @@ def test_variables_of_an_outer_torchrun_are_replaced() -> None:
 
 
 def test_on_several_hosts_the_first_one_is_the_place_to_meet() -> None:
-    plan = Plan((Host("10.0.0.1", 2), Host("10.0.0.2", 1)), 1)
+    plan = HostPlan((Host("10.0.0.1", 2), Host("10.0.0.2", 1)), 1)
     assert torch_variables(plan, 2, (0, 1), 20001) == {
         "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "20001",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kfcomm.monitor.live import Job
 from kfcomm.monitor.screen import Style, clipped, shares, size, span, view
 from kfcomm.monitor.statistics import KeyStatistics, PeerStatistics, Statistics
-from kfcomm.monitor.top import LinkRate, Watcher
+from kfcomm.monitor.top import JobWatcher, LinkRate
 
 
 def key(name="grad", count=0, total_s=0.0, **changes):
@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, *answers):
         self.answers = {answer.rank: answer for answer in answers}
         self.silent = set()
-        self.watcher = Watcher("j", find=self._find, read=self._read)
+        self.watcher = JobWatcher("j", find=self._find, read=self._read)
 
     def _find(self):
         return [Job("other", ((0, "x"),)), Job("j", tuple((rank, f"s{rank}") for rank in sorted(self.answers)))]
@@ -114,7 +114,7 @@ class Processes:
 
     def __init__(self):
         self.answers = {}
-        self.watcher = Watcher("j", find=self._find, read=self._read)
+        self.watcher = JobWatcher("j", find=self._find, read=self._read)
 
     def _find(self):
         return [Job("j", tuple((rank, name) for name, (rank, _) in self.answers.items()))]

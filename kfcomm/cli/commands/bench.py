@@ -17,12 +17,12 @@ import click
 from click.core import ParameterSource
 
 from kfcomm.bench.report import Files
-from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
+from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Suite
 from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies, distinct
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
 from kfcomm.cli.commands.simulate import names_of, network_of, parse_worlds, simulated
-from kfcomm.cli.options import Choice, WithSizes, reported_errors
+from kfcomm.cli.options import NameChoice, WithSizes, reported_errors
 from kfcomm.common.arguments import meant
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
@@ -80,7 +80,7 @@ class _Grid:
 )
 @click.option(
     "--transport",
-    type=Choice(LINKS),
+    type=NameChoice(LINKS),
     metavar="NAME",
     help="Kind of links between the ranks; auto by default.",
 )
@@ -189,7 +189,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-class _Collective(Choice):
+class _Collective(NameChoice):
     """A verb, with ``-`` or ``_``."""
 
     @override
@@ -231,7 +231,7 @@ class _Bench(WithSizes):
     "--workload",
     "workloads",
     multiple=True,
-    type=Choice(tuple(WORKLOADS)),
+    type=NameChoice(tuple(WORKLOADS)),
     metavar="MODEL",
     help=f"Reduce the gradients of {_listed(WORKLOADS)}. *",
 )
@@ -239,9 +239,9 @@ class _Bench(WithSizes):
     "--mode",
     "modes",
     multiple=True,
-    type=Choice(tuple(map(str, Mode))),
+    type=NameChoice(tuple(map(str, CallMode))),
     metavar="MODE",
-    help=f"How a workload's tensors go: {_listed(Mode)}; all by default. *",
+    help=f"How a workload's tensors go: {_listed(CallMode)}; all by default. *",
 )
 @click.option(
     "--strategy",
@@ -254,7 +254,7 @@ class _Bench(WithSizes):
     "--transport",
     "transports",
     multiple=True,
-    type=Choice(TRANSPORT_NAMES),
+    type=NameChoice(TRANSPORT_NAMES),
     metavar="NAME",
     help=f"Kind of links: {_listed(LINKS)}; auto by default; nccl with --device gpu. *",
 )
@@ -263,11 +263,11 @@ class _Bench(WithSizes):
 )
 @click.option(
     "--device",
-    type=Choice(tuple(map(str, Place))),
-    default=str(Place.CPU),
+    type=NameChoice(tuple(map(str, BenchPlace))),
+    default=str(BenchPlace.CPU),
     show_default=True,
     metavar="NAME",
-    help=f"Where the arrays are: {_listed(Place)}.",
+    help=f"Where the arrays are: {_listed(BenchPlace)}.",
 )
 @click.option(
     "--op",
@@ -311,15 +311,15 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
     """Suite for the options; defaults are the settings of this process."""
     if given["modes"] and not given["workloads"]:
         raise ConfigError("--mode is about the tensors of a workload: name one with --workload")
-    place = Place(given["device"])
+    place = BenchPlace(given["device"])
     verbs = collectives or (() if given["workloads"] else (_CHOICES[0],))
     return Suite(
         collectives=tuple(Verb(name.replace("-", "_")) for name in _once(verbs)),
         sizes=parse_sizes(given["sizes"]),
         workloads=_once(given["workloads"]),
-        modes=tuple(map(Mode, _once(given["modes"]))) or tuple(Mode),
+        modes=tuple(map(CallMode, _once(given["modes"]))) or tuple(CallMode),
         strategies=names_of(given["strategies"]) or (settings.strategy,),
-        transports=_once(given["transports"]) or (settings.transport if place is Place.GPU else settings.links,),
+        transports=_once(given["transports"]) or (settings.transport if place is BenchPlace.GPU else settings.links,),
         dtypes=_once(given["dtypes"]) or ("float32",),
         op=given["op"],
         iterations=given["iterations"],

@@ -17,7 +17,7 @@ import click
 
 from kfcomm.bench.report import Files
 from kfcomm.cli import options
-from kfcomm.cli.options import Choice, WithSize, reported_errors
+from kfcomm.cli.options import NameChoice, WithSize, reported_errors
 from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.host import hostname
@@ -55,7 +55,7 @@ class _ProbeOptions:
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
-@click.option("--transport", type=Choice(LINKS), help="Kind of links between the ranks.")
+@click.option("--transport", type=NameChoice(LINKS), help="Kind of links between the ranks.")
 @click.option(
     "--keep",
     is_flag=True,

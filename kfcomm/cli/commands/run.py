@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.options import Choice, device, reported_errors
+from kfcomm.cli.options import NameChoice, device, reported_errors
 from kfcomm.launch.job import RunOptions
 from kfcomm.launch.output import open_standard_descriptors
 from kfcomm.launch.run import run as run_job
@@ -35,7 +35,7 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=Choice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl.")
+@click.option("--transport", type=NameChoice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl.")
 @device
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(

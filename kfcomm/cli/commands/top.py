@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kfcomm.monitor.live import Job
-    from kfcomm.monitor.top import Watcher
+    from kfcomm.monitor.top import JobWatcher
 
 NO_JOB = (
     "no job of yours runs on this host, as far as can be seen: it needs monitoring on (KFCOMM_MONITOR=1, the default), "
@@ -51,12 +51,12 @@ def top(job: str | None, named: str | None, once: bool, interval: float) -> None
       kfcomm top --once
     """  # noqa: D301  click wants the character, not its name
     from kfcomm.monitor import live
-    from kfcomm.monitor.top import Watcher
+    from kfcomm.monitor.top import JobWatcher
 
     with reported_errors():
         if math.isnan(interval):  # click's range check accepts NaN
             raise ConfigError("--interval nan must be a number of seconds")
-        watcher = Watcher(chosen(live.jobs(), named or job))
+        watcher = JobWatcher(chosen(live.jobs(), named or job))
     if once or not sys.stdout.isatty():
         _print(watcher, interval, once=once)
     else:
@@ -89,7 +89,7 @@ def _described(job: Job) -> str:
     return f"{job.name} (ranks {ranges(job.ranks)}{job.program and ', '}{job.program})"
 
 
-def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:
+def _print(watcher: JobWatcher, interval_s: float, *, once: bool) -> None:
     """Print views as plain text; the first look only initialises rates."""
     from kfcomm.monitor.screen import view
 
@@ -110,7 +110,7 @@ def _width() -> int:
     return shutil.get_terminal_size((80, 24)).columns if is_known else 200
 
 
-def _show(watcher: Watcher, interval_s: float) -> None:
+def _show(watcher: JobWatcher, interval_s: float) -> None:
     """Redraw the view until the user leaves or the job ends."""
     from kfcomm.monitor.screen import screen, view
 

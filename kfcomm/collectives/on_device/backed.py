@@ -36,8 +36,8 @@ from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.calls import Call, Path
-from kfcomm.collectives.on_device.formation import Channel, Failures, Launcher, Use, Ways
+from kfcomm.collectives.on_device.calls import DeviceCall, Path
+from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.errors import CollectiveAborted, TransportError
@@ -62,7 +62,7 @@ DOUBT_S = 1.0
 """From the first sign of a failure of the backend until it counts: a peer that died is better told by its name."""
 
 
-class State(StrEnum):
+class BackedState(StrEnum):
     """States of a formation, as in the table above."""
 
     IDLE = "idle"
@@ -90,7 +90,7 @@ class BackendPath(Path):
     def __init__(
         self, group: Group, device: Device, maker: BackendMaker, mailbox: Mailbox, *, follows: bool = True
     ) -> None:
-        self.state = State.IDLE
+        self.state = BackedState.IDLE
         self.formation = 0
         self._group = group
         self._rank, self._size = group.view.rank, group.view.size
@@ -100,13 +100,15 @@ class BackendPath(Path):
         self._follows = follows
         self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._launch_due)
         self._stream: Any = None
-        self._launcher: Launcher | None = None
+        self._launcher: DeviceLauncher | None = None
         self._order = self._new_order()
-        self._before: deque[Call] = deque()  # came while there was no formation
-        self._waiting: dict[Call, None] = {}  # in the order, not launched
-        self._due: deque[tuple[Call, int]] = deque()  # of these, whose turn has come, and what others must hear before
-        self._launched: dict[Call, None] = {}
-        self._to_watch: list[Call] = []  # of these, those of whose end nobody has asked to hear
+        self._before: deque[DeviceCall] = deque()  # came while there was no formation
+        self._waiting: dict[DeviceCall, None] = {}  # in the order, not launched
+        self._due: deque[tuple[DeviceCall, int]] = (
+            deque()
+        )  # of these, those whose turn has come, and the news to hear before
+        self._launched: dict[DeviceCall, None] = {}
+        self._to_watch: list[DeviceCall] = []  # of these, those of whose end nobody has asked to hear
         self._is_ordering = False
         self._failures = Failures(group, Ways(partial(self._say, FAILED), self._forbid, self._break, self._arrive_all))
         self._ended: set[int] = set()
@@ -128,7 +130,7 @@ class BackendPath(Path):
     # ---------------------------------------------------------------- calls
 
     @override
-    def begin(self, call: Call) -> None:
+    def begin(self, call: DeviceCall) -> None:
         if self._failures.knows(_use_of(call)):
             call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=name_of(call.key)))
         elif self._is_ordering and not self._failures.hold:
@@ -138,7 +140,7 @@ class BackendPath(Path):
             self._form_if_wanted()
 
     @override
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: DeviceCall) -> None:
         # What is launched stays, with its memory, until its stream is past it.
         if call in self._before:
             self._before.remove(call)
@@ -149,7 +151,7 @@ class BackendPath(Path):
     @override
     def never_began(self, key: str, seq: int) -> None:
         # Others may have begun it.
-        if self.state is not State.CLOSED:
+        if self.state is not BackedState.CLOSED:
             self._failures.failed((key, seq), launched=False)
 
     @override
@@ -159,7 +161,7 @@ class BackendPath(Path):
 
     @override
     def close(self) -> None:
-        self.state = State.CLOSED
+        self.state = BackedState.CLOSED
         self._group.engine.mismatch_listeners.pop(self._group.view.id, None)
         self._channel.close()
         for timer in self._timers.values():
@@ -169,7 +171,7 @@ class BackendPath(Path):
             launcher.close()
             _on_thread(launcher.backend.abort if self._launched else launcher.backend.close)
 
-    def _arrive(self, call: Call) -> None:
+    def _arrive(self, call: DeviceCall) -> None:
         self._waiting[call] = None
         effects: Effects = []
         self._order.arrived(self._key_of(call), call, self._reactor.time(), effects)
@@ -197,16 +199,16 @@ class BackendPath(Path):
         For when it is launched its caller may go on, and hold up this loop by waiting for the device, which waits for
         the others.
         """
-        while self.state is State.READY and self._due and self._channel.is_heard(self._due[0][1]):
+        while self.state is BackedState.READY and self._due and self._channel.is_heard(self._due[0][1]):
             self._launch(self._due.popleft()[0])
 
-    def _launch(self, call: Call) -> None:
+    def _launch(self, call: DeviceCall) -> None:
         if self._launcher is not None:
             del self._waiting[call]
             self._launched[call] = None
             self._launcher.launch(call, self._key_of(call), alone=self._size == 1)
 
-    def _has_launched(self, call: Call, mark: Mark, error: BaseException | None) -> None:
+    def _has_launched(self, call: DeviceCall, mark: Mark, error: BaseException | None) -> None:
         if not self._to_watch:
             self._set_timer(self._watch, self._reactor.time() + WATCH_AFTER_S)
         self._to_watch.append(call)
@@ -226,7 +228,7 @@ class BackendPath(Path):
         except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
             self._completed(calls, error)
 
-    def _completed(self, calls: list[Call], error: BaseException | None) -> None:
+    def _completed(self, calls: list[DeviceCall], error: BaseException | None) -> None:
         """The stream is past them."""
         reason = str(error) if error is not None else self._failure()
         for call in calls:
@@ -241,17 +243,17 @@ class BackendPath(Path):
     # ---------------------------------------------------------------- forming
 
     def _form_if_wanted(self) -> None:
-        if self._rank != LEADER or self.state is not State.IDLE or not self._before:
+        if self._rank != LEADER or self.state is not BackedState.IDLE or not self._before:
             return
-        self.state = State.FORMING
+        self.state = BackedState.FORMING
         self._order = self._new_order()
         self._in_thread(self._maker.identity, self._identified)
 
     def _identified(self, identity: bytes | None, error: BaseException | None) -> None:
-        if self.state is not State.FORMING:
+        if self.state is not BackedState.FORMING:
             return
         if identity is None:
-            self.state = State.IDLE
+            self.state = BackedState.IDLE
             before, self._before = self._before, deque()
             for call in before:
                 call.failed(TransportError(f"{self.name}: {error}"))
@@ -260,7 +262,7 @@ class BackendPath(Path):
             self._connect(identity)
 
     def _connect(self, identity: bytes) -> None:
-        self.state = State.FORMING
+        self.state = BackedState.FORMING
         if self._stream is None:
             self._stream = self._device.stream(urgent=True)
         connect = partial(self._maker.connect, identity, self._rank, self._size, self._device)
@@ -273,16 +275,16 @@ class BackendPath(Path):
             self._arrive(self._before.popleft())
 
     def _connected(self, formation: int, backend: CollectiveBackend | None, error: BaseException | None) -> None:
-        if self.state is not State.FORMING or formation != self.formation:
+        if self.state is not BackedState.FORMING or formation != self.formation:
             if backend is not None:
                 _on_thread(backend.abort)
-            if self.state is State.ENDING and formation == self.formation:
+            if self.state is BackedState.ENDING and formation == self.formation:
                 self._end()
         elif backend is None:
             self._fail(str(error))
         else:
-            self._launcher = Launcher(backend, self._device, self._stream, self._reactor, self._has_launched)
-            self.state = State.READY
+            self._launcher = DeviceLauncher(backend, self._device, self._stream, self._reactor, self._has_launched)
+            self.state = BackedState.READY
             self._launch_due()
 
     # ---------------------------------------------------------------- breaking, and beginning anew
@@ -306,7 +308,7 @@ class BackendPath(Path):
         """This formation is over, if there is one."""
         if not self._is_ordering:
             return
-        self.state, was = State.ENDING, self.state
+        self.state, was = BackedState.ENDING, self.state
         self._is_ordering = False
         self._set_timer(self._look, None)
         self._set_timer(self._order_timer, None)
@@ -315,11 +317,11 @@ class BackendPath(Path):
         self._due.clear()
         waiting, self._waiting = self._waiting, {}
         self._abort(list(waiting))
-        self._set_timer(self._end, self._reactor.time() + (MEET_S if was is State.FORMING else GRACE_S))
+        self._set_timer(self._end, self._reactor.time() + (MEET_S if was is BackedState.FORMING else GRACE_S))
 
     def _end(self) -> None:
         """End the backend, and what is launched and not complete with it."""
-        if self.state is not State.ENDING:
+        if self.state is not BackedState.ENDING:
             return
         self._set_timer(self._end, None)
         self._abort(list(self._launched))
@@ -330,17 +332,17 @@ class BackendPath(Path):
             launcher.close()
             self._in_thread(launcher.backend.abort, lambda *_: self._is_ended())
 
-    def _abort(self, calls: list[Call]) -> None:
+    def _abort(self, calls: list[DeviceCall]) -> None:
         for call in calls:
             call.failed(CollectiveAborted(self._reason, key=name_of(call.key)))
 
     def _is_ended(self) -> None:
-        if self.state is not State.ENDING:
+        if self.state is not BackedState.ENDING:
             return
         if self._rank == LEADER:
             self._has_ended(LEADER)
         else:
-            self.state = State.IDLE
+            self.state = BackedState.IDLE
             self._say(ENDED, None, LEADER)
 
     def _has_ended(self, rank: int) -> None:
@@ -348,7 +350,7 @@ class BackendPath(Path):
         self._ended.add(rank)
         if len(self._ended) == self._size:
             self._ended.clear()
-            self.state = State.IDLE
+            self.state = BackedState.IDLE
             self.formation += 1
             self._form_if_wanted()
 
@@ -374,7 +376,7 @@ class BackendPath(Path):
     def _hear(self, sender: int, formation: int, kind: int, body: Any) -> None:
         if kind == FAILED:
             self._failures.hear(sender, body, is_current=formation == self.formation)
-        elif kind == FORM and sender == LEADER and self.state is State.IDLE:
+        elif kind == FORM and sender == LEADER and self.state is BackedState.IDLE:
             self.formation = formation
             self._order = self._new_order()
             self._connect(body)
@@ -393,7 +395,7 @@ class BackendPath(Path):
     def _look(self) -> None:
         """Whether the backend has failed, while something is launched."""
         self._timers.pop(self._look, None)
-        if self.state is not State.READY or not self._launched:
+        if self.state is not BackedState.READY or not self._launched:
             return
         reason = self._failure()
         if reason is None:
@@ -403,7 +405,7 @@ class BackendPath(Path):
 
     # ---------------------------------------------------------------- shared
 
-    def _key_of(self, call: Call) -> str:
+    def _key_of(self, call: DeviceCall) -> str:
         """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
         key: str | None = call.memo.get("")
         if key is None:
@@ -421,7 +423,7 @@ class BackendPath(Path):
         timer = self._timers.pop(what, None)
         if timer is not None:
             timer.cancel()
-        if due_s is not None and self.state is not State.CLOSED:
+        if due_s is not None and self.state is not BackedState.CLOSED:
             self._timers[what] = self._reactor.call_at(due_s, what)
 
     def _in_thread(self, blocking: Callable[[], T], then: Callable[[T | None, BaseException | None], None]) -> None:
@@ -444,5 +446,5 @@ def _on_thread(function: Callable[[], object]) -> None:
     threading.Thread(target=function, name="kfcomm-backend", daemon=True).start()
 
 
-def _use_of(call: Call) -> Use:
+def _use_of(call: DeviceCall) -> Use:
     return call.key, call.head.seq

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 from kfcomm.arrays.devices import Device, Mark, Stream
 from kfcomm.arrays.devices.host import PinnedPool
-from kfcomm.arrays.devices.routes import Choice, Route
+from kfcomm.arrays.devices.routes import Choice, DeviceRoute
 from kfcomm.collectives.compiled import NO_ARRAY, Compiled
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
@@ -42,11 +42,11 @@ from kfcomm.strategies import build
 from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Layout, Verb
 
-Ended: TypeAlias = "Callable[[Call, BaseException | None], None]"
+Ended: TypeAlias = "Callable[[DeviceCall, BaseException | None], None]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class DeviceOrder:
     """The request of a call, the same on every rank.
 
     Attributes:
@@ -78,14 +78,14 @@ class CallPlan:
         memo: what the path has derived from it: by the key of a step, or "" for the call itself.
     """
 
-    order: Order
+    order: DeviceOrder
     path: Path
     plan: Plan
     memo: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Buffers:
+class DeviceBuffers:
     """Device, stream and memory of an order on this rank.
 
     Attributes:
@@ -111,10 +111,10 @@ class Path(Protocol):
         """In a word, for signatures: ranks of a group take the same path."""
         ...
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: DeviceCall) -> None:
         """Carry it out; in the order of the program."""
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: DeviceCall) -> None:
         """It has failed: withdraw what is not on a stream yet."""
 
     def never_began(self, key: str, seq: int) -> None:
@@ -127,7 +127,7 @@ class Path(Protocol):
         """Nothing follows; what was begun has failed."""
 
 
-class Call:
+class DeviceCall:
     """One collective of device memory on this rank.
 
     Args:
@@ -139,8 +139,8 @@ class Call:
         priority: see `Operation`.
 
     Attributes:
-        kind, key: see `Order`.
-        device, stream, ready, parts: see `Buffers`.
+        kind, key: see `DeviceOrder`.
+        device, stream, ready, parts: see `DeviceBuffers`.
         plans: those of the strategy in force when it was called.
         signature: what all ranks must agree on.
         memo: see `CallPlan`.
@@ -155,7 +155,7 @@ class Call:
     )  # fmt: skip
 
     def __init__(
-        self, group: Group, plan: CallPlan, buffers: Buffers, handle: Handle[Any], ended: Ended, priority: int = 0
+        self, group: Group, plan: CallPlan, buffers: DeviceBuffers, handle: Handle[Any], ended: Ended, priority: int = 0
     ) -> None:
         self.group = group
         self.kind, self.key = plan.order.kind, plan.order.key
@@ -256,7 +256,7 @@ class _Ending:
 
     __slots__ = ("_call", "operation")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: DeviceCall) -> None:
         self._call = call
         self.operation: Operation | None = None
 
@@ -273,7 +273,7 @@ class _Ending:
         self._call.over(error)
 
 
-def cause_of(error: BaseException, call: Call) -> Cause:
+def cause_of(error: BaseException, call: DeviceCall) -> Cause:
     """Why a call failed, in a form that travels."""
     view = call.group.view
     rank, mine = view.members[view.rank], view.called(view.rank)
@@ -315,13 +315,13 @@ class Paths:
     choice: Choice | None
     new_group: NewGroup
     pool_of: Callable[[Device], PinnedPool]
-    _made: dict[Route, Path] = field(init=False, default_factory=dict)
+    _made: dict[DeviceRoute, Path] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            self._made = {route: self._make(route) for route in {Route.STAGED, self.choice.route}}
+            self._made = {route: self._make(route) for route in {DeviceRoute.STAGED, self.choice.route}}
 
-    def plan(self, order: Order) -> CallPlan:
+    def plan(self, order: DeviceOrder) -> CallPlan:
         """Choose what carries an order out. It depends on kind and name alone, and so is the same for the next call."""
         path = self._made[self._route(order)]
         memory = "" if self.choice is not None and self.choice.mixed else "device"
@@ -344,25 +344,25 @@ class Paths:
         for path in made.values():
             path.close()
 
-    def _route(self, order: Order) -> Route:
+    def _route(self, order: DeviceOrder) -> DeviceRoute:
         choice, maker, kind = self.choice, self.maker, order.kind
-        if choice is None or maker is None or choice.route is Route.STAGED:
-            return Route.STAGED
+        if choice is None or maker is None or choice.route is DeviceRoute.STAGED:
+            return DeviceRoute.STAGED
         if not maker.supports(kind.verb, kind.dtype, kind.op):
-            return Route.STAGED
-        if choice.route is Route.HIERARCHY:
-            return Route.HIERARCHY if kind.verb is Verb.ALL_REDUCE and not order.counts else Route.STAGED
+            return DeviceRoute.STAGED
+        if choice.route is DeviceRoute.HIERARCHY:
+            return DeviceRoute.HIERARCHY if kind.verb is Verb.ALL_REDUCE and not order.counts else DeviceRoute.STAGED
         is_even = kind.verb is not Verb.REDUCE_SCATTER or kind.shape[0] % self.group.view.size == 0
-        return Route.BACKEND if is_even else Route.STAGED
+        return DeviceRoute.BACKEND if is_even else DeviceRoute.STAGED
 
-    def _make(self, route: Route) -> Path:
+    def _make(self, route: DeviceRoute) -> Path:
         from kfcomm.collectives.on_device.backed import BackendPath
         from kfcomm.collectives.on_device.staged import StagedPath
 
         device, maker = self.device, self.maker
-        if route is Route.STAGED or device is None or maker is None:
+        if route is DeviceRoute.STAGED or device is None or maker is None:
             return StagedPath(self.group, self.pool_of)
-        if route is Route.BACKEND:
+        if route is DeviceRoute.BACKEND:
             return BackendPath(self.group, device, maker, self.mailbox)
 
         # Groups of the ranks of this host, and of those with the same place on every host.

@@ -1,7 +1,7 @@
 """Parts of one formation of a backend: what launches, what ranks tell each other, and what becomes of failed calls.
 
 A backend may join two ranks only at the first launch that needs it, which then waits until both have come; the event
-loop must not, since others may be waiting for what it has to tell them. So `Launcher` makes the first launch of a
+loop must not, since others may be waiting for what it has to tell them. So `DeviceLauncher` makes the first launch of a
 kind on a thread, and so whatever comes while such a one is under way. All others, which are what a loop is made of,
 are made where they are.
 
@@ -47,14 +47,14 @@ from kfcomm.transports.reactor import Reactor
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import Device, Mark, Stream
     from kfcomm.collectives.group import Group
-    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.calls import DeviceCall
     from kfcomm.transports.base import CollectiveBackend
 
 
-Launched: TypeAlias = "Callable[[Call, Mark, BaseException | None], None]"
+Launched: TypeAlias = "Callable[[DeviceCall, Mark, BaseException | None], None]"
 
 
-class Launcher:
+class DeviceLauncher:
     """Puts calls on a stream; everything but the thread runs on the loop.
 
     Args:
@@ -75,10 +75,10 @@ class Launcher:
         self._launched = launched
         self._kinds: set[str] = set()
         self._under_way = 0
-        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DeviceCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def launch(self, call: Call, kind: str, *, alone: bool) -> None:
+    def launch(self, call: DeviceCall, kind: str, *, alone: bool) -> None:
         """The next launch; once one of a ``kind`` was made, others of that kind do not block."""
         if not self._under_way and (alone or kind in self._kinds):
             self._launched(call, *self._put(call))
@@ -94,7 +94,7 @@ class Launcher:
         """Nothing is launched any more; what is being launched ends by itself, or by the backend's abort."""
         self._queue.put(None)
 
-    def _put(self, call: Call) -> tuple[Mark, BaseException | None]:
+    def _put(self, call: DeviceCall) -> tuple[Mark, BaseException | None]:
         try:
             self._device.wait(self._stream, call.ready)
             kind = call.kind
@@ -109,7 +109,7 @@ class Launcher:
             tell(self._reactor, self._back, call, mark, error)
             del call, mark, error  # this thread keeps no memory alive while it waits for the next one
 
-    def _back(self, call: Call, mark: Mark, error: BaseException | None) -> None:
+    def _back(self, call: DeviceCall, mark: Mark, error: BaseException | None) -> None:
         self._under_way -= 1
         self._launched(call, mark, error)
 

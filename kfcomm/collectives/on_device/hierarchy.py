@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.mailbox import Mailbox
     from kfcomm.collectives.on_device.backed import BackendPath
-    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.calls import DeviceCall
     from kfcomm.collectives.on_device.staged import StagedPath
 
 SHARE_NBYTES = 16 << 20
 """Of a share: a few segments of what goes across, so that one block's network covers the next one's work inside."""
 
 
-class Step:
-    """A part of a call on another path: to that path, a call. See ``Call`` for what is not said here.
+class HierarchyStep:
+    """A part of a call on another path: to that path, a call. See ``DeviceCall`` for what is not said here.
 
     Args:
         whole: the call.
@@ -56,8 +56,8 @@ class Step:
     """
 
     def __init__(
-        self, whole: Call, group: Group, verb: Verb, key: str, part: Part, count: int, ready: Mark, stream: Stream, *,
-        then: Callable[[Mark], None], done: Callable[[Step], None],
+        self, whole: DeviceCall, group: Group, verb: Verb, key: str, part: Part, count: int, ready: Mark,
+        stream: Stream, *, then: Callable[[Mark], None], done: Callable[[HierarchyStep], None],
     ) -> None:  # fmt: skip
         self.group = group
         # averages of equally many averages are the average of all
@@ -115,7 +115,7 @@ class _UnderWay:
 
     blocks: list[_Block]
     blocks_left: int
-    steps: set[Step] = field(default_factory=set)
+    steps: set[HierarchyStep] = field(default_factory=set)
     is_in_place: bool = False
 
 
@@ -143,7 +143,7 @@ class HierarchicalPath(Path):
         self._mailbox = mailbox
         self._share_nbytes = share_nbytes
         self._stream: Stream = None  # made with the first call: until then no device is touched
-        self._under_way: dict[Call, _UnderWay] = {}
+        self._under_way: dict[DeviceCall, _UnderWay] = {}
 
     @property
     @override
@@ -151,7 +151,7 @@ class HierarchicalPath(Path):
         return f"hierarchy of {self._backend.name}"
 
     @override
-    def begin(self, call: Call) -> None:
+    def begin(self, call: DeviceCall) -> None:
         try:
             if self._stream is None:
                 self._stream = self._device.stream()
@@ -168,7 +168,7 @@ class HierarchicalPath(Path):
             )  # fmt: skip
 
     @override
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: DeviceCall) -> None:
         under_way = self._under_way.pop(call, None)
         if under_way is not None:
             for step in under_way.steps:
@@ -194,7 +194,7 @@ class HierarchicalPath(Path):
         self._staged.close()
         self._mailbox.close("the group is closed")
 
-    def _blocks(self, call: Call) -> list[_Block]:
+    def _blocks(self, call: DeviceCall) -> list[_Block]:
         """The blocks of a call; all are multiples of the ranks of this host but the last, which may be padded."""
         (part,) = call.parts
         device, local = self._device, self._inside.view.size
@@ -217,30 +217,30 @@ class HierarchicalPath(Path):
     # ---------------------------------------------------------------- steps
 
     def _step(
-        self, call: Call, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
+        self, call: DeviceCall, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
     ) -> None:
         is_across = verb is Verb.ALL_REDUCE
         group, count = (self._across, block.share.size) if is_across else (self._inside, block.source.size)
-        step = Step(
+        step = HierarchyStep(
             call, group, verb, _key_of(call.key, verb, block.index), part, count, ready, self._stream,
             then=then, done=partial(self._step_done, call),
         )  # fmt: skip
         self._under_way[call].steps.add(step)
         self._path_of(step).begin(step)
 
-    def _path_of(self, step: Step) -> Any:
+    def _path_of(self, step: HierarchyStep) -> Any:
         return self._staged if step.kind.verb is Verb.ALL_REDUCE else self._backend
 
-    def _reduced(self, call: Call, block: _Block, mark: Mark) -> None:
+    def _reduced(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
         part = Part(block.share, block.share)
         self._device.wait(self._stream, mark)
         self._step(call, block, Verb.ALL_REDUCE, part, mark, partial(self._exchanged, call, block))
 
-    def _exchanged(self, call: Call, block: _Block, mark: Mark) -> None:
+    def _exchanged(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
         part = Part(block.share, block.target)
         self._step(call, block, Verb.ALL_GATHER, part, mark, partial(self._gathered, call, block))
 
-    def _gathered(self, call: Call, block: _Block, mark: Mark) -> None:
+    def _gathered(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
         under_way, device, stream = self._under_way[call], self._device, self._stream
         device.wait(stream, mark)
         if block.unpadded is not None:
@@ -251,7 +251,7 @@ class HierarchicalPath(Path):
             device.notify(stream, partial(tell, self._inside.engine.reactor, self._in_place, call, under_way))
             call.enqueued(mark)
 
-    def _in_place(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
+    def _in_place(self, call: DeviceCall, under_way: _UnderWay, error: BaseException | None) -> None:
         """The results of all blocks are where the caller wants them, or the device has failed."""
         under_way.is_in_place = True
         if error is not None:
@@ -259,12 +259,12 @@ class HierarchicalPath(Path):
         else:
             self._end_if_over(call)
 
-    def _step_done(self, call: Call, step: Step) -> None:
+    def _step_done(self, call: DeviceCall, step: HierarchyStep) -> None:
         if call in self._under_way:
             self._under_way[call].steps.remove(step)
             self._end_if_over(call)
 
-    def _end_if_over(self, call: Call) -> None:
+    def _end_if_over(self, call: DeviceCall) -> None:
         under_way = self._under_way.get(call)
         if under_way is not None and under_way.is_in_place and not under_way.steps:
             del self._under_way[call]

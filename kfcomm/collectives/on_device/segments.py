@@ -73,7 +73,7 @@ class Segment:
     result: slice | None = None
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Of a rank in a call; ``root`` is -1 in verbs without."""
 
     rank: int
@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
 
 def segments_of(
-    verb: Verb, place: Place, shape: tuple[int, ...], counts: Sequence[int], per_segment: int
+    verb: Verb, place: SegmentPlace, shape: tuple[int, ...], counts: Sequence[int], per_segment: int
 ) -> list[Segment]:
     """The segments of a call on one rank.
 
@@ -125,7 +125,7 @@ def cut(counts: Sequence[int], per_segment: int) -> list[tuple[Piece, ...]]:
     return [tuple(pieces) for pieces in segments]
 
 
-def _piecewise(verb: Verb, place: Place, index: int, pieces: tuple[Piece, ...]) -> Segment:
+def _piecewise(verb: Verb, place: SegmentPlace, index: int, pieces: tuple[Piece, ...]) -> Segment:
     """A segment of a verb that may be cut anywhere."""
     count = sum(piece.stop - piece.start for piece in pieces)
     everything = slice(0, count)
@@ -138,7 +138,7 @@ def _piecewise(verb: Verb, place: Place, index: int, pieces: tuple[Piece, ...]) 
     )  # fmt: skip
 
 
-def _whole(verb: Verb, place: Place, shape: tuple[int, ...], count: int) -> Segment:
+def _whole(verb: Verb, place: SegmentPlace, shape: tuple[int, ...], count: int) -> Segment:
     """The one segment of a verb whose graphs depend on the rank that an element comes from or goes to."""
     rank, size, _ = place
     if verb is Verb.GATHER and not place.is_root:

@@ -22,16 +22,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices import Device, Stream
-from kfcomm.collectives.group import Group, Turns
+from kfcomm.collectives.group import Group, GroupTurns
 from kfcomm.collectives.on_device.calls import Path
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
-from kfcomm.collectives.on_device.staging import Staging, Streams
+from kfcomm.collectives.on_device.staging import Staging, StagingStreams
 from kfcomm.core.collective import GroupView
 from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.host import PinnedPool
-    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.calls import DeviceCall
 
 WINDOW = 4
 """Segments of one call that have a block at a time: one on its way in, one out, and two in the network, so that it
@@ -64,10 +64,10 @@ class StagedPath(Path):
         self.pool_of = pool_of
         self.segment_nbytes = segment_nbytes
         self.window = window
-        self.turns = Turns()
+        self.turns = GroupTurns()
         self._gates: dict[tuple[Device, Stream], Stream] = {}
         self._ways: dict[Device, tuple[Stream, Stream]] = {}
-        self._under_way: dict[Call, Staging] = {}
+        self._under_way: dict[DeviceCall, Staging] = {}
 
     def __len__(self) -> int:
         """Number of calls with something under way, on a stream or a link."""
@@ -79,7 +79,7 @@ class StagedPath(Path):
         return "staged"
 
     @override
-    def begin(self, call: Call) -> None:
+    def begin(self, call: DeviceCall) -> None:
         try:
             staging = self._under_way[call] = Staging(self, call)
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
@@ -88,7 +88,7 @@ class StagedPath(Path):
         staging.begin()
 
     @override
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: DeviceCall) -> None:
         # Blocks go back when no copy and no link uses them any more.
         staging = self._under_way.get(call)
         if staging is not None:
@@ -111,7 +111,7 @@ class StagedPath(Path):
         self._gates.clear()
         self._ways.clear()
 
-    def streams(self, call: Call) -> Streams:
+    def streams(self, call: DeviceCall) -> StagingStreams:
         """Streams for the copies of a call."""
         device = call.device
         gate = self._gates.pop((device, call.stream), None)
@@ -122,8 +122,8 @@ class StagedPath(Path):
         self._gates[device, call.stream] = gate
         if device not in self._ways:
             self._ways[device] = device.stream(), device.stream()
-        return Streams(gate, *self._ways[device])
+        return StagingStreams(gate, *self._ways[device])
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: DeviceCall) -> None:
         """Nothing of a call is under way any more. May be said again."""
         self._under_way.pop(call, None)

@@ -10,7 +10,7 @@ network and the copies back overlap. The life of a segment::
     fetching   the device says that they are here  here
     here       its turn comes                      posted     a collective of the host is posted, in place in the block
     posted     that is done                        putting    its pieces are put; behind the last put of the call
-                                                              the result is complete (``Call.enqueued``)
+                                                              the result is complete (``DeviceCall.enqueued``)
     putting    the device says that it is done     over       its block goes back; with the last, the call is done
     any        the call fails                      over       its block goes back, once no copy and no link uses it
 
@@ -32,7 +32,7 @@ from kfcomm.arrays.devices import Flat, Stream
 from kfcomm.collectives.group import Turn
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Segment, SegmentPlace, segments_of
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.specs import SPECS
 from kfcomm.common.callbacks import do_nothing
@@ -42,7 +42,7 @@ from kfcomm.types import Verb
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices.host import Block
-    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.calls import DeviceCall
     from kfcomm.collectives.on_device.staged import StagedPath
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -52,7 +52,7 @@ Step: TypeAlias = "Callable[[_Staged], None]"
 _EMPTY = np.empty(0, np.uint8)
 
 
-class Streams(NamedTuple):
+class StagingStreams(NamedTuple):
     """Streams for the copies of a call; see ``staged``."""
 
     gate: Stream
@@ -60,7 +60,7 @@ class Streams(NamedTuple):
     outward: Stream
 
 
-class State(StrEnum):
+class StagingState(StrEnum):
     """States of a segment, as in the table above."""
 
     WAITING = "waiting"
@@ -78,7 +78,7 @@ class _Staged:
     segment: Segment
     turn: Turn
     plan: Plan | None = None
-    state: State = State.WAITING
+    state: StagingState = StagingState.WAITING
     block: Block | None = None
     memory: Array = field(default_factory=lambda: _EMPTY)
     handle: Handle[Any] | None = None
@@ -94,7 +94,7 @@ class _Known(NamedTuple):
 class Staging:
     """One call under way."""
 
-    def __init__(self, path: StagedPath, call: Call) -> None:
+    def __init__(self, path: StagedPath, call: DeviceCall) -> None:
         self._path = path
         self._call = call
         self._device = call.device
@@ -153,7 +153,7 @@ class Staging:
             staged = self._staged[self._num_begun]
             self._num_begun += 1
             self._num_held += 1
-            staged.state = State.FETCHING
+            staged.state = StagingState.FETCHING
             try:
                 self._prepare(staged)
             except Exception as error:  # noqa: BLE001  no memory on the host, perhaps
@@ -208,7 +208,7 @@ class Staging:
             self._notify(stream, partial(self._go_on, staged, self._is_here))
 
     def _is_here(self, staged: _Staged) -> None:
-        staged.state = State.HERE
+        staged.state = StagingState.HERE
         staged.turn.ready(partial(self._post, staged))
 
     # ---------------------------------------------------------------- posted
@@ -216,7 +216,7 @@ class Staging:
     def _post(self, staged: _Staged) -> None:
         """Its turn has come."""
         path, call, segment = self._path, self._call, staged.segment
-        staged.state = State.POSTED
+        staged.state = StagingState.POSTED
         self._num_posted += 1
         handle: Handle[Any] = Handle(loop=path.engine.loop)
         handle.when_done(path.engine.reactor, partial(self._carried_out, staged))
@@ -254,7 +254,7 @@ class Staging:
     # ---------------------------------------------------------------- putting, over
 
     def _put(self, staged: _Staged) -> None:
-        staged.state = State.PUTTING
+        staged.state = StagingState.PUTTING
         try:
             for piece in staged.segment.put:
                 target = _target(self._call, piece)[piece.start : piece.stop]
@@ -286,9 +286,9 @@ class Staging:
 
     def _give_back(self, staged: _Staged) -> None:
         """Return the block of a segment, which no copy and no link uses any more."""
-        if staged.state is State.OVER:
+        if staged.state is StagingState.OVER:
             return
-        staged.state = State.OVER
+        staged.state = StagingState.OVER
         staged.memory = _EMPTY
         self._num_held -= 1
         if staged.block is not None:
@@ -331,9 +331,9 @@ class Staging:
         self._is_over = True
         unposted = self._staged[self._num_posted :]  # they are posted one after the other
         for staged in self._staged:
-            if staged.state is State.HERE:
+            if staged.state is StagingState.HERE:
                 self._give_back(staged)
-            elif staged.state is State.POSTED and staged.handle is not None:
+            elif staged.state is StagingState.POSTED and staged.handle is not None:
                 staged.handle.cancel()
         for index, staged in enumerate(unposted):
             staged.turn.ready(do_nothing if index else partial(self._leave_out, staged.segment.index))
@@ -363,17 +363,17 @@ class Staging:
         self._forget_if_at_rest()
 
 
-def _segments(call: Call, path: StagedPath) -> list[Segment]:
+def _segments(call: DeviceCall, path: StagedPath) -> list[Segment]:
     kind, itemsize = call.kind, call.kind.dtype.itemsize
     counts = [
         (part.target if kind.verb is Verb.BROADCAST and part.target is not None else part.source).nbytes // itemsize
         for part in call.parts
     ]
-    place = Place(path.view.rank, path.view.size, kind.root)
+    place = SegmentPlace(path.view.rank, path.view.size, kind.root)
     return segments_of(kind.verb, place, kind.shape, counts, path.segment_nbytes // itemsize)
 
 
-def _plan_of(call: Call, count: int) -> Plan:
+def _plan_of(call: DeviceCall, count: int) -> Plan:
     """The plan of a segment of ``count`` elements: on the graphs for its own size, as any collective of the host.
 
     Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
@@ -384,7 +384,7 @@ def _plan_of(call: Call, count: int) -> Plan:
     return replace(plan, signature=signature)
 
 
-def _target(call: Call, piece: Piece) -> Flat:
+def _target(call: DeviceCall, piece: Piece) -> Flat:
     target = call.parts[piece.part].target
     if target is None:
         raise InternalError(f"{shown(call.key)} has a result, but no memory for it")

@@ -23,7 +23,7 @@ from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_
 from kfcomm.collectives.compiled import CompiledCall, first_of
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.on_device.calls import Buffers, Call, CallPlan, Order
+from kfcomm.collectives.on_device.calls import CallPlan, DeviceBuffers, DeviceCall, DeviceOrder
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
 from kfcomm.collectives.plans import PlanKey
 from kfcomm.collectives.specs import CallOptions, Shape, row_elements
@@ -70,11 +70,11 @@ class DeviceVerbs:
         self._device = paths.device
         self._lack = lack
         self._paths = paths
-        self._live: set[Call] = set()
-        self._latest: dict[str, Call] = {}  # of each name in use
+        self._live: set[DeviceCall] = set()
+        self._latest: dict[str, DeviceCall] = {}  # of each name in use
         self._late: BaseException | None = None
         self._is_told = False  # by a call
-        self._waiters: dict[asyncio.Future[None], Callable[[Call], bool]] = {}
+        self._waiters: dict[asyncio.Future[None], Callable[[DeviceCall], bool]] = {}
 
     def takes(self, x: Any, stream: Any) -> bool:
         """Whether this array is to come here."""
@@ -229,7 +229,7 @@ class DeviceVerbs:
     # ---------------------------------------------------------------- calls
 
     def begin(
-        self, order: Order, given: Sequence[Given], outcome: Callable[[list[Any]], Any], options: CallOptions,
+        self, order: DeviceOrder, given: Sequence[Given], outcome: Callable[[list[Any]], Any], options: CallOptions,
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call; the handle resolves when the result is ready on the caller's stream.
@@ -264,7 +264,7 @@ class DeviceVerbs:
         group.in_order(post)
         return made
 
-    def buffers(self, given: Sequence[Given], outcome: Callable[[list[Any]], Any]) -> Buffers:
+    def buffers(self, given: Sequence[Given], outcome: Callable[[list[Any]], Any]) -> DeviceBuffers:
         """Memory of a call, and its place on the caller's stream."""
         first = given[0].array
         device, dtype = self._device_of(first), first.dtype
@@ -283,11 +283,13 @@ class DeviceVerbs:
                 ]
             )
 
-        return Buffers(device, stream, device.mark(stream), parts, results)
+        return DeviceBuffers(device, stream, device.mark(stream), parts, results)
 
-    def add(self, plan: CallPlan, buffers: Buffers, handle: Handle[Any], priority: int = 0) -> tuple[Call, bool]:
+    def add(
+        self, plan: CallPlan, buffers: DeviceBuffers, handle: Handle[Any], priority: int = 0
+    ) -> tuple[DeviceCall, bool]:
         """A call that is to be posted now, and whether its name is free for it."""
-        call = Call(self._group, plan, buffers, handle, self._ended, priority)
+        call = DeviceCall(self._group, plan, buffers, handle, self._ended, priority)
         # A name is free again when its handle is done, which is before the device is.
         earlier = self._latest.get(call.key)
         self._live.add(call)
@@ -306,7 +308,7 @@ class DeviceVerbs:
         return Given(array, shape, None if shape is None else self.out(out, array, shape))
 
     def one(
-        self, order: Order, array: AnyArray, shape: Shape | None, options: CallOptions,
+        self, order: DeviceOrder, array: AnyArray, shape: Shape | None, options: CallOptions,
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call with one array, and a result of ``shape``, if that is given."""
@@ -319,7 +321,7 @@ class DeviceVerbs:
 
     # ---------------------------------------------------------------- the end of calls
 
-    def _ended(self, call: Call, late: BaseException | None) -> None:
+    def _ended(self, call: DeviceCall, late: BaseException | None) -> None:
         self._live.discard(call)
         if self._latest.get(call.key) is call:
             del self._latest[call.key]
@@ -333,7 +335,7 @@ class DeviceVerbs:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _wait(self, counts: Callable[[Call], bool]) -> asyncio.Future[None] | None:
+    def _wait(self, counts: Callable[[DeviceCall], bool]) -> asyncio.Future[None] | None:
         """Future done when all calls that count are over; None if they are."""
         if not any(map(counts, self._live)):
             return None

@@ -47,7 +47,7 @@ _LOG = logging.getLogger("kfcomm.control")
 _OPTIONS = StreamOptions(staging_nbytes=MAX_HEAD_NBYTES)
 
 
-class Links(Inbound):
+class ControlLinks(Inbound):
     """The links of a rank, on the loop of the control thread.
 
     Args:

@@ -1,7 +1,7 @@
 """One rank's part in the control plane, on the loop of its control thread: gossip over links, and what follows from it.
 
-It joins `Gossip` (who is told what), `Links` (how it gets there), `Questions` and the engine's `Upcalls`. Who a rank
-is to the others, in this order and never back::
+It joins `Gossip` (who is told what), `ControlLinks` (how it gets there), `Questions` and the engine's `Upcalls`. Who a
+rank is to the others, in this order and never back::
 
     living ──▶ leaving   it said so; its sockets may close without being missed
        └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
@@ -27,7 +27,7 @@ from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, E
 from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
 from kfcomm.engine.control.base import GONE, Answer, StatusSource, Upcalls
-from kfcomm.engine.control.links import Dial, Links
+from kfcomm.engine.control.links import ControlLinks, Dial
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
@@ -46,7 +46,7 @@ class ControlNode:
     Args:
         rank, size: who this is.
         tasks: where dialling goes on.
-        dial: see `Links`.
+        dial: see `ControlLinks`.
         upcalls: the way to the engine.
         status: what this rank says of itself.
         lost_after_s: after this a silent peer is lost.
@@ -59,7 +59,7 @@ class ControlNode:
     ) -> None:  # fmt: skip
         self._launcher_word_s = launcher_word_s
         self.rank = rank
-        self.links = Links(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
+        self.links = ControlLinks(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
         self._detector = FailureDetector(lost_after_s)
         self._next_beat: asyncio.TimerHandle | None = None
         self._upcalls = upcalls
@@ -135,7 +135,7 @@ class ControlNode:
         return sorted(set(range(self._gossip.size)) - {self.rank} - self._released - self._left - self._lost)
 
     async def close(self, goodbye_s: float) -> None:
-        """Say goodbye on every link; bounded, see `Links.close`."""
+        """Say goodbye on every link; bounded, see `ControlLinks.close`."""
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._free()
@@ -184,7 +184,7 @@ class ControlNode:
             self.links.send(rank, (Kind.PING,))
         self._next_beat = loop.call_at(next_s, self.beat)
 
-    # Who is there, and what `Links` tell.
+    # Who is there, and what `ControlLinks` tell.
 
     def heard(self, rank: int) -> None:
         """Something has come from a neighbour."""

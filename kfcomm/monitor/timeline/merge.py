@@ -131,7 +131,7 @@ MAX_WORDS = 48
 
 
 @dataclass(slots=True)
-class Collective:
+class TracedCollective:
     """One collective, as all ranks saw it; times in nanoseconds by the clock of rank 0."""
 
     what: str  # verb, name and use
@@ -177,7 +177,7 @@ class WaitedFor:
 
     count: int = 0  # how often
     total_ns: int = 0  # for how long, together
-    most: Collective | None = None  # the longest
+    most: TracedCollective | None = None  # the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Summary:
     """Findings in the traces."""
 
     traces: Sequence[TraceFile]  # the ranks'
-    collectives: Sequence[Collective]  # all of which every rank's part is known, the slowest first
+    collectives: Sequence[TracedCollective]  # all of which every rank's part is known, the slowest first
     num_failed: int  # that failed on some rank
     num_unfinished: int  # that did not end on some rank, or of which some rank's part is missing
     waited_for: Mapping[int, WaitedFor]  # by rank
@@ -198,7 +198,7 @@ def summarize(traces: Sequence[TraceFile]) -> Summary:
         ConfigError: a line is malformed.
     """
     clocks = clocks_of(traces)
-    found: dict[tuple[str, str, int], Collective] = {}
+    found: dict[tuple[str, str, int], TracedCollective] = {}
     for trace in traces:
         _gather(found, trace.about.rank, aligned(trace, clocks[trace.about.rank]))
     complete = sorted((one for one in found.values() if one.is_complete), key=lambda one: -one.total_ns)
@@ -215,8 +215,8 @@ def summarize(traces: Sequence[TraceFile]) -> Summary:
     return Summary(traces, complete, num_failed, len(found) - len(complete) - num_failed, waited_for)
 
 
-def _gather(found: dict[tuple[str, str, int], Collective], rank: int, events: Iterable[Event]) -> None:
-    open_here: dict[str, Collective] = {}
+def _gather(found: dict[tuple[str, str, int], TracedCollective], rank: int, events: Iterable[Event]) -> None:
+    open_here: dict[str, TracedCollective] = {}
     for event in events:
         args = event["args"]
         if event["ph"] == "b":
@@ -226,7 +226,7 @@ def _gather(found: dict[tuple[str, str, int], Collective], rank: int, events: It
             if one is None:
                 whose = "kfcomm's own " if event["name"].startswith(OWN_NAMES) else ""
                 what = f"{whose}{args.get('verb')} {event['name']!r} #{seq}"
-                one = found[key] = Collective(
+                one = found[key] = TracedCollective(
                     what, args.get("bytes", 0), args.get("strategy", ""), args.get("ranks", 0)
                 )
             one.posted[rank] = event["ts"]
@@ -238,7 +238,7 @@ def _gather(found: dict[tuple[str, str, int], Collective], rank: int, events: It
                 one.failed.append(rank)
 
 
-def _count(waited: WaitedFor, one: Collective) -> None:
+def _count(waited: WaitedFor, one: TracedCollective) -> None:
     waited.count += 1
     waited.total_ns += one.alone_ns
     if waited.most is None or one.alone_ns > waited.most.alone_ns:
@@ -262,7 +262,7 @@ def as_text(summary: Summary, count: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _row(one: Collective) -> str:
+def _row(one: TracedCollective) -> str:
     waiting = f"{_ms(one.late_ns)} rank {one.last}"
     strategy = one.strategy and f", {one.strategy}"
     exchange = _ms(one.total_ns - one.late_ns)

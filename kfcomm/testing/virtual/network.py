@@ -103,7 +103,7 @@ class Timing(NamedTuple):
     latency_s: tuple[float, float]  # how long anything takes, at least and at most
 
 
-class NetworkModel:
+class VirtualNetworkModel:
     """Network between the ranks of a world.
 
     Attributes:
@@ -198,7 +198,7 @@ def _is_slow(event: Delay | SlowLink, source: int, target: int) -> bool:
 class _Wire:
     """Driver of a link: callbacks run when their message arrives at the other end."""
 
-    def __init__(self, model: NetworkModel, reactor: Reactor, source: int, target: int) -> None:
+    def __init__(self, model: VirtualNetworkModel, reactor: Reactor, source: int, target: int) -> None:
         self._model = model
         self._reactor = reactor
         self._road = source, target
@@ -212,7 +212,7 @@ class _Wire:
 
 
 class _Wires(MemoryNetwork):
-    def __init__(self, reactor: Reactor, model: NetworkModel, births: Sequence[int]) -> None:
+    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, births: Sequence[int]) -> None:
         super().__init__(reactor)
         self._driver = reactor
         self._model = model
@@ -226,7 +226,7 @@ class _Wires(MemoryNetwork):
 class VirtualLinks(InMemory):
     """Links between the ranks of one epoch."""
 
-    def __init__(self, reactor: Reactor, model: NetworkModel, births: Sequence[int]) -> None:
+    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, births: Sequence[int]) -> None:
         super().__init__(reactor)
         self._network: _Wires = _Wires(reactor, model, births)
         self._model = model

@@ -21,7 +21,7 @@ from kfcomm.testing.virtual.events import (
     Stop,
     random_events,
 )
-from kfcomm.testing.virtual.network import NetworkModel, Stuck, Timing, VirtualLoop, VirtualReactor, side_of
+from kfcomm.testing.virtual.network import Stuck, Timing, VirtualLoop, VirtualNetworkModel, VirtualReactor, side_of
 from kfcomm.testing.virtual.world import VirtualWorld
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.world.communicator import Communicator
@@ -110,7 +110,7 @@ def _check_no_loop() -> None:
 async def _run(loop: VirtualLoop, plan: _Plan) -> VirtualRun:
     reactor = VirtualReactor(loop)
     driver = LoopDriver(reactor, loop, looks=1)
-    model = NetworkModel(reactor, Random(plan.seed), plan.events, plan.timing)
+    model = VirtualNetworkModel(reactor, Random(plan.seed), plan.events, plan.timing)
     unheard: list[str] = []
     loop.set_exception_handler(lambda _, context: unheard.append(_told(context)))
     began_s = loop.time()

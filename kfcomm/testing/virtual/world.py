@@ -10,8 +10,8 @@ from kfcomm.core.membership import BEATS
 from kfcomm.engine.control.base import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.errors import RendezvousError
-from kfcomm.testing.network import MemoryStore, Welcome
-from kfcomm.testing.virtual.network import NetworkModel, VirtualLinks
+from kfcomm.testing.network import MemoryStore, MemoryWelcome
+from kfcomm.testing.virtual.network import VirtualLinks, VirtualNetworkModel
 from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.reactor import Callback, Reactor
 from kfcomm.types import Candidate, Wanted, override
@@ -38,7 +38,7 @@ class _Said:
 class VirtualHub(MemoryHub):
     """Control planes of one epoch, with latencies and lost messages."""
 
-    def __init__(self, model: NetworkModel, births: Sequence[int]) -> None:
+    def __init__(self, model: VirtualNetworkModel, births: Sequence[int]) -> None:
         super().__init__(len(births))
         self._model = model
         self._births = births
@@ -111,7 +111,7 @@ WORD_WITHIN_S = 2.0
 class VirtualStore(MemoryStore):
     """Store of a world in virtual time, which can be lost for a while."""
 
-    def __init__(self, model: NetworkModel) -> None:
+    def __init__(self, model: VirtualNetworkModel) -> None:
         super().__init__()
         self._model = model
         self._words: dict[int, tuple[int, ...]] = {}
@@ -132,7 +132,7 @@ class VirtualStore(MemoryStore):
             self._back.set()
 
     @override
-    async def ask_in(self, birth: int) -> Welcome:
+    async def ask_in(self, birth: int) -> MemoryWelcome:
         await self._reached()
         return await super().ask_in(birth)
 
@@ -146,7 +146,7 @@ class VirtualStore(MemoryStore):
         return await super().candidates(known)
 
     @override
-    async def welcome(self, births: Collection[int], said: Welcome) -> None:
+    async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
         await self._reached()
         await super().welcome(births, said)
 
@@ -205,11 +205,11 @@ NUM_CPUS = 8
 
 
 class VirtualWorld(MemoryWorld):
-    """A `MemoryWorld` over a `NetworkModel`."""
+    """A `MemoryWorld` over a `VirtualNetworkModel`."""
 
     store: VirtualStore
 
-    def __init__(self, model: NetworkModel, size: int, *, reactor: Reactor, **options: Any) -> None:
+    def __init__(self, model: VirtualNetworkModel, size: int, *, reactor: Reactor, **options: Any) -> None:
         self._model = model
         self._links: list[VirtualLinks] = []
         self._hubs: list[VirtualHub] = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Place, cut, segments_of
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SegmentPlace, cut, segments_of
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
@@ -42,7 +42,7 @@ def test_huge_calls_have_larger_segments():
 
 
 def test_verbs_that_go_whole_have_one_segment():
-    place = Place(1, 3, 2)
+    place = SegmentPlace(1, 3, 2)
     gather = segments_of(Verb.GATHER, place, (4,), [4], 1)
     assert [(one.room, one.put, one.result) for one in gather] == [(4, (), None)]
     everything = segments_of(Verb.ALL_GATHER, place, (4,), [4], 1)
@@ -55,4 +55,4 @@ def test_verbs_that_go_whole_have_one_segment():
 
 def test_other_verbs_do_not_go_through_the_host():
     with pytest.raises(InternalError, match="barrier"):
-        segments_of(Verb.BARRIER, Place(0, 2, -1), (), [0], 1)
+        segments_of(Verb.BARRIER, SegmentPlace(0, 2, -1), (), [0], 1)

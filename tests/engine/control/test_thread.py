@@ -13,7 +13,7 @@ from kfcomm.core.gossip import Body
 from kfcomm.core.handshake import Identity, Keys, Purpose
 from kfcomm.engine.control import node
 from kfcomm.engine.control.base import GONE
-from kfcomm.engine.control.links import Links
+from kfcomm.engine.control.links import ControlLinks
 from kfcomm.engine.control.thread import addresses_of
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.sockets import DialRefused
@@ -283,8 +283,10 @@ async def test_leaving_takes_two_floods_of_each_rank_and_an_answer_of_each_other
     """A flood is at most a message on each link, either way; an answer takes a step to each of log2(size) at most."""
     size, num_links, most_steps = 16, 16 * 7, 4
     sent = []
-    send = Links.send
-    monkeypatch.setattr(Links, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header)))
+    send = ControlLinks.send
+    monkeypatch.setattr(
+        ControlLinks, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header))
+    )
     async with planes(size) as world:
         await alive(world, set())
         sent.clear()
