@@ -212,11 +212,11 @@ def post_units(
             plan = batch.plan(group.plans, unit, key)
             plan = replace(plan, signature=plan.signature._replace(**fields))
             result, value, outcome = batch.room(plan, unit)
-            group.post(
-                plan, key, source=unit.source(), result=result, value=value, outcome=outcome,
-                timeout_s=options.timeout_s, priority=options.priority, handle=handle, seq=seq,
-                overlapping=batch.overlapping,
-            )  # fmt: skip
+            operation = plan.operation(
+                handle, unit.source(), result, plan.work, value=value, finish=outcome, priority=options.priority
+            )
+            post = plan.post(group.view, key, group.plans.generation, batch.overlapping, seq)
+            group.post(post, operation, handle, options.timeout_s)
             seq = whole.seq = handle.seq
             handles.append(handle)
     except Exception as error:  # noqa: BLE001  no memory, perhaps: the other ranks are told by the first unit

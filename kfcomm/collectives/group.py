@@ -183,21 +183,11 @@ class Group:
         else:
             self._waiting.append(begin)
 
-    def post(
-        self, plan: Plan, key: str, *, source: Array | None, result: Array | None, value: Any = None,
-        outcome: Callable[[Any], Any] | None = None, timeout_s: float | None, priority: int = 0, handle: Handle[Any],
-        overlapping: bool = False, seq: int | None = None, generation: int | None = None,
-    ) -> Operation:  # fmt: skip
-        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``.
-
-        ``generation``: of the strategy of ``plan``, if that is not the one in force.
-        """
-        operation = plan.operation(handle, source, result, plan.work, value=value, finish=outcome, priority=priority)
-        generation = self.plans.generation if generation is None else generation
-        post = Post(self.view, key, plan.signature, plan.program, plan.sizes, generation, overlapping, seq)
+    def post(self, post: Post, operation: Operation, handle: Handle[Any], timeout_s: float | None) -> Operation:
+        """Begin a collective now; ``timeout_s``: None for the group's."""
         self.engine.post(post, operation, self.timeout_s if timeout_s is None else timeout_s)
         if operation.failed:
-            handle.seq = self.last_seq(key)
+            handle.seq = self.last_seq(post.name)
         else:
             named(handle, operation)
         return operation
@@ -250,9 +240,8 @@ class Group:
         self.former, self.compiled = self.compiled, {}
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
-        operation = self.post(
-            plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle, generation=0
-        )
+        operation = plan.operation(handle, None, None, plan.work)
+        self.post(plan.post(self.view, STRATEGY_KEY, 0), operation, handle, timeout_s)
         handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, verdict))
         verdict.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
 

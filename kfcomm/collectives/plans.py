@@ -19,7 +19,7 @@ from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.reduce import Wire, kernel, wire_of
 from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.core import program as programs
-from kfcomm.core.collective import ItemSizes
+from kfcomm.core.collective import GroupView, ItemSizes, Post
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, Signature, pair_of, split
@@ -91,6 +91,12 @@ class Plan:
     result_count: int
     operation: type[Operation] = Operation
 
+    def post(
+        self, view: GroupView, key: str, generation: int, overlapping: bool = False, seq: int | None = None
+    ) -> Post:
+        """Return a call of it in a group under a key, for the router; see `Post`."""
+        return Post(view, key, self.signature, self.program, self.sizes, generation, overlapping, seq)
+
     @property
     def dtype(self) -> np.dtype[Any] | None:
         """Dtype of input and result; None without data."""
@@ -134,7 +140,7 @@ class Planner:
                 if is_one_step
                 else programs.all_reduce(self.rank, graphs.pairs_of_direct, count, chunk)
             )
-            plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
+            plan = self._plan(PlanKey(Verb.ALL_REDUCE, dtype, shape, op), program, graphs, count)
             is_long = graphs.direct is Direct.CHAINS
             work = shown.all_reduced(
                 plan.work, count, is_one_step=is_one_step, is_turned=is_long, is_shared=is_long and is_shared
@@ -143,7 +149,7 @@ class Planner:
         is_whole = graphs.is_whole or count < WHOLE_BELOW
         pairs, shares = ((graphs.pairs[way],), ()) if is_whole else (graphs.pairs, graphs.shares)
         program = programs.all_reduce(self.rank, pairs, count, chunk, shares)
-        plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, wire=wire, in_result=True)
+        plan = self._plan(PlanKey(Verb.ALL_REDUCE, dtype, shape, op, wire=wire), program, graphs, count)
         return plan if wire is not None or is_shared else self._hosted(plan, pairs, count)
 
     def reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, root: int, wire: WireDtype = None) -> Plan:
@@ -151,9 +157,7 @@ class Planner:
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.reduce(self.rank, graphs.rooted(root), count, chunk)
         kept = count if self.rank == root else -1
-        plan = self._plan(
-            Verb.REDUCE, dtype, shape, program, graphs, kept, op=op, root=root, wire=wire, in_result=kept >= 0
-        )
+        plan = self._plan(PlanKey(Verb.REDUCE, dtype, shape, op, root, wire), program, graphs, kept)
         return _in_slots(plan, graphs, wire, shown.reduced, count, self.rank, root)
 
     def reduce_scatter(self, dtype: np.dtype[Any], shape: Shape, op: Op, wire: WireDtype = None) -> Plan:
@@ -162,7 +166,7 @@ class Planner:
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
-        plan = self._plan(Verb.REDUCE_SCATTER, dtype, shape, program, graphs, counts[self.rank], op=op, wire=wire)
+        plan = self._plan(PlanKey(Verb.REDUCE_SCATTER, dtype, shape, op, wire=wire), program, graphs, counts[self.rank])
         return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
     def reduce_scatter_parts(
@@ -174,14 +178,14 @@ class Planner:
         _, chunk, graphs = self._prepare(dtype, total, wire)
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
         kept = counts[self.rank]
-        plan = self._plan(Verb.REDUCE_SCATTER, dtype, total, program, graphs, kept, op=op, counts=shapes, wire=wire)
+        plan = self._plan(PlanKey(Verb.REDUCE_SCATTER, dtype, total, op, wire=wire), program, graphs, kept, shapes)
         return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
     def broadcast(self, dtype: np.dtype[Any], shape: Shape, root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.broadcast(self.rank, graphs.rooted(root), count, chunk)
-        plan = self._plan(Verb.BROADCAST, dtype, shape, program, graphs, count, root=root, wire=wire)
+        plan = self._plan(PlanKey(Verb.BROADCAST, dtype, shape, root=root, wire=wire), program, graphs, count)
         return _in_slots(plan, graphs, wire, shown.broadcast, (count,), self.rank, root)
 
     def gather(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...] = ()) -> Plan:
@@ -192,7 +196,7 @@ class Planner:
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.gather(self.rank, graphs.rooted(root), counts, chunk)
         kept = sum(counts) if self.rank == root else -1
-        plan = self._plan(Verb.GATHER, dtype, shape, program, graphs, kept, root=root, counts=rows)
+        plan = self._plan(PlanKey(Verb.GATHER, dtype, shape, root=root), program, graphs, kept, rows)
         return _in_slots(plan, graphs, None, shown.gathered, counts, self.rank, root)
 
     def all_gather(
@@ -201,14 +205,14 @@ class Planner:
         """Every rank gets all inputs in rank order; see ``gather`` for ``rows``."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
-        plan = self._plan(Verb.ALL_GATHER, dtype, shape, program, graphs, sum(counts), counts=rows, wire=wire)
+        plan = self._plan(PlanKey(Verb.ALL_GATHER, dtype, shape, wire=wire), program, graphs, sum(counts), rows)
         return _in_slots(plan, graphs, wire, shown.gathered, counts, self.rank)
 
     def scatter(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...]) -> Plan:
         """Rank r gets ``rows[r]`` rows, each of ``shape``, of the root's input."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.scatter(self.rank, graphs.rooted(root), counts, chunk)
-        plan = self._plan(Verb.SCATTER, dtype, shape, program, graphs, counts[self.rank], root=root, counts=rows)
+        plan = self._plan(PlanKey(Verb.SCATTER, dtype, shape, root=root), program, graphs, counts[self.rank], rows)
         return _in_slots(plan, graphs, None, shown.broadcast, counts, self.rank, root)
 
     def all_to_all(self, dtype: np.dtype[Any], shape: Shape, rows: tuple[tuple[int, ...], ...]) -> Plan:
@@ -218,7 +222,7 @@ class Planner:
         counts = [[number * row for number in line] for line in rows]
         program = programs.all_to_all(self.rank, counts, chunk)
         kept = sum(line[self.rank] for line in counts)
-        plan = self._plan(Verb.ALL_TO_ALL, dtype, shape, program, graphs, kept, counts=rows)
+        plan = self._plan(PlanKey(Verb.ALL_TO_ALL, dtype, shape), program, graphs, kept, rows)
         return _in_slots(plan, graphs, None, shown.exchanged, counts, self.rank)
 
     def barrier(self, name: str) -> Plan:
@@ -277,16 +281,17 @@ class Planner:
         return programs.all_gather(self.rank, graphs.rooted, (count,) * self.size, chunk_elements)
 
     def _plan(
-        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, program: Program, graphs: Strategy, result_count: int, *,
-        op: Op | None = None, root: int = -1, counts: tuple[Any, ...] = (), wire: WireDtype = None,
-        in_result: bool = False,
-    ) -> Plan:  # fmt: skip
+        self, kind: PlanKey, program: Program, graphs: Strategy, result_count: int, counts: tuple[Any, ...] = ()
+    ) -> Plan:
+        verb, dtype, shape, op, root, wire, _ = kind
         folds = None if op is None else kernel(op, dtype)
         sizes = ItemSizes(dtype.itemsize, (dtype if folds is None else folds.accumulate_dtype).itemsize)
         signature = Signature(
             str(verb), dtype_name(dtype), shape, "" if op is None else str(op), root, graphs.name, graphs.digest,
             program.chunk_elements, counts=counts,
         )  # fmt: skip
+        # Folded where the result goes, if this rank gets one of the same size.
+        in_result = verb in (Verb.ALL_REDUCE, Verb.REDUCE) and result_count >= 0
         plan = Plan(signature, program, sizes, Work(folds, dtype, self.size, in_result=in_result), result_count)
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
 

@@ -446,7 +446,6 @@ class Verbs:
         with this one, if its name can be compiled.
         """
         group = self._group
-        timeout_s = options.timeout_s
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
 
         def post() -> None:
@@ -462,11 +461,12 @@ class Verbs:
                 made.seq = group.refuse_now(key, error, seq=seq)
                 made.set_exception(error)
                 return
-            group.post(
-                chosen, key, overlapping=may_overlap(name), source=None if array is None else array.flat, result=result,
-                value=value, outcome=outcome, timeout_s=timeout_s, priority=options.priority, handle=made, seq=seq,
-                generation=plans.generation,
+            operation = chosen.operation(
+                made, None if array is None else array.flat, result, chosen.work, value=value, finish=outcome,
+                priority=options.priority,
             )  # fmt: skip
+            one = chosen.post(group.view, key, plans.generation, may_overlap(name), seq)
+            group.post(one, operation, made, options.timeout_s)
             if alike is not None and (array is None or array.is_view) and group.may_compile():
                 if array is None:
                     group.compiled[name] = CompiledBarrier(group, name, alike, chosen)

@@ -189,23 +189,23 @@ class _Once:
 
     async def _meet(self, plan: Plan, limit_s: float) -> None:
         """A barrier."""
-        handle: Handle[None] = Handle(loop=self._group.engine.loop)
-        seq, self._seq = self._seq, self._seq + 1
-        self._group.post(plan, PROBE_KEY, source=None, result=None, timeout_s=limit_s, handle=handle, seq=seq)
-        await handle
+        await self._begin(plan, limit_s)
 
     async def _shared(self, limit_s: float) -> Array:
         """Everybody's rows: float64[n, 4, n]."""
         plan = self._group.plans.plan(Planner.all_gather, self._row.dtype, self._row.shape, (), None)
         rows = np.empty((self._group.view.size, *self._row.shape))
-        handle: Handle[None] = Handle(loop=self._group.engine.loop)
-        seq, self._seq = self._seq, self._seq + 1
-        self._group.post(
-            plan, PROBE_KEY, source=self._row.reshape(-1), result=rows.reshape(-1), timeout_s=limit_s, handle=handle,
-            seq=seq,
-        )  # fmt: skip
-        await handle
+        await self._begin(plan, limit_s, self._row.reshape(-1), rows.reshape(-1))
         return rows
+
+    def _begin(
+        self, plan: Plan, limit_s: float, source: Array | None = None, result: Array | None = None
+    ) -> Handle[None]:
+        group, handle = self._group, Handle[None](loop=self._group.engine.loop)
+        post = plan.post(group.view, PROBE_KEY, group.plans.generation, seq=self._seq)
+        self._seq += 1
+        group.post(post, plan.operation(handle, source, result, plan.work), handle, limit_s)
+        return handle
 
 
 def _check(nbytes: int, rounds: int) -> None:
@@ -304,10 +304,9 @@ class Way:
         handle.when_done(engine.reactor, _heard)
         self.under_way = [one for one in self.under_way if not one.done()]
         self.under_way.append(handle)
-        self.group.post(
-            plan, PROBE_KEY, overlapping=True, source=source, result=result,
-            timeout_s=self.deadline_s - engine.reactor.time(), handle=handle, seq=self.next_seq,
-        )  # fmt: skip
+        post = plan.post(self.group.view, PROBE_KEY, self.group.plans.generation, True, self.next_seq)
+        operation = plan.operation(handle, source, result, work)
+        self.group.post(post, operation, handle, self.deadline_s - engine.reactor.time())
         self.next_seq += 1
         return handle
 

@@ -35,7 +35,7 @@ from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.plans import Plan, PlanKey, Planner
 from kfcomm.collectives.specs import Arguments
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, Post, shown
+from kfcomm.core.collective import GroupView, shown
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
 from kfcomm.strategies import build
@@ -184,8 +184,7 @@ class DeviceCall:
         # To the runtime a call is an operation without chunks.
         self.head = head = Operation(_Ending(self), None, None, plan.work, priority=self.priority)
         head.nbytes = self._nbytes()
-        generation = self.plans.generation
-        post = Post(group.view, self.key, plan.signature, plan.program, plan.sizes, generation, overlapping, seq)
+        post = plan.post(group.view, self.key, self.plans.generation, overlapping, seq)
         group.engine.post(post, head, group.timeout_s if timeout_s is None else timeout_s)
         self.handle.seq = group.last_seq(self.key)
         self._begin()

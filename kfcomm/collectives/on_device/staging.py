@@ -36,7 +36,7 @@ from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Segment, 
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.specs import SPECS
 from kfcomm.common.callbacks import do_nothing
-from kfcomm.core.collective import Post, shown
+from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
@@ -233,9 +233,7 @@ class Staging:
                 None if segment.result is None else staged.memory[segment.result],
                 plan.work, priority=call.priority,
             )  # fmt: skip
-            generation = call.plans.generation
-            post = Post(path.view, call.key, plan.signature, plan.program, plan.sizes, generation, True, seq)
-            path.engine.post(post, operation, None)
+            path.engine.post(plan.post(path.view, call.key, call.plans.generation, True, seq), operation, None)
             if not operation.is_over:
                 handle.operation = operation
         except Exception as error:  # noqa: BLE001  more names in flight than there can be, perhaps
