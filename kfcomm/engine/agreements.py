@@ -1,7 +1,7 @@
-"""The agreements of a rank with all others of its epoch, one after the other: `core.membership` with time and news.
+"""Agreements of a rank with all others of its epoch, one at a time: drives `core.membership` with time and news.
 
-Invariants: the n-th agreement of a rank is the n-th of every other. One that was not waited for to the end (a timeout,
-a cancellation) is still under way: the next call takes it up, with the part that was given first.
+Invariants: the n-th agreement of a rank is the n-th of every other. An agreement whose wait was cut short (a timeout,
+a cancellation) is still under way: the next call resumes it, with the part that was given first.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class AgreementCall(IntEnum):
 class Agreements:
     """Used on the session's loop; news may come from the thread that drives the engine.
 
-    Args:
-        rank, size: of this rank, and of its epoch.
-        tell: says something in an agreement of that number to all others.
+    ``tell`` sends a message of the agreement with this number to all others.
     """
 
     def __init__(self, rank: int, size: int, tell: Tell) -> None:
@@ -63,7 +61,7 @@ class Agreements:
             self._say(number, decision.receive(rank, message))
 
     def lost(self, rank: int, *, has_ended: bool) -> None:
-        """A rank is given up; has its process ended for certain, or has it left?"""
+        """Count a rank as lost; ``has_ended``: its process has ended for certain, or it has left."""
         self._gone.add(rank)
         if has_ended:
             self._ended.add(rank)
@@ -76,18 +74,18 @@ class Agreements:
         return self._gone - self._ended
 
     def fail(self, error: KfcommError) -> None:
-        """This rank takes part in nothing more."""
+        """Take part in no further agreement."""
         self._error = self._error or error
         self._wake()
 
     def leave(self) -> None:
-        """This rank is about to leave: the others hear what was decided last, before they hear that it has left."""
+        """Announce the last decision, before the others hear that this rank has left."""
         for number in (self._number - 1, self._number):  # whoever entered the last one knows those before
             if number in self._decisions:
                 self._say(number, self._decisions[number].leave())
 
     def _begin(self, number: int) -> EpochDecision:
-        """The decision of that number; one that no rank can ask for any more is forgotten."""
+        """Return the decision of that number; forget those that no rank can ask for any more."""
         self._decisions.pop(number - 3, None)
         self._decisions[number] = made = EpochDecision(self._rank, self._size, self._gone, self._ended)
         return made
@@ -106,7 +104,7 @@ class Agreements:
     async def decide(
         self, call: AgreementCall, part: bytes, timeout_s: float, word: Word | None = None
     ) -> dict[int, bytes]:
-        """Take part, and wait for the decision: the parts of the ranks that go on, by rank.
+        """Take part, and wait for the decision: return the parts of the surviving ranks, by rank.
 
         Args:
             call: what for.
@@ -166,10 +164,10 @@ class Agreements:
         return decision.value
 
     async def _ask(self, decision: EpochDecision, word: Word | None) -> None:
-        """The store's word, where the others cannot go on without it, either.
+        """Ask the store whether these ranks may continue, if the other ranks may not without asking.
 
-        Of two halves the other gets a no, and raises. Where some have ended, the others may know what was decided with
-        these: then they must have ended, too, before it counts.
+        Of two halves the store refuses the second, which raises. If some ranks have ended, the others may know what was
+        decided with these: then these must have ended, too, before the answer counts.
         """
         left, strays = decision.living(), self.strays
         is_half = 2 * len(left) == self._size

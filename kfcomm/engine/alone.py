@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 class Alone(Network):
     """Network of a world of one.
 
-    Attributes:
-        layout: its host.
-        reports: of its device.
-        device_transport: the setting for device memory.
-        job, births: see ``Network``.
-
     Raises:
         ConfigError: see ``devices.routes.choose``.
     """

@@ -37,41 +37,34 @@ SAID_AFTER_S = 1.0
 
 
 class Drain(NamedTuple):
-    """Something that is waited for before what is in flight fails.
-
-    Attributes:
-        done: when it is over.
-        within_s: how long it is waited for.
-        why: for which ranks, and for what, in words.
-    """
+    """A wait of `Closing` before the collectives in flight fail."""
 
     done: asyncio.Future[None]
-    within_s: float
-    why: Callable[[], str]
+    # bound of the wait
+    within_s: float  # bound of the wait
+    # the ranks waited for and the reason, in words
+    why: Callable[[], str]  # the ranks waited for and the reason, in words
 
 
 class Closing:
-    """The waits of a rank that closes, one after the other; all on one loop.
-
-    Attributes:
-        was_cancelled: the caller of close was cancelled; the rest was then done without waiting.
-    """
+    """The waits of a rank that closes, one after the other; all on one loop."""
 
     def __init__(self, rank: int) -> None:
-        self.was_cancelled = False
+        # the caller of close was; the rest is then done without waiting
+        self.was_cancelled = False  # the caller of close was; the rest is then done without waiting
         self._rank = rank
         self._until_s = math.inf
         self._bound: asyncio.Timeout | None = None
 
     def hurry(self, within_s: float = HURRIED_S) -> None:
-        """From now on all waits together last no longer than this, the one under way included."""
+        """Bound all further waits together, and the one under way, by this."""
         self._until_s = min(self._until_s, asyncio.get_running_loop().time() + within_s)
         bound = self._bound
         if bound is not None and not bound.expired():
             bound.reschedule(min(self._until_s, bound.when() or math.inf))
 
     def left_s(self, at_most_s: float) -> float:
-        """How long a wait may last that begins now."""
+        """Bound of a wait that begins now, in seconds."""
         return max(0.0, min(at_most_s, self._until_s - asyncio.get_running_loop().time()))
 
     async def wait(self, awaited: Awaitable[object], at_most_s: float, why: Callable[[], str] | None = None) -> None:

@@ -32,17 +32,8 @@ MAX_TIMEOUTS = 64
 class Deadlines:
     """Deadlines of all operations in flight.
 
-    Args:
-        rank: world rank, for messages.
-        reactor: whose clock counts.
-        stall_after_s: after how long a wait is reported.
-        in_flight: what is posted and not over.
-        announce: called for a collective that has been quiet for a moment.
-        abort: called for one whose deadline has passed.
-
-    Attributes:
-        inquiries: about what waits long; to be removed at its end.
-        next_s: when the tick comes; what is due earlier has to ``hurry``.
+    ``announce`` is called for a collective that has been quiet for a moment, ``abort`` for one whose deadline has
+    passed. ``inquiries`` are about operations that wait long; each is removed at the end of its operation.
     """
 
     def __init__(
@@ -57,7 +48,7 @@ class Deadlines:
     ) -> None:
         self.control: ControlPlane | None = None
         self.stall_after_s = stall_after_s
-        self.next_s = NEVER
+        self.next_s = NEVER  # of the next tick; an operation due earlier has to ``hurry``
         self._rank = rank
         self._reactor = reactor
         self._in_flight = in_flight
@@ -68,7 +59,7 @@ class Deadlines:
         self._first_s: dict[float, float] = {}
 
     def begin(self, operation: Operation, timeout_s: float) -> None:
-        """An operation begins to wait."""
+        """Watch an operation, which begins to wait."""
         operation.timeout_s = timeout_s
         first_s = self._first_s.get(timeout_s)
         if first_s is None:
@@ -80,13 +71,13 @@ class Deadlines:
             self.hurry(due_s)
 
     def hurry(self, due_s: float) -> None:
-        """Something is due before the next tick."""
+        """Move the next tick forward to this time."""
         self.close()
         self.next_s = due_s
         self._timer = self._reactor.call_at(due_s, self._tick)
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Stop checking."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -161,7 +152,7 @@ class Inquiry:
     def conclude(self, control: ControlPlane | None, reactor: Reactor, then: Callable[[], None]) -> None:
         """Call ``then``, once: at once if the question had its time, else when it is answered or has had it.
 
-        After a busy loop or with a short timeout, the error would else call ranks silent that were never heard.
+        Otherwise, after a busy loop or with a short timeout, the error would call ranks silent that were never heard.
         """
         if self._asked_s is None:
             self.ask(control, reactor, report=False)

@@ -64,18 +64,15 @@ class Engine:
     Args:
         rank: world rank.
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
-        loop: where links are opened, and those wait who await.
-        reactor: who drives the engine; nothing here runs but in its ``progress`` or under a caller's hand.
-        stall_after_s: after how long a wait is reported.
+        loop: opens the links and resolves awaited futures.
+        reactor: drives the engine: its code runs only in ``progress`` or in a caller's own call.
+        stall_after_s: a wait of this length is reported.
         credit: of every link; the same on every rank.
 
     Attributes:
-        meter: what is counted and timed; None if nothing is.
-        slots: what is carried out without messages.
-        receiver: hears the links.
         observers: of every event, or None: an event without observers costs one test; set by ``observe``.
         on_wait: called when this rank begins to wait for something.
-        unusual: why every post has to go the long way, if it has to: it may be refused, or its chunks are observed.
+        unusual: reasons why every post takes the full path: it may be refused, or its chunks are observed.
     """
 
     def __init__(
@@ -120,9 +117,9 @@ class Engine:
     # ---------------------------------------------------------------- what the caller does
 
     def post(self, post: Post, operation: Operation, timeout_s: float | None) -> None:
-        """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
+        """Begin a collective; its operation's future ends with it. Costs O(chunks that can leave at once).
 
-        Without a timeout it is a part of something that has one, and that is reported when it waits long.
+        ``timeout_s`` None: it is part of a call that has a timeout, and that is reported when it waits long.
         """
         if self._ended:
             operation.reject(SessionClosed(self._ended))
@@ -152,9 +149,9 @@ class Engine:
         self.on_wait()
 
     def post_again(self, series: Series, stamp: int, operation: Operation) -> bool:
-        """Begin the next use of a series, if nothing is unusual; False if anything is.
+        """Begin the next use of a series, if nothing is unusual; return False if anything is.
 
-        The operation has its deadline. Without a future, its caller moves what it has queued.
+        The operation has its deadline. If it has no future, its caller flushes what it has queued.
         """
         if self.unusual:
             return False
@@ -179,14 +176,14 @@ class Engine:
         return True
 
     def enter(self, operation: Operation) -> None:
-        """An operation that has begun by itself is under way: its caller waits for it as for others."""
+        """Add an operation that has begun by itself: its caller waits for it as for others."""
         self.router.enter(operation.collective)
         if operation.due_s < self.deadlines.next_s:
             self.deadlines.hurry(operation.due_s)
         self.on_wait()
 
     def begins(self, operation: Operation) -> None:
-        """An operation has its place and number; it starts now."""
+        """Start an operation that has its place and number."""
         if self.observers is not None:
             for observer in self.observers:
                 observer.posted(operation)
@@ -197,7 +194,7 @@ class Engine:
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, operation.collective.name)
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
-        """A call failed its local checks: the other ranks' calls under this name fail too."""
+        """Fail the other ranks' calls under this name, since one failed its local checks here."""
         if self._ended:
             return
         for observer in self.all_observers():
@@ -247,7 +244,7 @@ class Engine:
                 self.abort(collective, self._cut_short(collective, reason))
 
     def leave(self, group_ids: Collection[bytes]) -> None:
-        """Some groups, in which nothing is in flight, are not used by this rank any more. O(names on all links)."""
+        """Forget groups that this rank uses no more, and in which nothing is in flight. O(names on all links)."""
         effects: Effects = []
         if self.meter is not None:
             self.meter.forget(group_ids)
@@ -262,7 +259,7 @@ class Engine:
         self.links.flush_soon()
 
     def peer_left_group(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
-        """A peer has left a group; what it gave in slots before is looked at first."""
+        """Note that a peer has left a group, after a look at what it gave in slots before."""
         self.slots.look()
         self.slots.peer_left(incoming.peer, group_id, self.router.names.of_group(group_id))
         self.router.on_left(incoming, group_id, effects)
@@ -273,12 +270,12 @@ class Engine:
         return [*cast("Collection[Operation]", list(self.router.live.values())), *operations]
 
     def entered(self) -> list[Operation]:
-        """The same, and from now on all of it is known to the router."""
+        """Operations in flight, all of them made known to the router."""
         self.enter_all()
         return cast("list[Operation]", list(self.router.live.values()))
 
     def enter_all(self) -> None:
-        """Let the router know of everything that is in flight."""
+        """Make the router know all operations in flight."""
         for use in self.slots.uses():
             use.enter()
 
@@ -298,7 +295,7 @@ class Engine:
             self.unusual.discard("observed")
 
     def all_observers(self) -> tuple[Observer, ...]:
-        """The same, and the statistics and the recorder, which get completions in batches."""
+        """All observers, with the statistics and the recorder, which get completions in batches."""
         return (*self._own, *(self.observers or ()))
 
     def tell_done(self, operation: Operation | InSlot) -> None:
@@ -319,13 +316,13 @@ class Engine:
     # ---------------------------------------------------------------- what the control plane tells
 
     def on_abort(self, group: bytes, name: str, seq: int, cause: Cause) -> None:
-        """Another rank aborted a collective."""
+        """Fail a collective that another rank has aborted."""
         effects: Effects = []
         self.router.on_abort(group, name, seq, cause, effects)
         self.perform(effects)
 
     def on_peer_lost(self, peer: int, reason: str) -> None:
-        """A peer is gone: everything that it takes part in fails, now and later."""
+        """Fail everything that a lost peer takes part in, now and later."""
         effects: Effects = []
         self.enter_all()
         self.unusual.add("lost")
@@ -335,7 +332,7 @@ class Engine:
         self._tell_losses()
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
-        """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        """Fail later posts that need a leaving peer; what it has posted may still complete."""
         self.unusual.add("lost")
         self.router.on_peer_left(peer, cause)
         self.links.goodbye(peer)
@@ -428,7 +425,7 @@ class Engine:
             self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
 
     def _announce(self, collective: Collective) -> None:
-        """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""
+        """Announce a waiting collective to those it waits for: ranks that disagree may have no chunk that shows it."""
         for to in collective.unheard():
             peer = collective.group.members[to]
             if peer not in self.router.lost:

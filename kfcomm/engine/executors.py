@@ -53,28 +53,19 @@ LATE_S = 1e-3
 
 
 class InSlot(ABC):
-    """A collective that is under way in a slot, or may be.
+    """A collective that is under way in a slot, or may be."""
 
-    Attributes:
-        slot: in which it is; None if it is not, or is over.
-        word: of its use of the slot; the first.
-        seq: the number of this use of its name.
-        posted_s: when it began, by the monotonic clock.
-        nbytes: see ``Operation``.
-        is_operation: it is among those in flight.
-    """
-
-    slot: Slot | None = None
+    slot: Slot | None = None  # None if it is not in one, or is over
     word = 0
     is_operation = False
-    seq: int
-    posted_s: float
-    nbytes: int
+    seq: int  # number of this use of its name
+    posted_s: float  # by the monotonic clock
+    nbytes: int  # see ``Operation``
     engine: Engine
 
     @abstractmethod
     def look(self) -> bool:
-        """Whether it is over now, and was not."""
+        """Poll; return whether it is over now, and was not."""
 
     def look_at_once(self) -> None:
         """Poll for its end a few times: a turn of the loop would take several times as long."""
@@ -101,7 +92,7 @@ class InSlot(ABC):
 
     @abstractmethod
     def as_operation(self) -> Operation:
-        """A view of it as an operation, for reading; on any thread."""
+        """A read-only view of it as an operation; for any thread."""
 
 
 class SlotExecutor(InSlot, Shortcut):
@@ -133,7 +124,7 @@ class SlotExecutor(InSlot, Shortcut):
         self.look()
 
     def use(self, slot: Slot | None, word: int) -> None:
-        """It is in this slot from now on."""
+        """Enter this slot."""
         self.slot, self.word = slot, word
         self.operation.executor = self.collective.shortcut = self
 
@@ -203,11 +194,11 @@ class SlotExecutor(InSlot, Shortcut):
         """Show a chunk to the other destinations."""
 
     def combine(self) -> bool:
-        """Make the result, now that all chunks have come; whether that was possible."""
+        """Make the result, now that all chunks have come; return whether that was possible."""
         return True
 
     def give_up(self) -> None:
-        """The operation has failed; peers may still read what was shown for it."""
+        """End a failed operation, whose contribution peers may still read."""
         if self.slot is not None:
             self._spoil(self.slot)
         self._leave_slot()
@@ -269,7 +260,7 @@ def hub_of(pairs: Sequence[GraphPair], ranks: Sequence[int]) -> int | None:
 
 
 class HubExecutor(SlotExecutor):
-    """Of a host's hub. Nothing can be done before the others of this host have shown what they give."""
+    """Executor of a host's hub, which waits first for the contributions of the others of this host."""
 
     _host_slot: HubSlot | None = None
     _num_shown = 0

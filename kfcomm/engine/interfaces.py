@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Membership(Protocol):
-    """Changes of the ranks of a job, as far as the job's store and launchers take part in them."""
+    """Changes of the ranks of a job that need the job's store or launchers."""
 
     def may_live(self, peer: int) -> bool:
         """Whether a peer may live: no launcher has seen its process end."""
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Wait until processes that are not known ask to be let in; these."""
+        """Wait until unknown processes ask to join, and return them."""
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """Tell the processes with these uids that they are in this epoch; the first ``num_old`` ranks know."""
@@ -34,21 +34,21 @@ class Membership(Protocol):
         """Tell the launcher that the processes with these uids were released; one of these may be this process."""
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """Wait until somebody asks for anything but what is ``known``; that."""
+        """Wait for a request other than ``known``, and return it."""
 
     async def want_size(self, size: int) -> None:
-        """Ask for so many ranks."""
+        """Request this number of ranks."""
 
     async def want_replaced(self, birth: int) -> None:
-        """Ask that another process come in the place of this one, which is to go."""
+        """Request that another process replace this one."""
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
-        """Whether these ranks may survive and the others may not: the first to ask the store may.
+        """Return whether these ranks may survive and the others may not: the store permits the first to ask.
 
         Args:
             living: ranks that hear each other.
-            rivals: ranks whose processes are to be ended first, by their launchers, since they may know what ranks that
-                have ended have agreed to. Without launchers they may go on, and these may not.
+            rivals: ranks whose launchers are to end them first, since they may know what was agreed with ranks that
+                have ended. Without launchers the rivals may survive, and ``living`` may not.
         """
 
 
@@ -71,7 +71,7 @@ class Network(Protocol):
         """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
 
     def forget(self, peer: int) -> None:
-        """A peer is gone for good: what is kept for it is not needed any more."""
+        """Free what is kept for a peer that is gone for good."""
 
     def sever(self) -> None:
         """In a forked child: from now on touch no memory that the parent shares with its peers."""
@@ -117,13 +117,9 @@ class Network(Protocol):
 
 
 class Door(Protocol):
-    """Listening end of a rank for the next epoch, opened before its members are known.
+    """Listening end of a rank for the next epoch, opened before its members are known."""
 
-    Attributes:
-        part: how the others find it, in some bytes.
-    """
-
-    part: bytes
+    part: bytes  # how the others find it, encoded
 
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
         """The network of the surviving ranks (their parts, by their former ranks) and of new ones."""
@@ -133,7 +129,7 @@ class Door(Protocol):
 
 
 class Service(Protocol):
-    """Something besides that is open for as long as the session is, on threads of its own."""
+    """Helper of a session, open as long as the session is, on threads of its own."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""

@@ -23,19 +23,13 @@ from kfcomm.transports.reactor import Reactor
 class LinkTable:
     """The links of one rank, by peer.
 
-    Args:
-        connect: opens a link to a peer (by world rank); raises ``TransportError``.
-        loop: where links are opened.
-        reactor: who drives them.
-        router: makes the ends of links.
-
     Attributes:
-        by_peer: the sending end towards each peer, by world rank, where one was needed.
-        on_failed: called with such an end and a reason when its link cannot be opened.
-        closing: nothing more is opened.
-        dirty: what is to be flushed.
+        by_peer: sending ends by world rank, one for each peer that was sent anything.
+        on_failed: called with a sending end and a reason when its link cannot be opened.
+        closing: no further link is opened.
+        dirty: links to be flushed.
         is_low_latency: links hand over little at a time, see ``Link.set_low_latency``.
-        traffic: what all links have moved, those that have ended included.
+        traffic: of all links, those that have ended included.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class LinkTable:
             link.set_low_latency()
 
     def numbered(self, incoming: Incoming, number: int) -> None:
-        """The peer says which link this is: only the newest is left, since a peer redials only what has broken."""
+        """Number the peer's link, and keep only the newest: a peer redials only what has broken."""
         incoming.number = number
         newest = max(one.number for one in self._incoming if one.peer == incoming.peer)
         for one, link in list(self._incoming.items()):
@@ -110,13 +104,13 @@ class LinkTable:
         self._look_if_all_closed()
 
     def drop(self, peer: int) -> None:
-        """A peer is gone: nothing more is sent to it, and no memory read for it."""
+        """Stop sending to a lost peer, and reading memory for it."""
         sender = self.by_peer.pop(peer, None)
         if sender is not None and sender.link is not None:
             sender.link.abort()
 
     def break_off(self, peer: int, number: int) -> Outgoing | None:
-        """The peer cannot hear the link of this number any more: its sending end, unless there is a newer one."""
+        """Return the sending end of a link that the peer cannot hear any more, unless there is a newer one."""
         sender = self.by_peer.get(peer)
         if sender is None or sender.state.number != number:
             return None
@@ -128,13 +122,13 @@ class LinkTable:
         return any(incoming.peer == peer for incoming in self._incoming)
 
     def goodbye(self, peer: int) -> None:
-        """A peer leaves and waits for this side's goodbye: say it after what is queued."""
+        """Say goodbye, after the queued frames, to a leaving peer that waits for it."""
         sender = self.by_peer.get(peer)
         if sender is not None and sender.link is not None:
             sender.link.close()
 
     def disown(self, owner: Owner) -> None:
-        """Nothing that arrives is written to this owner's memory any more."""
+        """Stop writing arriving data to this owner's memory."""
         for link in self._incoming.values():
             link.disown(owner)
 
@@ -144,19 +138,19 @@ class LinkTable:
             link.redirect(owner)
 
     def set_low_latency(self) -> None:
-        """Calls differ in urgency from now on: see ``Link.set_low_latency``."""
+        """Prepare all links for calls of different urgency: see ``Link.set_low_latency``."""
         self.is_low_latency = True
         for link in self._links():
             link.set_low_latency()
 
     def flush_soon(self) -> None:
-        """Move what is queued when the reactor has its next turn, with what else is queued until then."""
+        """Flush in the reactor's next turn, with what is queued until then."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._reactor.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Move what is queued, now."""
+        """Flush now."""
         self._flush_scheduled = False
         while self.dirty:
             dirty, self.dirty = self.dirty, {}
@@ -229,10 +223,6 @@ class PeerSender:
 
     When a link breaks, its sender is replaced too: the names that were defined on that link, and the credit that was
     spent on it, are lost with the link.
-
-    Attributes:
-        state: what the router knows of this end.
-        link: the link, once it is open.
     """
 
     __slots__ = ("_backlog", "link", "state")
@@ -269,7 +259,7 @@ class PeerSender:
             self.link.flush()
 
     def withdraw(self, owner: Owner) -> list[Header]:
-        """Forget an owner's memory; the headers of its frames that were dropped."""
+        """Forget an owner's memory; return the headers of its dropped frames."""
         if self.link is not None:
             return list(self.link.withdraw(owner))
         dropped = [header for header, _, other, _ in self._backlog if other is owner]

@@ -34,15 +34,7 @@ WORD_WITHIN_S = 2.0
 
 
 class StoreMembership(Membership):
-    """Membership of one epoch.
-
-    Args:
-        meeting: of the first epoch.
-        peers: all processes, by rank.
-        births: the ranks that they had in the first epoch.
-        epoch: of this world.
-        job: see ``Network``.
-    """
+    """Membership of one epoch of a job with a store; ``births`` are the uids of the peers, by rank."""
 
     def __init__(
         self, meeting: Meeting, peers: Sequence[PeerInfo], births: Sequence[int], epoch: int, job: str
@@ -73,11 +65,11 @@ class StoreMembership(Membership):
                 return sorted(fit)
 
     async def _was_let_in(self, candidate: Candidate) -> bool:
-        """Whether it has been let in before, and is here, or was; or has been refused."""
+        """Whether the process was admitted before (it may be gone), or refused."""
         return await self._meeting.client.find(f"{ENTRY}/{candidate.birth}") is not None
 
     async def _fits(self, candidate: Candidate) -> bool:
-        """Whether a process can be let in; one that speaks otherwise is sent the reason."""
+        """Whether a process can be admitted; one of another version is sent the reason."""
         if candidate.birth in self._births or candidate.birth in self._meeting.ends:
             return False
         try:
@@ -167,30 +159,21 @@ Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
 
 
 class Meeting(NamedTuple):
-    """Meeting point of the first epoch, which stays open through all later epochs.
+    """Meeting point of the first epoch, which stays open through all later epochs."""
 
-    Attributes:
-        settings: of this rank in the first epoch.
-        me: this process, as the others know it since then.
-        mark: tells apart the worlds of one process, in the names of their sockets.
-        store: of the job; None where the ranks found each other by other means.
-        tls: what connections are secured with.
-        ends: what launchers have said of processes of whatever epoch, by birth.
-    """
-
-    settings: Settings
-    me: PeerInfo
-    mark: str
-    store: JobStore | None
+    settings: Settings  # of this rank in the first epoch
+    me: PeerInfo  # this process, as the others have known it since then
+    mark: str  # in socket names: tells apart the worlds of one process
+    store: JobStore | None  # None where the ranks found each other by other means
     tls: Tls | None
-    ends: dict[int, Exit]
+    ends: dict[int, Exit]  # reports of launchers on processes of any epoch, by uid
 
     @property
     def client(self) -> StoreClient:
-        """Of the job's store.
+        """Client of the job's store.
 
         Raises:
-            RendezvousError: it has none.
+            RendezvousError: the job has no store.
         """
         if self.store is None:
             raise RendezvousError("these ranks found each other without a store of kfcomm's")
@@ -198,7 +181,7 @@ class Meeting(NamedTuple):
 
 
 def tls_of(settings: Settings) -> Tls | None:
-    """Load what connections are secured with; None if they are not."""
+    """Load the TLS contexts of connections; None without TLS."""
     if settings.tls is None:
         return None
     from kfcomm.transports.tls import load
@@ -207,7 +190,7 @@ def tls_of(settings: Settings) -> Tls | None:
 
 
 async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[Listener, PeerInfo]:
-    """Open the port of this rank, and say what the others need to know of it."""
+    """Open the port of this rank; return it with the `PeerInfo` for the others."""
     if settings.store is None:
         raise ConfigError("a world of one has no network")
     if settings.links != AUTO and (unsupported := named(settings.links).why_unsupported()) is not None:

@@ -31,7 +31,7 @@ class Work:
     """Arithmetic and dtype of one kind of collective; shared by all operations of a plan.
 
     Args:
-        kernel: how contributions are folded, or None for verbs that only move data.
+        kernel: folds contributions; None for verbs that only move data.
         dtype: of input and result, or None without data.
         size: number of contributions (for averages).
         in_result: this rank keeps every chunk that it folds, so that partial results may live in the result.
@@ -39,7 +39,7 @@ class Work:
     Attributes:
         item: bytes of an element of input and result.
         is_partial_shared: partial results do live in the result.
-        executor: carries the operations out in a slot if it can, see ``kfcomm.engine.executors``; None: links do.
+        executor: runs the operations in a slot if it can, see ``kfcomm.engine.executors``; None: over links.
     """
 
     __slots__ = ("dtype", "executor", "in_result", "is_partial_shared", "item", "kernel", "size")
@@ -59,17 +59,11 @@ class OperationMemory:
 
     A base of the operation, not a part of it: a second object for each call would cost 25 bytecodes, and the garbage
     collector a visit.
-
-    Attributes:
-        collective: whose; set before anything is asked for.
-        given, out: flat memory of the input and of the result.
-        work: what is done with them.
-        is_small: the input is one chunk, and sent from a copy.
     """
 
-    collective: Collective
-    given: Array
-    out: Array
+    collective: Collective  # set before any method is called
+    given: Array  # flat
+    out: Array  # flat
     work: Work
     # Most stay what they are here: then they cost an operation neither time nor memory.
     is_small = False
@@ -89,9 +83,9 @@ class OperationMemory:
         return self._part(lane, source, start, stop).tobytes() if stop else b""
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
-        """The memory of one chunk of the input, the partial result or the result.
+        """Return the memory of one chunk of the input, the partial result or the result.
 
-        The same view again when it was asked for last: by that links know that one copy serves several peers.
+        A repeated request returns the same view object: by that links know that one copy serves several peers.
         """
         if not lane.count:
             return _EMPTY

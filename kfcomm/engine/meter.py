@@ -58,14 +58,10 @@ most a factor of ``2**(1/16)``, 4.4 %.
 
 
 class Tally:
-    """Outcomes and durations of the calls under one key.
+    """Outcomes and durations of the calls under one key: ``total_s`` and ``max_s`` are from post to completion.
 
-    Attributes:
-        nbytes: of the results of those that are complete (see ``Operation.nbytes``).
-        total_s: from post to completion, of all of them.
-        max_s: of the one that took longest.
-        failures: calls that failed, those that were refused or cancelled included.
-        buckets: how many took how long: see ``PER_OCTAVE``.
+    ``nbytes`` is of the results of complete calls (see ``Operation.nbytes``). ``failures`` include refused and
+    cancelled calls. ``buckets`` count calls by duration, see ``PER_OCTAVE``.
     """
 
     __slots__ = ("buckets", "failures", "max_s", "nbytes", "total_s")
@@ -82,7 +78,7 @@ class Tally:
 
     @classmethod
     def sum(cls, tallies: Iterable[Tally]) -> Tally:
-        """All of them as one."""
+        """Return the sum of tallies."""
         whole = cls()
         for tally in tallies:
             whole.nbytes += tally.nbytes
@@ -94,7 +90,7 @@ class Tally:
         return whole
 
     def quantile(self, share: float) -> float:
-        """This share of the calls took at most so many seconds, to 4.4 %; 0 if there were none."""
+        """Quantile of the durations in seconds, to 4.4 %; 0 without calls."""
         buckets = dict(self.buckets)
         wanted = ceil(share * sum(buckets.values()))
         for bucket in sorted(buckets):
@@ -115,15 +111,10 @@ def bound_s(bucket: float) -> float:
 
 
 class MeteredThroughput:
-    """Of the monitored calls under one strategy.
+    """Throughput of the monitored calls under one strategy; ``nbytes`` and ``seconds`` are sums over complete calls.
 
-    Attributes:
-        count: calls that are complete.
-        nbytes: their sum.
-        seconds: their sum.
-        last: bytes per second of the latest call.
-        reference: what to expect, in bytes per second: it begins with the first call and follows each by
-            ``REFERENCE_WEIGHT`` of the way, so that a link that slows down stands out for some twenty calls.
+    ``last`` and ``reference`` are in bytes per second. The reference begins with the first call and follows each by
+    ``REFERENCE_WEIGHT`` of the way, so that a link that slows down stands out for some twenty calls.
     """
 
     __slots__ = ("count", "last", "nbytes", "reference", "seconds")
@@ -133,7 +124,7 @@ class MeteredThroughput:
         self.seconds = self.last = self.reference = 0.0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """A call is complete."""
+        """Note a complete call."""
         self.last = nbytes / max(seconds, 1e-9)
         self.reference += (self.last - self.reference) * (REFERENCE_WEIGHT if self.count else 1.0)
         self.count += 1
@@ -142,14 +133,10 @@ class MeteredThroughput:
 
 
 class StepTally:
-    """Of training steps whose gradients travel while the program computes.
+    """Training steps whose gradients travel while the program computes; ``nbytes`` is of the gradients.
 
-    Attributes:
-        count: steps.
-        nbytes: of their gradients.
-        in_flight_s: for how long any of them was under way.
-        waited_s: for how long the program stood still for one.
-        waited_for: the latter by the name of the collective.
+    ``in_flight_s`` is the time during which any gradient was under way, ``waited_s`` the part of it in which the
+    program stood still. ``waited_for`` has the latter by the name of the collective.
     """
 
     __slots__ = ("count", "in_flight_s", "nbytes", "waited_for", "waited_s")
@@ -165,33 +152,24 @@ Tallies: TypeAlias = dict[tuple[bytes, str], Tally]
 
 
 class Meter(Observer):
-    """The figures of one rank in a world of ``size``; see the module.
-
-    Attributes:
-        waited_s: by world rank, for its chunks.
-        throughputs: by group id, of monitored calls by name of the strategy.
-        gauges: latest values that the program reports, by name.
-        steps: by group id and the name under which gradients are averaged.
-        now_s: when the burst began that is being handed over; 0 between bursts.
-        settle: tallies completions that wait in the recorder, see ``Recorder.settle``; set by the recorder.
-        earlier: what this rank has counted in epochs before; None in the first.
-    """
+    """The figures of one rank in a world of ``size``; see the module."""
 
     __slots__ = ("_others", "_tallies", "earlier", "gauges", "now_s", "settle", "steps", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
-        self.waited_s = [0.0] * size
-        self.throughputs: dict[bytes, dict[str, MeteredThroughput]] = {}
-        self.gauges: dict[str, float] = {}
+        self.waited_s = [0.0] * size  # by world rank, for its chunks
+        self.throughputs: dict[bytes, dict[str, MeteredThroughput]] = {}  # by group id, and by name of the strategy
+        self.gauges: dict[str, float] = {}  # latest values that the program reports, by name
+        # by group id and the name under which gradients are averaged
         self.steps: dict[tuple[bytes, str], StepTally] = {}
-        self.now_s = 0.0
-        self.settle: Callable[..., None] = do_nothing
-        self.earlier: Earlier | None = None
+        self.now_s = 0.0  # beginning of the burst that is being handed over; 0 between bursts
+        self.settle: Callable[..., None] = do_nothing  # see ``Recorder.settle``; set by the recorder
+        self.earlier: Earlier | None = None  # counts of former epochs; None in the first
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
 
     def arrived(self, peer: int, collective: Collective) -> None:
-        """A chunk of ``peer`` was this collective's. The clock is read once a burst."""
+        """Note a chunk of ``peer`` for this collective. The clock is read once a burst."""
         now_s = self.now_s
         if not now_s:
             now_s = self.now_s = monotonic()
@@ -201,7 +179,7 @@ class Meter(Observer):
             collective.heard_s = now_s
 
     def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
-        """A collective is complete. On one thread at a time: see ``Recorder.settle``."""
+        """Tally a complete collective. On one thread at a time: see ``Recorder.settle``."""
         tally: Tally | None = key.tally
         if tally is None:
             tally = key.tally = self._tally(key.group_id, key.name)
@@ -213,9 +191,9 @@ class Meter(Observer):
             tally.max_s = taken_s
 
     def tallies(self) -> tuple[Tallies, dict[bytes, Tally]]:
-        """Tallies of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
+        """Return the tallies by key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
 
-        On any thread; the tallies themselves go on.
+        For any thread; the tallies keep counting.
         """
         self.settle(PATIENCE_S)
         return steady(lambda: (dict(self._tallies), dict(self._others)))
@@ -229,14 +207,15 @@ class Meter(Observer):
         self.count_failure(group, name)
 
     def count_failure(self, group: GroupView, name: str) -> None:
-        """A collective has failed on this rank, or did not begin."""
+        """Tally a collective that has failed on this rank, or did not begin."""
         self.settle()  # what ended before is tallied before
         self._tally(group.id, name).failures += 1
 
     def forget(self, group_ids: Collection[bytes]) -> None:
-        """Groups are used no more: from now on all such groups are counted together. O(keys).
+        """Count ended groups together from now on. O(keys).
 
-        Sums over all groups stay what they are, at every moment: a dictionary is updated at once.
+        Sums over all groups stay the same at every moment for readers on other threads: a dictionary is updated at
+        once.
         """
         self.settle(PATIENCE_S)
         _move(self._tallies, {one: (LEFT_GROUPS, one[1]) for one in list(self._tallies) if one[0] in group_ids})
@@ -289,21 +268,15 @@ def steady(copy: Callable[[], T]) -> T:
 
 
 class Earlier(NamedTuple):
-    """Sums over epochs that are over, so that counters keep growing across a change of the ranks.
+    """Sums over former epochs, so that counters keep growing across a change of the ranks.
 
     Peers are identified by their ranks, which other processes have in another epoch: these sums cover all of them.
-
-    Attributes:
-        tallies: of the calls, by name.
-        others: of those beyond ``meter.MAX_KEYS``, or None.
-        totals: what was moved; see ``Traffic.totals``.
-        waited_s: by rank.
     """
 
-    tallies: dict[str, Tally]
-    others: Tally | None
-    totals: Totals
-    waited_s: dict[int, float]
+    tallies: dict[str, Tally]  # by name
+    others: Tally | None  # of the calls beyond ``meter.MAX_KEYS``
+    totals: Totals  # see ``Traffic.totals``
+    waited_s: dict[int, float]  # by rank
 
 
 def with_epoch(meter: Meter, traffic: Traffic) -> Earlier:
@@ -338,16 +311,16 @@ class LoopLag:
         self._measure(engine, engine.loop.time())
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
 
     def blocked_s(self) -> float:
-        """For how long the loop has not had a turn, in seconds."""
+        """Time since the loop last had a turn, in seconds."""
         return max(0.0, time.monotonic() - self._seen_s - MEASURED_EVERY_S)
 
     def lag_s(self) -> float:
-        """How late the loop is, in seconds: when it was measured last, or by now."""
+        """Lag of the loop in seconds: the last measured, or the present one if larger."""
         return max(self._lag_s, self.blocked_s())
 
     def _measure(self, engine: Engine, due_s: float) -> None:

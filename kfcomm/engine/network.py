@@ -62,24 +62,9 @@ DIAL_TIMEOUT_S = 30.0
 
 
 class SocketNetwork(Network):
-    """The network of one process among others, joined through the store or made by those that lived on.
+    """Network of one process among others, joined through the store or made by surviving ranks.
 
-    Args:
-        meeting: of the first epoch.
-        peers: all processes, by rank.
-        listener: where this one listens.
-        births: the ranks that they had in the first epoch.
-        epoch: of this world.
-
-    Attributes:
-        peers: all processes, by rank.
-        layout: their hosts.
-        reports: on their devices.
-        device_transport: what they have agreed on for device memory.
-        job: see ``interfaces.Network``: made of what they have told each other.
-        births, epoch: see above.
-        num_old: where this process has been let in: how many ranks were there before, the first ones; else 0.
-        strategy: the name of the one with which the epoch begins.
+    ``births`` are the uids of the peers (their ranks in the first epoch), by rank.
     """
 
     def __init__(
@@ -91,6 +76,7 @@ class SocketNetwork(Network):
         self.layout = layout_of(peers)
         self.reports = tuple(peer.device for peer in peers)
         self.device_transport = agree([peer.transport for peer in peers])
+        # see ``interfaces.Network``: a digest of what the ranks have told each other
         self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
         self._me = self.peers[self.births.index(settings.rank)]
         self._meeting = meeting
@@ -98,8 +84,8 @@ class SocketNetwork(Network):
         self._listener = listener
         self._is_over = False
         self.epoch = epoch
-        self.num_old = 0
-        self.strategy = settings.strategy
+        self.num_old = 0  # of a joining rank: number of ranks before it joined, which come first; else 0
+        self.strategy = settings.strategy  # of the beginning of the epoch
         self.membership = StoreMembership(meeting, self.peers, self.births, epoch, self.job)
         self._world = World(
             self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
@@ -162,13 +148,13 @@ class SocketNetwork(Network):
     async def meet(cls, settings: Settings, device: DeviceReport, exchange: Exchange) -> SocketNetwork:
         """Listen, and learn of all others by ``exchange``: for ranks that another library has brought together.
 
-        What asks the store later (``resize``, newcomers) is not to be had then, and of two halves of a world none has
-        the right to go on without the other.
+        Without a store, ``resize`` and joining ranks are not available, and no half of a split world may continue
+        without the other.
 
         Args:
             settings: of this rank; ``store`` says towards which host the others are.
             device: of this rank, for the others.
-            exchange: gives what all ranks tell of themselves.
+            exchange: gathers the ``PeerInfo`` of all ranks.
 
         Raises:
             ConfigError: see ``join``.
@@ -190,9 +176,9 @@ class SocketNetwork(Network):
 
     @classmethod
     async def _enter(cls, meeting: Meeting, listener: Listener) -> SocketNetwork:
-        """Wait until the ranks of a running job let this process in.
+        """Wait until the ranks of a running job admit this process.
 
-        Who was started by a launcher is a spare perhaps, and waits as long as there is a store.
+        A process that a launcher started may be a spare, and waits as long as there is a store.
 
         Raises:
             ConfigError: its number is another's, or its settings are not theirs.
@@ -305,7 +291,7 @@ class SocketNetwork(Network):
     def next(
         self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], epoch: int, joiners: Sequence[Candidate]
     ) -> SocketNetwork:
-        """The network of those that go on, given port and Unix socket of each. The store and memory go with it."""
+        """Network of the surviving ranks, given port and Unix socket of each. It takes over the store and memory."""
         self._is_over = True
         peers = [
             replace(self.peers[old], rank=rank, port=port, unix=unix)
@@ -367,7 +353,7 @@ class SocketNetwork(Network):
             )
 
     async def _watch_exits(self, control: ControlThread) -> None:
-        """The launcher sees processes end that leave their sockets open in a child of theirs."""
+        """Watch exit reports: a launcher sees a process end even if a child of it holds its sockets open."""
         try:
             async for end in self._meeting.client.watch_exits(lasting=True):
                 self._meeting.ends[end.rank] = end

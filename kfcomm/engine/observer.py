@@ -31,16 +31,11 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Base of observers: ignores every event. No method may raise, and none but ``close`` may wait.
-
-    Attributes:
-        sees_chunks: it wants the chunks of every collective, so no collective may use a slot meanwhile.
-        outlives_epoch: it goes with the process into the next epoch.
-    """
+    """Base of observers: ignores every event. No method may raise, and none but ``close`` may wait."""
 
     __slots__ = ()
-    sees_chunks: ClassVar = False
-    outlives_epoch: ClassVar = False
+    sees_chunks: ClassVar = False  # needs the chunks of every collective: none may use a slot meanwhile
+    outlives_epoch: ClassVar = False  # passes with the process into the next epoch
 
     # ---------------------------------------------------------------- collectives
 
@@ -82,23 +77,23 @@ class Observer:
     # ---------------------------------------------------------------- what the program says
 
     def instant(self, name: str, /, **details: Any) -> None:
-        """Something happened: a policy has decided. Any thread may say so.
+        """Record a momentary event, such as a decision of a policy. Any thread may call it.
 
         Args:
-            name: what, in a word or two; the same for the same kind of thing.
+            name: a word or two; the same for the same kind of event.
             **details: values that are not changed any more; what JSON does not know is shown in words.
         """
 
     def counter(self, name: str, unit: str, value: float) -> None:
-        """A quantity that goes up and down has this value now. Any thread may say so."""
+        """Record the value of a gauge. Any thread may call it."""
 
     def span(self, name: str, since_ns: int, until_ns: int, /, **details: Any) -> None:
-        """The program did this, by the monotonic clock. Any thread may say so; spans of one rank do not overlap."""
+        """Record a span of the program, by the monotonic clock. For any thread; spans of one rank do not overlap."""
 
     # ---------------------------------------------------------------- its end
 
     def forked(self) -> None:
-        """This process is a child of the observed one: it must not write what its parent writes."""
+        """Stop writing in a forked child: its parent writes."""
 
     async def close(self) -> None:
         """Write what is left. Bounded."""
@@ -118,17 +113,9 @@ Ended: TypeAlias = "tuple[Series, int, float, float, int]"
 class Recorder(Observer):
     """Bounded log of a rank's latest events, for error messages, dumps and stall reports.
 
-    A collective is noted once, when it is complete, with the time of its post; of those in flight the post is known
-    from themselves. What has ended is settled in batches: then the meter tallies it, too. Reading may happen on any
-    thread. Times are kept by the monotonic clock, and told by the wall clock as it is when they are read.
-
-    Args:
-        in_flight: what is posted and not over; on any thread.
-        meter: tallies what has ended, if anything does.
-
-    Attributes:
-        ended: what is complete and to be settled, once there are ``BATCH`` of them: to tally one of hundreds of names
-            when it ends would cost three times as much, for memory that is in no cache.
+    A collective is recorded once, when it is complete, with the time of its post; those in flight know theirs. Ended
+    collectives are settled in batches: then the meter tallies them, too. Any thread may read. Times are kept by the
+    monotonic clock, and reported by the wall clock as it is when they are read.
     """
 
     __slots__ = ("_in_flight", "_kept", "_lock", "_meter", "_notes", "ended")
@@ -144,9 +131,9 @@ class Recorder(Observer):
             meter.settle = self.settle
 
     def settle(self, patience_s: float = 0.0) -> None:
-        """Tally what has ended, unless another thread is at it for longer than this many seconds.
+        """Tally the ended collectives, unless another thread does it for longer than this many seconds.
 
-        A forked child may find the lock taken for good.
+        Bounded, since in a forked child the lock may be taken for good.
         """
         if not self._lock.acquire(timeout=patience_s):
             return
@@ -161,7 +148,7 @@ class Recorder(Observer):
             self._lock.release()
 
     def note(self, event: str, name: str, seq: int, detail: str = "") -> None:
-        """Something else happened, now, to use ``seq`` of ``name``."""
+        """Record another event, now, of use ``seq`` of ``name``."""
         self._notes.append((monotonic(), event, name, seq, detail))
 
     @override
@@ -202,7 +189,7 @@ class Recorder(Observer):
         return [dict(zip(fields, (wall + when, *rest), strict=True)) for when, *rest in self._events()]
 
     def _events(self, limit: int = MAX_EVENTS) -> list[Event]:
-        """So many of the latest events, oldest first."""
+        """Return this number of the latest events, oldest first."""
         events = list(self._notes)
         for series, seq, posted_s, ended_s, _ in [*self._kept, *self.ended][-limit:]:
             events += (_posted(series, seq, posted_s), (ended_s, "completed", series.key.name, seq, ""))
@@ -220,21 +207,14 @@ def _wall_s() -> float:
 
 
 class EngineLoad(Observer):
-    """Totals of a rank since this was made: for how long collectives are under way, and how much they carry.
+    """Totals of a rank since this was made: the time with collectives under way, and the bytes that they carry.
 
     It observes the end of every collective, for 0.2 µs each; nothing is counted in between.
-
-    Args:
-        in_flight: what is posted and not over.
-
-    Attributes:
-        count: collectives that were completed.
-        nbytes: of the arrays that they were given or gave.
     """
 
     def __init__(self, in_flight: Callable[[], list[Operation]]) -> None:
         self.count = 0
-        self.nbytes = 0
+        self.nbytes = 0  # of the arrays that complete collectives were given or gave
         self._in_flight = in_flight
         self._made_s = time.monotonic()
         self._busy_s = 0.0

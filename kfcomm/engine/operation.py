@@ -1,4 +1,4 @@
-"""One collective in flight: it does at once what the machine of its collective decides.
+"""One collective in flight: carries out the decisions of its state machine at once.
 
 It folds, stores and copies chunks in its memory, and gives links the bytes to send.
 """
@@ -49,16 +49,16 @@ class CachedName(Protocol):
 class Operation(OperationMemory, CollectiveDriver):
     """Driver of one collective, with its memory. It owns what links read for it: see ``transports.base.Owner``.
 
-    It and its collective, and it and its future, let go of each other at the end: so ten thousand of them are no work
-    for the garbage collector when they are over.
+    It and its collective, and it and its future, drop their references to each other at the end: ten thousand finished
+    operations are then no work for the garbage collector.
 
     Args:
-        future: resolved with what the caller gets, or rejected; its slot ``operation`` is emptied at the end. None: the
-            caller looks whether it is ``done`` and asks for the ``result`` itself.
+        future: resolved with the caller's result, or rejected; its slot ``operation`` is emptied at the end. None: the
+            caller polls ``done`` and asks for the ``result`` itself.
         source: flat input, or None where this rank gives nothing.
         result: flat memory of the result, or None where this rank keeps nothing.
-        work: what is done with them.
-        value: what the caller gets.
+        work: how they are folded and converted.
+        value: the caller's result.
         finish: if given, the caller gets ``finish(value)``.
         priority: see ``transports.base.Link.send``.
 
@@ -69,8 +69,7 @@ class Operation(OperationMemory, CollectiveDriver):
         is_whole: it is one chunk, and what is folded lies in the result.
         is_cached: it is a use of a name that was used before; see ``again``.
         nbytes: of the result on this rank, or of the input where it gets none.
-        failed: an error was raised for it; nothing touches its memory any more.
-        error: that one.
+        failed: it has raised ``error``; its memory is not touched any more.
         posted_s: when it was posted, by the reactor's clock.
         timeout_s, due_s, told: see ``core.deadlines.Waiting``.
     """
@@ -262,7 +261,7 @@ class Operation(OperationMemory, CollectiveDriver):
     # Its end, for whoever waits.
 
     def look_at_once(self) -> None:
-        """Poll for its end, since the caller has nothing else to do; only where no descriptor signals it."""
+        """Poll for its end, if no descriptor signals it: the caller has nothing else to do."""
         if self.executor is not None:
             self.executor.look_at_once()
 
@@ -271,7 +270,7 @@ class Operation(OperationMemory, CollectiveDriver):
         return self.is_over
 
     def cancel(self) -> bool:
-        """End it everywhere; False if it is over already."""
+        """End it everywhere; return False if it is over already."""
         if self.is_over:
             return False
         group, rank = self.collective.group, self.engine.rank
@@ -354,7 +353,7 @@ class Operation(OperationMemory, CollectiveDriver):
         return [] if self.executor is None else self.executor.behind()
 
     def redirect(self, result: Array) -> None:
-        """The result goes elsewhere from now on: there is a copy of what has come so far."""
+        """Move the result to other memory, with a copy of what has come so far."""
         self.out, self._out_view, self._last = result, None, None
         self.engine.links.redirect(self)
 

@@ -1,9 +1,9 @@
 """Receiving end of all links of one rank: each frame goes to the router, whose decisions are carried out at once.
 
-A small payload is taken in during the call that shows it. A large one is first given a place, in the result if it is a
+A small payload is read during the call that shows it. A large one first gets a place, in the result if it is a
 part of that: then it is written where it belongs. So a payload is *borrowed* (readable during one call only), *placed*
 (it arrives where the result belongs), or *held* in a block of the pool. Blocks are used again while there are few of
-them; beyond that, memory comes from the allocator, so that what was accepted can always be absorbed.
+them; beyond that, memory comes from the allocator, so that every accepted payload finds memory.
 """
 
 from __future__ import annotations
@@ -38,18 +38,12 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN, SLOT, NO_SLOT, LEFT, VACANT = 
 
 
 class Receiver:
-    """Hears the links of one engine. Implements ``transports.base.Waiter``.
-
-    Attributes:
-        slots, is_waiting: see ``Waiter``.
-        lender: the link whose chunk is being taken in.
-        observers: of the engine.
-    """
+    """Hears the links of one engine. Implements ``transports.base.Waiter``."""
 
     def __init__(self, engine: Engine) -> None:
         self.slots = engine.slots
         self.is_waiting = engine.router.live.__len__
-        self.lender: Link | None = None
+        self.lender: Link | None = None  # the link whose chunk is being taken in
         self.observers: tuple[Observer, ...] | None = None
         self._engine = engine
         self._router = engine.router
@@ -147,7 +141,7 @@ class Receiver:
             self._links.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
-        """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
+        """Handle the end of a link; without a goodbye, fail what it may have carried, and check the peer."""
         peer, state, recovery = link.peer, link.state, self._engine.recovery
         self.lender = None
         self._links.lost(link)
@@ -162,7 +156,7 @@ class Receiver:
             recovery.outgoing_broke(state, str(error))
 
     def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
-        """A chunk that is not like one that came before it; whose it is, if that is posted."""
+        """Handle a chunk unlike those before it; return its collective, if that is posted."""
         ticket = self._router.match(_incoming(link), header, len(payload), effects)
         if ticket is None:
             return None
@@ -204,7 +198,7 @@ class Receiver:
         return Payload.held(self._pool, nbytes)
 
     def _tell_last_byte(self, link: Link, header: Header, nbytes: int) -> None:
-        """A chunk is here of what may not be posted yet."""
+        """Handle a chunk of a collective that may not be posted yet."""
         key = link.state.keys.get(header[1])
         if key is not None:
             for observer in self.observers or ():
@@ -239,7 +233,7 @@ class BlockPool:
         return self._free.pop() if self._free else np.empty(BLOCK_NBYTES, np.uint8).data
 
     def give(self, block: memoryview) -> None:
-        """This block is not used any more."""
+        """Take back a block."""
         if block.nbytes == BLOCK_NBYTES and len(self._free) < MAX_BLOCKS:
             self._free.append(block)
 
@@ -248,11 +242,10 @@ class Payload:
     """The bytes of one chunk that arrived.
 
     Attributes:
-        view: the bytes.
         owner: the operation whose memory ``view`` is part of, if it was placed in a result.
         lender: the link on which it came, if ``view`` may be read during the current call only; else None.
-        ticket: what the router said of the chunk, while it is still arriving.
-        home: where ``release`` has to bring something back: a block to the pool, or ``(link, loan)``; else None.
+        ticket: of the router, while the chunk is still arriving.
+        home: to which ``release`` returns something: a pool (a block), or ``(link, loan)``; else None.
     """
 
     __slots__ = ("home", "lender", "owner", "ticket", "view")
@@ -279,7 +272,7 @@ class Payload:
         self.view = self.owner.bytes_of(route.lane, index, RESULT)
 
     def keep(self, pool: BlockPool) -> None:
-        """Make a borrowed payload last a little: by borrowing it for longer where that can be."""
+        """Keep a borrowed payload for a while: extend the loan if the link can."""
         if self.lender is not None:
             loan = self.lender.lend()
             if loan is None:
@@ -288,7 +281,7 @@ class Payload:
                 self.home, self.lender = (self.lender, loan), None
 
     def copy(self, pool: BlockPool) -> None:
-        """Make a borrowed payload last for as long as may be."""
+        """Copy a borrowed payload, which may then be kept for any time."""
         if self.lender is None and type(self.home) is not tuple:
             return
         nbytes = len(self.view)
@@ -304,12 +297,12 @@ class Payload:
         self.view, self.home = view, block
 
     def forwarded(self, pool: BlockPool) -> None:
-        """A link reads it from now on: what is lent cannot go back, and its block cannot be used again."""
+        """Mark it as read by a link: a loan cannot be returned, nor its block used again."""
         self.copy(pool)
         self.home = None
 
     def release(self, pool: BlockPool) -> None:
-        """Nothing reads it any more."""
+        """Release it: it has no reader any more."""
         home, self.home = self.home, None
         if isinstance(home, tuple):
             home[0].give_back(home[1])

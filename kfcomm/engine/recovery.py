@@ -1,7 +1,7 @@
 """Recovery from a link that breaks between this rank and a peer that may live: see ``core.links`` for the rules.
 
 The side that opened the link fails what it has in flight on it, once it is known whether the peer is gone or only
-the link, and opens the next one if that has something to tell. The other side fails nothing; it sees to it that
+the link, and opens the next one if that has something to send. The other side fails nothing; it makes sure that
 the first one notices too.
 """
 
@@ -32,14 +32,7 @@ CALM_S = 10.0
 
 
 class LinkRecovery:
-    """Recovers the broken links of one rank.
-
-    Args:
-        router: what they may have carried.
-        links: opens new ones.
-        reactor: whose clock counts.
-        abort: fails a collective here and on every other rank.
-    """
+    """Recovers the broken links of one rank; ``abort`` fails a collective here and on every other rank."""
 
     def __init__(
         self, router: Router, links: LinkTable, reactor: Reactor, abort: Callable[[Collective, Cause], None]
@@ -77,21 +70,21 @@ class LinkRecovery:
             self.control.abort(LINKS, str(peer), incoming.number, cause.to_wire())
 
     def peer_says(self, peer: int, number: int, reason: str) -> None:
-        """The peer says that it cannot hear this link any more."""
+        """Handle a peer's report that it cannot hear this link any more."""
         outgoing = self._links.break_off(peer, number)
         if outgoing is not None:
             self.outgoing_broke(outgoing, reason)
 
     def peer_settled(self, peer: int) -> None:
-        """A peer has left, and what it has not posted has failed: the rest needs what is still on its way."""
+        """Handle a peer that has left, after what it has not posted has failed: the rest needs what is under way."""
         self._settled.add(peer)
         self.look_if_in_vain(peer)
 
     def look_if_in_vain(self, peer: int) -> None:
-        """A link to or from this peer has ended: if it has left and sends on no other, nothing more can arrive.
+        """Fail what waits for this peer if a link of it has ended, it has left, and it sends on no other link.
 
-        What waits for it fails a moment later: why it has not sent all, perhaps that another has left, may be heard
-        after its own leaving.
+        This happens a moment later: why it has not sent all, perhaps that another has left, may be heard after its own
+        leaving.
         """
         if self._sends_no_more(peer):
             self._reactor.call_later(NEWS_WITHIN_S, self._fail_in_vain, peer)
@@ -114,9 +107,9 @@ class LinkRecovery:
         return Cause(CauseKind.LINK, rank, f"the link between ranks {rank} and {peer} broke: {reason}")
 
     def _fail_unless_lost(self, control: ControlPlane, peer: int, carried: list[Collective], cause: Cause) -> None:
-        """If the peer is lost they fail by that; else they fail as soon as it has answered.
+        """Let them fail by the peer's loss if it is lost, else as soon as it has answered.
 
-        What a peer that leaves has not posted fails by its leaving: its closing of the link may be heard of first.
+        What a leaving peer has not posted fails by its leaving: the end of its link may be heard of first.
         """
 
         def answered(_: int, posted: Sequence[bool], __: str) -> None:
@@ -129,7 +122,7 @@ class LinkRecovery:
         self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
 
     def _pause_s(self, peer: int) -> float:
-        """Longer with every break, so that a peer which breaks every link at once is not kept busy by it."""
+        """Delay before the next link; it doubles with every break, to bound the load of a faulty peer."""
         now_s = self._reactor.time()
         last_s, pause_s = self._pauses.get(peer, (-CALM_S, 0.0))
         pause_s = 0.0 if now_s - last_s >= CALM_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)

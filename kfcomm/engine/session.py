@@ -1,8 +1,8 @@
 """World of one epoch as one rank sees it: its engine, its network, and the epoch's end.
 
-A session lives on one event loop. It tells the engine what the control plane hears, answers for this rank, and
-takes care that everything opened here is closed again. How peers are reached is in its *network*; communicators
-are views of it for one group each.
+A session lives on one event loop. It passes the news of the control plane to the engine, answers for this rank, and
+closes everything that it opened. Its *network* knows how peers are reached; communicators are views of it for one
+group each.
 """
 
 from __future__ import annotations
@@ -40,47 +40,26 @@ logger = logging.getLogger("kfcomm")
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """Surroundings and settings of a session, which those of later epochs take over.
+    """Surroundings and settings of a session, which those of later epochs take over."""
 
-    Attributes:
-        loop, reactor: that drive it; the maker's, so ``closed`` is called when they are not needed any more.
-        timeout_s: of calls without one.
-        stall_after_s: after how long a wait is reported.
-        monitor: statistics are kept.
-    """
-
+    # the maker's, as is the reactor: ``closed`` is called when they are not needed any more
     loop: asyncio.AbstractEventLoop
     reactor: Reactor
-    timeout_s: float
-    stall_after_s: float
-    monitor: bool = True
+    timeout_s: float  # of calls without one
+    stall_after_s: float  # a wait of this length is reported
+    monitor: bool = True  # keep statistics
     closed: Callable[[], None] = do_nothing
 
 
 class Session(ControlEvents, StatusSource):
-    """One epoch's world, as this rank sees it.
-
-    Attributes:
-        rank: world rank of this process.
-        layout: hosts of all ranks.
-        is_crowded: this host has more ranks than processors.
-        engine: what runs the collectives.
-        world: all ranks as a group.
-        groups: those that this rank is in.
-        lag: of the event loop; none in a world of one.
-        services: what is to be stopped when the session is closed.
-        drains: asked at the end for what is to be waited for, bounded, before anything fails.
-        devices: those of the world; this rank's is closed with the session.
-        agreements: with all ranks of the epoch.
-        door: where this rank listens for the next epoch, while that is being agreed.
-        where: says at which line the program is, if that is known; asked on any thread.
-    """
+    """One epoch's world, as this rank sees it."""
 
     def __init__(
         self, rank: int, network: Network, devices: DeviceSetup, options: SessionOptions, epoch: int = 0
     ) -> None:
         self.rank = rank
         self.layout = layout = network.layout
+        # this host has more ranks than processors
         self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
         self.timeout_s = options.timeout_s
         self._options = options
@@ -97,17 +76,17 @@ class Session(ControlEvents, StatusSource):
         self._former: list[Session] = []
         self._retiring: set[asyncio.Task[None]] = set()
         self.agreements = Agreements(rank, layout.size, self._say)
-        self.door: Door | None = None
+        self.door: Door | None = None  # listens for the next epoch while that is being agreed
         self._closing = Closing(rank)
         self._closed_by: asyncio.Future[None] | None = None
         self._is_broken = False
-        self.groups = GroupTable(self.world)
-        self.services: list[Service] = []
-        self.drains: list[Callable[[], list[Drain]]] = []
-        self.devices = devices
+        self.groups = GroupTable(self.world)  # those that this rank is in
+        self.services: list[Service] = []  # to be stopped when the session is closed
+        self.drains: list[Callable[[], list[Drain]]] = []  # asked at the end for bounded waits, before anything fails
+        self.devices = devices  # of the world; this rank's is closed with the session
         self._pools: dict[Device, PinnedPool] = {}
         self._unshared_said = False
-        self.lag = LoopLag()
+        self.lag = LoopLag()  # of the event loop; none in a world of one
         self.where: Callable[[], str] = str
         self.engine.control = network.start(self.engine.receiver, options.reactor, self, self)
         if self.engine.control is not None:
@@ -243,7 +222,7 @@ class Session(ControlEvents, StatusSource):
             raise SessionClosed(self._closed)
 
     def give_up(self, reason: str) -> None:
-        """Nothing can be posted any more; what was opened stays open until ``close``."""
+        """Refuse further posts; what was opened stays open until ``close``."""
         self._closed = reason
         self.engine.end(reason)
 
@@ -255,7 +234,7 @@ class Session(ControlEvents, StatusSource):
 
     @property
     def latest(self) -> Session:
-        """This session, or the one that has followed it, or that one."""
+        """This session, or the latest that has followed it."""
         return self if self._follower is None else self._follower.latest
 
     def at(self, epoch: int) -> Session:
@@ -263,7 +242,7 @@ class Session(ControlEvents, StatusSource):
         return self if self._follower is None or self.epoch >= epoch else self._follower.at(epoch)
 
     def end_epoch(self, cause: Cause) -> None:
-        """It has been agreed who goes on: nothing can be posted any more, and what is in flight fails."""
+        """End the epoch once the survivors are agreed on: refuse further posts, and fail what is in flight."""
         self._over = replace(cause, message=f"{cause.message}; use the communicator of that one")
         self._closed = self._over.message
         self.engine.end_for(self._over)
@@ -292,10 +271,10 @@ class Session(ControlEvents, StatusSource):
         return follower
 
     def retire_former(self, *, lingers: bool = True) -> None:
-        """All ranks are in this epoch: what is left of those before it is closed, in the background.
+        """Close the sessions of former epochs in the background, since all ranks are in this one.
 
-        The control plane of one that may have strays lingers, until the next change or the end. They were given up,
-        and if they live they hear it there.
+        If ``lingers``, the control plane of one that may have given up live ranks stays until the next change or the
+        end: these ranks hear of it there.
         """
         former, self._former = self._former, []
         for session in former:
@@ -308,7 +287,7 @@ class Session(ControlEvents, StatusSource):
             task.add_done_callback(self._retiring.discard)
 
     async def _bury_former(self) -> None:
-        """Nothing is left of the epochs before this one, nor of the way to a next one."""
+        """Close what is left of former epochs, and of the way to a next one."""
         if self.door is not None:
             await self.door.close()
         self.retire_former(lingers=False)
@@ -328,7 +307,7 @@ class Session(ControlEvents, StatusSource):
             sessions.discard(self)
 
     def hurry(self) -> None:
-        """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""
+        """Shorten the waits of closing, now or later, to a moment, since a rank is broken, here or elsewhere."""
         if self._follower is not None:
             self.latest.hurry()
             return
@@ -343,8 +322,8 @@ class Session(ControlEvents, StatusSource):
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
 
-        What devices are about to make, and callers believe to have, is waited for, as are messages that were sent.
-        A session that another has followed closes that one.
+        Results that devices are about to make, and callers take for done, are waited for, as are messages that were
+        sent. A session that another has followed closes that one.
         """
         if self._follower is not None:
             await self.latest.close()

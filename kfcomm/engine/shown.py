@@ -1,7 +1,7 @@
 """Reductions over shared-memory contributions: the work of collectives in slots.
 
-Each function of the second half tells it for one verb: how much is shown and read, and how the result is made of it,
-with the bits that chunks would give it along stars.
+Each function of the second half describes one verb: how much each rank shows and reads, and how the result is folded,
+with the bits that chunks along stars would give.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ class SharedWork(Work):
 
     Args:
         work: the same without a slot.
-        cut: how it is shown.
-        combine: makes this rank's result of it.
+        cut: division of the contributions in the slot.
+        combine: folds this rank's result.
         hub: group rank which hears from, and sends to, every other in each use without a slot.
         ranks: those of the group that share the slot; all if left out.
         executor: see ``Work``.
 
     Attributes:
-        cut, combine, hub, ranks: see above.
-        shown: dtype of what is shown.
+        shown: dtype of the contributions in the slot.
     """
 
     __slots__ = ("combine", "cut", "hub", "ranks", "shown")
@@ -143,9 +142,10 @@ def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _fold(kernel: Kernel, size: int, is_turned: bool, given: Arrays, out: Array) -> None:
-    """One after the other; as in a chain, where to each rank's comes what was folded before, or as in a star.
+    """Fold the contributions in the order of ranks.
 
-    Of some elements that makes a difference.
+    ``is_turned``: each is the first operand, as along a chain, not the second, as in a star. Some elements depend on
+    that.
     """
     if size == 1:
         kernel.finish(given[0], out, 1)
@@ -162,7 +162,7 @@ def _fold(kernel: Kernel, size: int, is_turned: bool, given: Arrays, out: Array)
 
 
 def _folded_from(work: Work, root: int) -> Combine:
-    """The fold along a star around a rank, whose own comes first."""
+    """Fold along a star around a rank, whose own contribution comes first."""
     kernel, size = work.kernel, work.size
     if kernel is None:
         return do_nothing

@@ -1,9 +1,9 @@
 """Table of the slots of a rank, and of their uses under way, which are polled together.
 
-The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, when it
-is used for the second time: it says where, on each link, before it sends anything of that use. So every rank knows of
-it when that use is complete, and takes the slot for the uses after it. No rank waits for an answer: one that cannot use
-the slot sends chunks, and all follow (see ``executors``), since its chunks reach the hub, which then takes the slot
+The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, at the
+second use of the series: it announces the memory on each link before it sends anything of that use. So every rank knows
+of it when that use is complete, and takes the slot for the uses after it. No rank waits for an answer: one that cannot
+use the slot sends chunks, and all follow (see ``executors``), since its chunks reach the hub, which then takes the slot
 back.
 """
 
@@ -40,10 +40,6 @@ SLOT, NO_SLOT, VACANT = int(Kind.SLOT), int(Kind.NO_SLOT), int(Kind.VACANT)
 class SlotTable:
     """The slots of one rank.
 
-    Args:
-        links: to those who use them, too.
-        meter: records the ranks that were waited for; None if nothing does.
-
     Attributes:
         pending: uses under way; any may be complete at any time.
         num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
@@ -77,10 +73,10 @@ class SlotTable:
         return slot
 
     def wake(self, slot: Slot) -> None:
-        """Wake those who sleep over what was stored, if any who use this slot do, and there is a link to them.
+        """Wake the ranks that sleep on this slot and that a link leads to, after a store.
 
-        There is one between the hub and each of the others, at least; and it wakes all when it finds a use complete:
-        if it sleeps, it is woken first.
+        There is a link between the hub and each of the others, at least; and the hub wakes all when it finds a use
+        complete: if it sleeps, it is woken first.
         """
         slot.has_news = False
         for world in slot.memory.sleeping():
@@ -90,7 +86,7 @@ class SlotTable:
                     sender.link.wake_peer()
 
     def told(self, slot: Slot, use: InSlot, *, is_over: bool) -> None:
-        """A word has come: wake ranks that may sleep, and record the ranks that a finished use has waited for."""
+        """Wake ranks that may sleep after a new word, and record the ranks that a finished use has waited for."""
         if slot.has_news or (slot.is_root and 1 in slot.parked()):  # leaves of a star cannot wake each other
             self.wake(slot)
         if not is_over:
@@ -104,7 +100,7 @@ class SlotTable:
                 meter.waited_s[member] += (monotonic() - use.posted_s) / len(missing)
 
     def add(self, use: InSlot) -> None:
-        """A use is under way."""
+        """Add a use that is under way."""
         self.pending[use] = None
         slot = use.slot
         if slot is None:
@@ -116,7 +112,7 @@ class SlotTable:
             board.add(slot.number, use)
 
     def drop(self, use: InSlot) -> None:
-        """A use is over, or has left its slot."""
+        """Remove a use that is over, or has left its slot."""
         if self.pending.pop(use, 0) is None:
             slot = use.slot
             if slot is None or slot.board is None:
@@ -147,14 +143,14 @@ class SlotTable:
         return moved
 
     def park(self) -> None:
-        """Peers have to wake this process for what is under way."""
+        """Let peers wake this process for what is under way."""
         for use in self.pending:
             if use.slot is not None and use.slot.memory not in self._parked:
                 use.slot.memory.park(is_parked=True)
                 self._parked.append(use.slot.memory)
 
     def unpark(self) -> None:
-        """It looks by itself."""
+        """Resume polling: peers need not wake this process."""
         for memory in self._parked:
             memory.park(is_parked=False)
         self._parked.clear()
@@ -183,7 +179,7 @@ class SlotTable:
         return None
 
     def take_back(self, use: SlotExecutor) -> None:
-        """This rank sends chunks for this use; if it has handed out a slot that it uses no more, it tells all.
+        """Send chunks for this use; if this rank has handed out the slot, notify every rank that it is withdrawn.
 
         Any other rank that does so sends a chunk to this one, whose graph reaches all: so all follow.
         """
@@ -200,10 +196,10 @@ class SlotTable:
             sender.send((NO_SLOT, series.key_id, series.signature_id, use.seq))
 
     def handed_out(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
-        """The peer hands out a slot in its memory for a key and a signature, for the uses after one.
+        """Take over a slot in the peer's memory for a key and a signature, for the uses after one.
 
         Raises:
-            RemoteProtocolError: it was never said for what, or the peer does not share memory.
+            RemoteProtocolError: the key was never announced, or the peer does not share memory.
         """
         _, _, _, seq, number, at = header
         key, signature = _meant(incoming, header)
@@ -215,10 +211,10 @@ class SlotTable:
             key.offers[signature] = (incoming.peer, seq, memory, number, at)
 
     def taken_back(self, incoming: Incoming, header: Header) -> None:
-        """The peer, which has handed out the slot of a key and a signature, goes the ordinary way from some use on.
+        """Leave the slot of a key and a signature, which the peer has handed out, from some use on.
 
         Raises:
-            RemoteProtocolError: it was never said for what.
+            RemoteProtocolError: the key was never announced.
         """
         seq = header[3]
         key, signature = _meant(incoming, header)
@@ -236,7 +232,7 @@ class SlotTable:
     # ---------------------------------------------------------------- how they are given back
 
     def leave(self, group_id: bytes, keys: Iterable[Key]) -> None:
-        """This rank has left the group of these keys. Those that it has handed out are kept until all others have."""
+        """Leave the group of these keys. Slots that this rank has handed out are kept until all others have left it."""
         self._links.traffic.end_slots(slot for key in keys for slot in (key.slots or {}).values())
         own = _own_slots(keys)
         if own:
@@ -244,7 +240,7 @@ class SlotTable:
             self._look_if_vacant(group_id, own)
 
     def peer_left(self, peer: int, group_id: bytes, keys: Iterable[Key]) -> None:
-        """A peer uses the slots of a group no more."""
+        """Note that a peer uses the slots of a group no more."""
         own = self._left.get(group_id)
         for slot in _own_slots(keys) if own is None else own:
             slot.users.discard(peer)
@@ -252,7 +248,7 @@ class SlotTable:
             self._look_if_vacant(group_id, own)
 
     def vacated(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
-        """A slot in the memory of the peer is vacant.
+        """Note that a slot in the memory of the peer is vacant.
 
         Raises:
             RemoteProtocolError: the peer does not share memory, or has no such slot.
@@ -340,7 +336,7 @@ def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:
 
 
 def _moves(use: InSlot) -> bool:
-    """Look at it; whether it is over, or at least further."""
+    """Poll; return whether it is over, or has progressed."""
     slot = use.slot
     if use.look():
         return True
@@ -371,7 +367,7 @@ class _Board:
             self._end = number + 1
 
     def look_for(self, use: InSlot) -> None:
-        """A use has moved: await its next words."""
+        """Await the next words of a use that has progressed."""
         slot = use.slot
         if slot is not None:
             self._posted[slot.number], self._shared[slot.number] = slot.awaits(use.word)

@@ -41,22 +41,22 @@ class Traffic:
         self._marks = (now, now)
 
     def add(self, link: Link) -> None:
-        """A link is open."""
+        """Add a link."""
         links, slots, ended = self._state
         self._state = ((*links, link), slots, ended)
 
     def end(self, link: Link) -> None:
-        """A link has ended, and moves nothing more."""
+        """Keep the counts of a link that has ended."""
         links, slots, ended = self._state
         if link in links:
             self._state = (tuple(one for one in links if one is not link), slots, _sums(ended, [link], []))
 
     def add_slot(self, slot: Slot) -> None:
-        """A slot is used from now on."""
+        """Add a slot."""
         self._state[1].append(slot)
 
     def end_slots(self, slots: Iterable[Slot]) -> None:
-        """Slots are used no more."""
+        """Keep the counts of slots that are used no more."""
         gone = dict.fromkeys(slots)
         if gone:
             links, known, ended = self._state
@@ -68,7 +68,7 @@ class Traffic:
         return _sums(ended, links, list(slots))
 
     def mark(self, now_s: float) -> None:
-        """Begin another window of the rates, if it is time for one. To be called now and then."""
+        """Begin another window of the rates if it is due. To be called periodically."""
         latest = self._marks[1]
         if now_s - latest[0] >= WINDOW_S:
             self._marks = (latest, (now_s, self.totals()))

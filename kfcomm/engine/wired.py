@@ -38,12 +38,7 @@ class WiredWork(Work):
 
 
 class WiredOperation(Operation):
-    """An operation that converts what it sends and what it gets.
-
-    Args:
-        wire: converts, and folds in float32: the kernel is not used.
-        future, source, result, work, others: see ``Operation``.
-    """
+    """An operation that converts what it sends and gets; ``wire`` folds in float32, so the kernel is not used."""
 
     def __init__(self, future: Any, source: Array | None, result: Array | None, work: WiredWork, **others: Any) -> None:
         super().__init__(future, source, result, work, **others)

@@ -1,7 +1,7 @@
-"""The control plane: news and questions that go around the data, on a thread that always has time.
+"""The control plane: failures, leaving ranks and questions, on a thread of its own that never waits for the data plane.
 
-`ControlThread` is that of a process, `memory.MemoryHub` makes those of a world in one process; `ControlPlane` is what
-both are to the engine, which is told by `ControlEvents` and asked by `StatusSource`.
+`ControlThread` is that of a process, `memory.MemoryHub` makes those of a world in one process. The engine sees either
+as a `ControlPlane`, which notifies it by `ControlEvents` and queries it by `StatusSource`.
 """
 
 from kfcomm.engine.control.base import Answer, ControlEvents, ControlPlane, StatusSource

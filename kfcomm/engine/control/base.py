@@ -47,26 +47,20 @@ ClockReader = Callable[[], int]
 
 
 class ClockSample(NamedTuple):
-    """How a peer's clock relates to this process's at one moment.
+    """Relation of a peer's clock to this process's at one moment."""
 
-    Attributes:
-        at_ns: the moment, by this process's clock.
-        offset_ns: the peer's clock less this one's.
-        round_trip_ns: how long question and answer were under way.
-    """
-
-    at_ns: int
-    offset_ns: int
-    round_trip_ns: int
+    at_ns: int  # by this process's clock
+    offset_ns: int  # the peer's clock less this one's
+    round_trip_ns: int  # between question and answer
 
     @property
     def uncertainty_ns(self) -> int:
-        """By how much the offset can be wrong, at most: half of the way."""
+        """Bound of the error of the offset: half of the round trip."""
         return (self.round_trip_ns + 1) // 2
 
 
 def sample_of(asked_ns: int, heard_ns: int, answered_ns: int, got_ns: int) -> ClockSample:
-    """One round: asked and got by this clock, heard and answered by the peer's.
+    """Evaluate one round: asked and got by this clock, heard and answered by the peer's.
 
     Raises:
         RemoteProtocolError: the peer took more time for its answer than there was.
@@ -81,7 +75,7 @@ def sample_of(asked_ns: int, heard_ns: int, answered_ns: int, got_ns: int) -> Cl
 async def measure_clock(
     sock: StreamSocket, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS
 ) -> ClockSample:
-    """The best of several rounds on a non-blocking connection to `answer_clock`. Costs ``rounds`` ways there and back.
+    """Return the best of several rounds on a non-blocking connection to `answer_clock`. Costs ``rounds`` round trips.
 
     Raises:
         TransportError: the connection broke.
@@ -131,19 +125,19 @@ class ControlEvents(Protocol):
     """Receiver of the news (the session). All calls come where the engine runs."""
 
     def adopt(self, connection: Connection, rank: int, purpose: int) -> None:
-        """``rank`` has opened a connection for data and proven who it is; the connection is the engine's now."""
+        """``rank`` has opened an authenticated data connection, which the engine owns from now on."""
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
         """A collective failed elsewhere; ``cause`` is as in `kfcomm.core.cause.Cause.to_wire`."""
 
     def on_peer_lost(self, rank: int, reason: str) -> None:
-        """``rank`` is gone without a goodbye. This rank itself, if the others have given it up."""
+        """``rank`` is gone without a goodbye; this rank itself, if the others have given it up."""
 
     def on_ended(self, rank: int) -> None:
         """The process of ``rank``, which is lost, is known to be gone. May come more than once."""
 
     def on_agreement(self, rank: int, number: int, message: Message) -> None:
-        """``rank`` says this in its agreement of that number; it has no fault."""
+        """``rank`` says this in its agreement of that number, in good order."""
 
     def on_leaving(self, rank: int) -> None:
         """``rank`` has closed its communicator in good order and posts nothing more.
@@ -154,7 +148,7 @@ class ControlEvents(Protocol):
 
 
 class StatusSource(Protocol):
-    """State of a rank, for the others. Called on another thread at any time; must not wait for the engine."""
+    """State of a rank, for the others. Called on the control thread at any time; must not wait for the engine."""
 
     def is_posted(self, group: bytes, key: str, seq: int) -> bool:
         """Whether this rank has posted that collective, now or earlier."""
@@ -195,26 +189,27 @@ class ControlPlane(Protocol):
         """
 
     async def leave(self, timeout_s: float) -> None:
-        """Say that this rank posts nothing more, and stay until its answers are not needed any more.
+        """Announce that this rank posts nothing more, and stay until its answers are not needed any more.
 
         That is so once every other rank has asked what it wants to know, is leaving too, or is lost. Returns after
         ``timeout_s`` in any case.
         """
 
     def needed_by(self) -> list[int]:
-        """For which ranks one that leaves has to stay."""
+        """Ranks that still need a leaving rank."""
 
     def linger(self) -> None:
-        """The epoch is over, and all that were not given up are in the next one: from now on this is told, and no more.
+        """Answer, from now on, only that the epoch is over and that every surviving rank is in the next one.
 
-        Who was given up, lives, and has not heard of it comes here for its peers. If nobody listened, it would take
+        A live rank that was given up, and does not know it, looks here for its peers. Without an answer it would take
         them for dead.
         """
 
     def stop(self, goodbye_s: float = GOODBYE_S) -> None:
-        """End, without waiting for others to be done; the plane of a rank that did not `leave` is lost.
+        """End, without waiting for other ranks; the plane of a rank that did not `leave` counts as lost.
 
-        ``goodbye_s``: how long to wait for peers to close their side of the links; one that is stopped never does.
+        ``goodbye_s``: bound of the wait for peers to close their side of the links; a stopped (SIGSTOP) peer never
+        does.
         """
 
 
@@ -245,7 +240,7 @@ class Upcalls:
         self.post(self._reactor.call_exception_handler, {"message": message, "exception": error})
 
     def post(self, callback: Callable[..., object], *arguments: object) -> bool:
-        """Call back where the engine runs; False if it runs no more, or nothing is to be called any more."""
+        """Call back where the engine runs; return False if it runs no more, or after ``silence``."""
         if self._closed:
             return False
         try:
@@ -255,7 +250,7 @@ class Upcalls:
         return True
 
     def close(self) -> None:
-        """Nothing is called from now on; connections that the engine has not taken yet are closed."""
+        """Stop calling, and close connections that the engine has not taken yet."""
         self._closed = True
         self._close_offered()
 

@@ -4,12 +4,12 @@ Invariants:
 
 - A peer counts as linked from its first link to the end of its last. Both sides may dial at once: then there are
   two links, which does no harm; the oldest of more is closed.
-- After a link broke without a goodbye, or on suspicion, the peer is dialled: where nobody listens any more it is
-  gone, and whoever answers is alive. Everything else (no answer, a refusal) decides nothing.
+- After a link broke without a goodbye, or on suspicion, the peer is dialled: a closed port means that it is gone, and
+  an answer that it is alive. Everything else (a timeout, a refused handshake) decides nothing.
 - Every frame is sealed: a relay that changes, forges or repeats one ends the link, not the peer.
-- A peer that does not read makes nobody hold more than a few MiB for it.
+- A peer that does not read makes no other rank hold more than a few MiB for it.
 
-What the frames say is not known here.
+This module does not interpret the frames.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ _OPTIONS = StreamOptions(staging_nbytes=MAX_HEAD_NBYTES)
 class ControlLinks(Inbound):
     """The links of a rank, on the loop of the control thread.
 
-    Args:
-        tasks: where dialling goes on.
-        dial: how connections are made.
-        node: who uses the links, and is told of them.
-        dead_host_after_s: a host that has not even acknowledged a packet for so long is gone.
+    ``node`` uses the links and hears of them. A host that has acknowledged no packet for ``dead_host_after_s`` is gone.
     """
 
     def __init__(self, tasks: asyncio.TaskGroup, dial: Dial, node: ControlNode, dead_host_after_s: float) -> None:
@@ -74,7 +70,7 @@ class ControlLinks(Inbound):
     # Use.
 
     def add(self, rank: int, connection: Connection) -> None:
-        """A connection to ``rank`` whose handshake is over becomes a link."""
+        """Make a link of a connection to ``rank`` after its handshake."""
         if self._closed:
             connection.close()
             return
@@ -93,8 +89,8 @@ class ControlLinks(Inbound):
     def send(self, rank: int, header: Header) -> None:
         """Send to a linked peer, in this turn of the loop or the next; to any other, nothing.
 
-        What one turn sends to a peer goes together: where many ranks flood at once, most of what a rank spends on it is
-        system calls.
+        What one turn sends to a peer leaves in one write: where many ranks flood at once, most of the cost is system
+        calls.
         """
         for link in self._links.get(rank, ())[-1:]:
             link.send(header)
@@ -127,7 +123,7 @@ class ControlLinks(Inbound):
                 dialling.close()
 
     def drop(self, rank: int) -> None:
-        """``rank`` is gone: no more dialling, and its links end."""
+        """Stop dialling ``rank``, which is gone, and end its links."""
         self._suspects.discard(rank)
         if rank in self._dialling:
             self._dialling.pop(rank).cancel()
@@ -136,7 +132,7 @@ class ControlLinks(Inbound):
             link.abort()
 
     async def close(self, goodbye_s: float) -> None:
-        """Say goodbye on every link and wait, so long at the most, until the peers have closed theirs."""
+        """Say goodbye on every link, and wait (bounded) until the peers have closed theirs."""
         self._closed = True
         links = self._all
         self.end_all()
@@ -160,7 +156,7 @@ class ControlLinks(Inbound):
             link.abort()
 
     def descriptors(self) -> list[int]:
-        """Of all links, closing ones included. May be called on any thread."""
+        """Descriptors of all links, closing ones included. May be called on any thread."""
         return [descriptor for link in self._all for descriptor in link.descriptors()]
 
     # Dialling.
@@ -202,7 +198,7 @@ class ControlLinks(Inbound):
         raise RemoteProtocolError(f"rank {link.peer} sent a payload on a control link")
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
-        """Pass gossip on, and answer heartbeats; the rest has no business here."""
+        """Pass gossip on, and answer heartbeats; any other frame breaks the protocol."""
         self._node.heard(link.peer)
         if header[0] == Kind.GOSSIP:
             self._node.receive(link.peer, header)

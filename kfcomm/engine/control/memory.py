@@ -62,14 +62,14 @@ class MemoryHub:
             return plane
 
     def kill(self, rank: int) -> None:
-        """Rank ``rank`` is gone from one moment to the next: it falls silent, and the others are notified."""
+        """Kill rank ``rank``: it falls silent at once, and the others are notified."""
         with self.lock:
             if rank in self.planes:
                 self.planes[rank].silence()
             self.declare_lost(rank, "killed", has_ended=True)
 
     def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
-        """Everybody but ``rank`` hears ``news`` of ``rank``, or of another (``about``), now or on joining."""
+        """Tell all others ``news`` of ``rank``, or of another (``about``), now or when they join."""
         source = rank if about is None else about
         for plane in self.planes.values():
             if plane.rank != rank:
@@ -79,19 +79,19 @@ class MemoryHub:
                 early.append(news)
 
     def tell_early(self, rank: int, news: News) -> bool:
-        """Rank ``rank`` hears ``news`` on joining; whether it has not joined yet."""
+        """Keep ``news`` for ``rank`` if it has not joined yet; return whether that is so."""
         early = self._early.get(rank)
         if early is not None:
             early.append(news)
         return early is not None
 
     def carry(self, source: int, target: int, deliver: Callable[..., None], *arguments: Any) -> None:
-        """Rank ``source`` has said something to ``target``, who gets it by ``deliver``; in order, as all from there."""
+        """Deliver a message of ``source`` to ``target``, in the order of all messages of ``source``."""
         del source, target
         deliver(*arguments)
 
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
-        """Everybody, the lost rank included, hears that ``rank`` is lost, unless it is known or it has left."""
+        """Tell all, the lost rank included, that ``rank`` is lost, unless that is known or it has left."""
         with self.lock:
             if rank not in self.left | self.lost:
                 self.lost.add(rank)
@@ -107,17 +107,13 @@ class MemoryHub:
 
 
 class MemoryControl(ControlPlane):
-    """The plane of one rank in a `MemoryHub`; implements `kfcomm.engine.control.base.ControlPlane`.
-
-    Attributes:
-        clock: what this rank takes for its clock, in nanoseconds; to be replaced to have clocks that differ.
-    """
+    """The plane of one rank in a `MemoryHub`; implements `kfcomm.engine.control.base.ControlPlane`."""
 
     def __init__(
         self, hub: MemoryHub, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> None:
         self.rank = rank
-        self.clock: ClockReader = time.monotonic_ns
+        self.clock: ClockReader = time.monotonic_ns  # in nanoseconds; a test replaces it to have clocks that differ
         self._hub = hub
         self._status = status
         self._reactor = reactor
@@ -133,7 +129,7 @@ class MemoryControl(ControlPlane):
                 self._hub.tell_others(self.rank, lambda events: events.on_abort(group, key, seq, list(cause)))
 
     def suspect(self, rank: int, reason: str) -> None:
-        """Nothing to find out: in one process it is always known who is gone."""
+        """Do nothing: in one process every loss is known at once."""
 
     @override
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
@@ -181,7 +177,7 @@ class MemoryControl(ControlPlane):
         return sorted(set(range(self._hub.size)) - {self.rank} - self._released - self._hub.left - self._hub.lost)
 
     def linger(self) -> None:
-        """Nothing to do: who is given up here hears it in any case."""
+        """Do nothing: a rank that is given up hears of it in any case."""
 
     @override
     def stop(self, goodbye_s: float = 0.0) -> None:
@@ -195,7 +191,7 @@ class MemoryControl(ControlPlane):
         self._post(self._tell, news)
 
     def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer, *, is_for_all: bool) -> None:
-        """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""
+        """Answer a question; an asker that has asked this leaving rank alone needs it no longer."""
         has_left = self.rank in self._hub.left
         if self._open or has_left:
             posted = [self._open and self._status.is_posted(*op) for op in ops]
@@ -205,17 +201,17 @@ class MemoryControl(ControlPlane):
             self.let_go(asker.rank)
 
     def look_again(self) -> None:
-        """Whether everybody can do without this rank may have changed."""
+        """Check again whether any rank still needs this one."""
         if not self._open or not self.needed_by():
             self._post(self._clear.set)
 
     def let_go(self, rank: int) -> None:
-        """That rank asks this one no more questions."""
+        """Note that ``rank`` has no further questions to this rank."""
         self._released.add(rank)
         self.look_again()
 
     def silence(self) -> None:
-        """Hear and say nothing more."""
+        """Stop hearing and sending."""
         self._open = False
         self.look_again()
 

@@ -1,10 +1,10 @@
 """One rank's part in the control plane, on the loop of its control thread: gossip over links, and what follows from it.
 
-It joins `Gossip` (who is told what), `ControlLinks` (how it gets there), `Questions` and the engine's `Upcalls`. Who a
-rank is to the others, in this order and never back::
+It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets there), `Questions` and the engine's `Upcalls`.
+A rank changes its state for the others in this order and never back::
 
-    living ──▶ leaving   it said so; its sockets may close without being missed
-       └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
+    living ──▶ leaving   it announced it; its sockets may close without being missed
+       └─────▶ lost      its port is closed, its launcher saw it end, or another rank reports it
 
 A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. It
 floods its *leave question*, which goes to all ranks and names no collective. Each of the others answers it when it has
@@ -41,16 +41,9 @@ _LOG = logging.getLogger("kfcomm.control")
 
 
 class ControlNode:
-    """The control plane of ``rank`` in a world of ``size``. It is made, and used, on the loop of the control thread.
+    """The control plane of ``rank`` in a world of ``size``; made and used on the loop of the control thread.
 
-    Args:
-        rank, size: who this is.
-        tasks: where dialling goes on.
-        dial: see `ControlLinks`.
-        upcalls: the way to the engine.
-        status: what this rank says of itself.
-        lost_after_s: after this a silent peer is lost.
-        launcher_word_s: how long a launcher is given to say how a process ended.
+    A peer silent for ``lost_after_s`` is lost; its launcher has ``launcher_word_s`` to report how its process ended.
     """
 
     def __init__(
@@ -103,13 +96,13 @@ class ControlNode:
         self._flood([Body.AGREE, number, to_wire(message)])
 
     def ended(self, rank: int, found: str) -> None:
-        """The process of ``rank`` is gone: it is lost, in the words of its launcher if these come soon."""
+        """Declare ``rank`` lost, whose process has ended, after a delay for its launcher's report."""
         reason = f"its process has ended ({found})"
         declare = partial(self.declare_lost, rank, reason, has_ended=True)
         asyncio.get_running_loop().call_later(self._launcher_word_s, declare)
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
-        """Ask a rank what it has posted of these collectives; ``answer`` gets it."""
+        """Ask a rank which of these collectives it has posted; ``answer`` gets the reply."""
         if target == self.rank:
             self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
         elif target in self._left and not ops:
@@ -149,7 +142,7 @@ class ControlNode:
         self.links.end_all()
 
     def objection(self, hello: Hello) -> str | None:
-        """Why this dialler cannot connect to this rank, or None."""
+        """Reason to refuse this dialler, or None."""
         is_lost = hello.rank in self._lost
         if self._is_over:
             # it may be right, and this rank lost, until the epoch is over; then it hears what has become of it
@@ -159,7 +152,7 @@ class ControlNode:
 
     @property
     def seeks(self) -> bool:
-        """Whether others are looked for: not by one that they have given up, nor when the epoch is over."""
+        """Whether this rank dials others: not once they have given it up, nor when the epoch is over."""
         return not self._is_over and self.rank not in self._lost
 
     def maintain(self) -> None:
@@ -171,9 +164,9 @@ class ControlNode:
             self.links.reach(rank, delay_s=expected_s)
 
     def beat(self) -> None:
-        """Look who is silent, and again by and by: some are asked for a sign of life, others are given up.
+        """Check the neighbours for silence, and schedule the next check: ask some for a sign of life, give others up.
 
-        Only the neighbours are watched: each rank is one of somebody, who tells all.
+        Only the neighbours are watched: each rank is a neighbour of another, which floods the loss.
         """
         loop = asyncio.get_running_loop()
         self._detector.watch(self._gossip.neighbours if self.seeks else (), loop.time())
@@ -187,7 +180,7 @@ class ControlNode:
     # Who is there, and what `ControlLinks` tell.
 
     def heard(self, rank: int) -> None:
-        """Something has come from a neighbour."""
+        """Note a sign of life of a neighbour."""
         self._detector.heard(rank, asyncio.get_running_loop().time())
 
     def is_gone(self, rank: int) -> bool:
@@ -199,16 +192,16 @@ class ControlNode:
         return rank in self._gossip.missing
 
     def link_up(self, rank: int) -> None:
-        """A link to ``rank`` is there, the first one or what is left of two: it hears what it may have missed."""
+        """Repeat to ``rank``, on a new link or the rest of two, what it may have missed."""
         self._carry_out(self._gossip.neighbour_joined(rank))
 
     def link_down(self, rank: int) -> None:
-        """The last link to ``rank`` is gone: other neighbours may take its place."""
+        """Look for other neighbours, since the last link to ``rank`` is gone."""
         self._gossip.neighbour_lost(rank)
         self.maintain()
 
     def receive(self, rank: int, header: Header) -> None:
-        """A GOSSIP frame of the neighbour ``rank``; ``RemoteProtocolError`` ends the link on which it came."""
+        """Handle a GOSSIP frame of the neighbour ``rank``; ``RemoteProtocolError`` ends the link on which it came."""
         self._carry_out(self._gossip.receive(rank, header))
 
     # Gossip.
@@ -279,7 +272,7 @@ class ControlNode:
             self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
 
     def _release(self, rank: int) -> None:
-        """This rank needs nothing more of ``rank``, which leaves."""
+        """Note that this rank needs nothing more of ``rank``, which leaves."""
         self._done_with.add(rank)
         if rank in self._leave_questions and not self._is_leaving:
             self._carry_out(self._gossip.answer(rank, self._leave_questions.pop(rank), [], self._status.activity()))
@@ -339,24 +332,17 @@ class ControlNode:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """One question to ``target`` (or all, -1).
-
-    Attributes:
-        parts: the ops, as many to a part as fit one QUERY.
-        answer: whom to tell; None where only the asking counts.
-        times_asked: how often it has been asked.
-        answered: ranks whose answer is complete.
-    """
+    """One question to ``target`` (or all, -1)."""
 
     target: int
-    parts: list[list[list[Any]]]
-    answer: Answer | None
+    parts: list[list[list[Any]]]  # the ops, as many to a part as fit one QUERY
+    answer: Answer | None  # None where only the asking counts
     times_asked: int = 0
-    answered: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)  # ranks whose answer is complete
     _replies: dict[int, dict[int, list[bool]]] = field(default_factory=dict)
 
     def add(self, part: int, rank: int, posted: list[bool]) -> list[bool] | None:
-        """A reply to one part; the whole answer of that rank once it is complete, else None."""
+        """Add a reply to one part; return the whole answer of that rank once it is complete, else None."""
         if rank in self.answered or len(posted) != len(self.parts[part]):
             return None
         replies = self._replies.setdefault(rank, {})
@@ -391,11 +377,11 @@ class Questions:
         return question in self._open
 
     def sent(self, number: int, question: Question, part: int) -> None:
-        """The flood of that number carries this part."""
+        """Note that the flood of that number carries this part."""
         self._floods[number] = (question, part)
 
     def reply(self, number: int, rank: int, posted: list[bool]) -> tuple[Question, list[bool]] | None:
-        """A STATUS of ``rank`` has come: the question that it completes and the whole answer, or None."""
+        """Take a STATUS of ``rank``; return the question that it completes and the whole answer, or None."""
         question, part = self._floods.get(number, (None, 0))
         if question is None or question.target not in (-1, rank):
             return None

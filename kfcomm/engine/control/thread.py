@@ -67,28 +67,17 @@ def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
 
 
 class World(NamedTuple):
-    """Members of a world, and what they share.
-
-    Attributes:
-        rank: this process's rank.
-        peers: all processes by rank, this one included.
-        token: secret of the job.
-        epoch: the epoch of this membership.
-        handshake_timeout_s: how long a handshake may take, on either side.
-        lost_after_s: after this a peer that is silent is lost; infinite for never.
-        tls: what TCP connections are secured with; None for plain ones.
-        launcher_word_s: how long a launcher, which knows how a process ended, is given to say so.
-        show_life: called now and then, for whoever else is to know that this process runs; None for nobody.
-    """
+    """Members of a world, and what they share."""
 
     rank: int
-    peers: Sequence[PeerInfo]
-    token: bytes
+    peers: Sequence[PeerInfo]  # by rank, this one included
+    token: bytes  # secret of the job
     epoch: int
-    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
-    lost_after_s: float = math.inf
-    launcher_word_s: float = 0.0
-    tls: Tls | None = None
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S  # on either side
+    lost_after_s: float = math.inf  # a peer silent for so long is lost; infinite for never
+    launcher_word_s: float = 0.0  # bound for the launcher's report of how a process ended
+    tls: Tls | None = None  # of TCP connections
+    # called now and then, to prove to others (the launcher) that this process runs
     show_life: Callable[[], None] | None = None
 
     def identity(self, rank: int) -> Identity:
@@ -108,7 +97,7 @@ class World(NamedTuple):
         return HandshakeOptions(self.identity(self.rank), self.epoch, self.token, timeout_s, self.tls)
 
     def objection(self, hello: Hello) -> str | None:
-        """Why this dialler is refused, or None."""
+        """Reason to refuse this dialler, or None."""
         if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
             return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
         if hello.uid != self.peers[hello.rank].uid:
@@ -120,11 +109,11 @@ class ControlThread(ControlPlane):
     """The control plane of a process; implements `kfcomm.engine.control.base.ControlPlane`.
 
     Args:
-        world: who takes part.
-        listener: already bound, so that peers who know of it can connect; closed by `stop`.
+        world: the members.
+        listener: already bound, so that peers who know of it can connect; owned, closed by `stop`.
         reactor: the engine's.
         events: the engine.
-        status: what this rank says of itself; asked on the control thread.
+        status: of this rank; asked on the control thread.
     """
 
     def __init__(
