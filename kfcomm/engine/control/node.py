@@ -1,7 +1,7 @@
 """One rank's part in the control plane, on the loop of its control thread: gossip over links, and what follows from it.
 
-It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets there), `Questions` and the engine's `Upcalls`.
-A rank changes its state for the others in this order and never back::
+It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets there), `Questions` and the engine's
+`Upcalls`. A rank changes its state for the others in this order and never back::
 
     living ──▶ leaving   it announced it; its sockets may close without being missed
        └─────▶ lost      its port is closed, its launcher saw it end, or another rank reports it
