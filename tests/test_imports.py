@@ -90,8 +90,8 @@ def test_importing_kfcomm_needs_no_numpy() -> None:
 def test_a_rank_imports_what_it_uses(code: str) -> None:
     modules = loaded(code)
     assert unused(modules) == []
-    assert len(own(modules)) <= 182
-    assert len(modules) <= 281
+    assert len(own(modules)) <= 135
+    assert len(modules) <= 235
 
 
 def test_every_public_name_is_there() -> None:
