@@ -41,23 +41,15 @@ Finish = Callable[[], object]
 
 
 class Driver:
-    """The callers of one engine, or of several that share a reactor.
-
-    Attributes:
-        reactor: of the engine.
-        io: the thread that drives it otherwise, and the engine lock.
-        signals: what a call on the main thread holds.
-        turns: who drives while several wait.
-        put_off: what is finished before it is closed.
-    """
+    """The callers of one engine, or of several that share a reactor."""
 
     def __init__(self, io: IoThread, *, is_terse: bool = True) -> None:
-        self.io = io
-        self.signals = io.signals
+        self.io = io  # drives the engine while no caller does; has the engine lock
+        self.signals = io.signals  # held by calls on the main thread
         self.is_terse = is_terse
-        self.turns = Turns(io)
+        self.turns = Turns(io)  # which caller drives while several wait
         self.reactor = self.turns.reactor
-        self.put_off = PutOff()
+        self.put_off = PutOff()  # finished before it is closed
         self._lock = io.lock
 
     def shown(self, error: KfcommError) -> KfcommError:
@@ -269,7 +261,7 @@ class PutOff:
         self._due.clear()
 
     def finish(self, owner: object | None) -> None:
-        """Finish what belongs to a communicator; None for all of its world.
+        """Finish the deferred work of a communicator; None for all of its world.
 
         Raises:
             Exception: the first that one has raised, once all were called.

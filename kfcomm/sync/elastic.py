@@ -133,9 +133,9 @@ class ElasticCommunicator(Adapter[Async]):
 
 
 def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb by the short way of a plain communicator, while nothing is unusual.
+    """Return the verb by the fast path of a plain communicator, while nothing is unusual.
 
-    Only where a new array is made of one: who wants a result in place needs what the long way does.
+    Only where a new array is made of one: a result in place needs the full path.
     """
     short: Callable[..., Any] = getattr(Communicator, verb)
     has_array = verb != "barrier"

@@ -322,7 +322,7 @@ class PersistentCollective(Generic[T]):
         return was_cancelled
 
     def _shown(self, error: BaseException) -> BaseException:
-        """An error as the caller sees it: what was cancelled here has not failed, though without a handle it looks so.
+        """Return an error as the caller sees it: a cancellation here is not a failure.
 
         Cancelled here: by ``cancel``, or by an interruption.
         """

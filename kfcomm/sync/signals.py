@@ -48,22 +48,15 @@ _NOTHING: Final = object()
 
 
 class Signals:
-    """The handlers that blocking calls of one engine hold, on the main thread.
-
-    Attributes:
-        noted: signals whose handlers have not run yet.
-        raised: what a handler has raised, until the call is over.
-        undo: called if a handler raises after the call is over; set by the call.
-        is_kept: the call has a result that nothing can undo.
-        harmless: handlers of ``NUMBERS``, as they were when there was nothing to hold.
-    """
+    """The handlers that blocking calls of one engine hold, on the main thread."""
 
     def __init__(self) -> None:
-        self.noted: list[int] = []
-        self.raised: BaseException | None = None
+        self.noted: list[int] = []  # signals whose handlers have not run yet
+        self.raised: BaseException | None = None  # exception of a handler, until the call is over
+        # called if a handler raises after the call is over; set by the call
         self.undo: Callable[[], object] = do_nothing
-        self.is_kept = False
-        self.harmless: list[Any] = []
+        self.is_kept = False  # the call has a result that cannot be undone
+        self.harmless: list[Any] = []  # handlers of ``NUMBERS`` at the last time that there was nothing to hold
         self._seen: list[Any] = []
         self._handlers: dict[int, Handler] = {}
         """To be held, of those ``_seen``."""

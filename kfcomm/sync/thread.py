@@ -39,29 +39,23 @@ CLOSED_MEANWHILE = "the communicator was closed while this was under way"
 
 
 class EngineLock:
-    """Two locks; a thread holds the first one, the gate, while it waits for the second.
+    """Lock of the engine: a thread holds the inner lock ``gate`` while it waits for the outer one.
 
-    What is called at every collective is an attribute, and nothing of Python's runs in it.
-
-    Attributes:
-        gate: held while waiting for the lock.
-        acquire: waits for it, with the gate held, or tries once; by a thread that has not got the lock: see ``take``.
-        release: releases it; to be called by its holder.
-        is_wanted: whether a thread waits for it.
-        is_mine: whether this thread holds it.
-        is_working: its holder, a caller, is inside the engine's work, where an interrupt leaves unknown state behind;
-            false whenever no caller holds it.
+    Hot functions are attributes that are implemented in C: they execute no bytecode.
     """
 
     __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "is_working", "release")
 
     def __init__(self) -> None:
+        # its holder, a caller, is in the engine's own work, where an interrupt leaves unknown state; else false
         self.is_working = False
-        self.gate = threading.Lock()
+        self.gate = threading.Lock()  # held while waiting for the lock
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
+        # with the gate held, or without waiting; never by the holder, see ``take``
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
-        self.is_wanted: Callable[[], bool] = self.gate.locked
+        self.is_wanted: Callable[[], bool] = self.gate.locked  # a thread waits for it
+        # this thread holds it
         self.is_mine: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
 
     def take(self) -> bool:
