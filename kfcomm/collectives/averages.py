@@ -135,7 +135,7 @@ def _sum_dtype(array: HostArray) -> np.dtype[Any]:
 
 
 def _called(name: str, array: HostArray) -> str:
-    """The name under which a product travels: it tells the array's dtype where the product has another."""
+    """Name of a product on the wire: it includes the array's dtype where the product has another."""
     return name if _sum_dtype(array) == array.dtype else f"{name} of {dtype_name(array.dtype)}"
 
 
@@ -230,11 +230,9 @@ BLOCK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Division of tensors among the ranks: each gets a row of bytes, with a head and a part of every tensor.
+    """Division of ``items`` (in the order of all ranks) among ``size`` ranks.
 
-    Attributes:
-        items: the tensors, in the order that all ranks have.
-        size: number of ranks.
+    Each rank gets a row of bytes, with a head and a part of every tensor.
     """
 
     items: Sequence[Item]
@@ -261,7 +259,7 @@ class Parts:
             raise CollectiveMismatch(f"adasum differs between ranks: {sides}")
 
     def places(self, start: int) -> list[tuple[Item, int, slice]]:
-        """For each tensor the number of elements of a part, and its place in a row whose parts begin at ``start``."""
+        """Elements of a part of each tensor, and its place in a row whose parts begin at ``start``."""
         found: list[tuple[Item, int, slice]] = []
         for item in self.items:
             count = -(-item.array.flat.size // self.size)
@@ -309,7 +307,7 @@ class Parts:
         return mine
 
     def results(self, rows: Array) -> dict[str, Any]:
-        """The results by name, of what all ranks have combined."""
+        """Results by name, from the combined parts of all ranks."""
         found: dict[str, Any] = {}
         for item, _, place in self.places(0):
             flat = _typed(rows, place, item).reshape(-1)[: item.array.flat.size]
@@ -338,7 +336,7 @@ class Adasum:
         self._steps = LaterSteps(verbs, key, options, later)
 
     def begin(self) -> Steps:
-        """Begin the first step; a handle of the whole."""
+        """Begin the first step; return the handle of the whole call."""
         posting = self._posting(ALL_TO_ALL, self._rows, self._key or UNNAMED)
         self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._multiply)
         return self._steps.whole
@@ -380,7 +378,7 @@ def combine(
 
 
 def _typed(rows: Array, place: slice, item: Item) -> Array:
-    """The parts of a tensor that all ranks gave, of their rows."""
+    """Parts of a tensor in the rows of all ranks."""
     return np.ascontiguousarray(rows[:, place]).view(item.array.dtype)
 
 

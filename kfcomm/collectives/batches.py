@@ -51,17 +51,11 @@ LISTED_NBYTES = 1 << 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One array of a call.
+    """One array of a call."""
 
-    Attributes:
-        name: by which ranks know it.
-        array: what this rank gives: a `HostArray` or a `DeviceArray`.
-        out: where the result goes, if the caller says so: an `OutArray` or a `DeviceOut`.
-    """
-
-    name: str
-    array: Any
-    out: Any = None
+    name: str  # common to all ranks
+    array: Any  # `HostArray` or `DeviceArray`
+    out: Any = None  # `OutArray` or `DeviceOut`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +66,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that travels."""
+        """Shape of the array that travels."""
         if len(self.items) == 1:
             return tuple(self.items[0].array.shape)
         return (sum(one.array.flat.size for one in self.items),)
@@ -85,32 +79,20 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Arrays on which one verb works, all alike.
+    """Arrays on which one verb works, all alike."""
 
-    Attributes:
-        spec: of the verb; its results have the shape of what is given, or, of gathers, one axis more.
-        items: in an order that all ranks have.
-        key: of the n-th unit.
-        ops: for each dtype; None for verbs without.
-        wires: in what numbers travel, by dtype, where that is not what they are.
-        root: -1 for verbs without.
-        gets: whether this rank gets results.
-        size: of the group.
-        overlapping: further uses of the keys may begin before these are over.
-    """
-
-    spec: VerbSpec
-    items: tuple[Item, ...]
-    key: Callable[[int], str]
-    ops: dict[np.dtype[Any], Op | None]
-    wires: dict[np.dtype[Any], np.dtype[Any]]
-    root: int
-    gets: bool
-    size: int
-    overlapping: bool = False
+    spec: VerbSpec  # its results have the shape of the input, or for gathers one axis more
+    items: tuple[Item, ...]  # in the same order on all ranks
+    key: Callable[[int], str]  # of the n-th unit
+    ops: dict[np.dtype[Any], Op | None]  # None for verbs without
+    wires: dict[np.dtype[Any], np.dtype[Any]]  # dtype on the wire by dtype, where they differ
+    root: int  # -1 for verbs without
+    gets: bool  # this rank gets results
+    size: int  # of the group
+    overlapping: bool = False  # further uses of the keys may begin before these are over
 
     def plan(self, plans: Plans, unit: Unit, key: str) -> Plan:
-        """How one unit goes."""
+        """Plan of one unit."""
         dtype = unit.items[0].array.dtype
         kind = PlanKey(self.spec.verb, dtype, unit.shape, self.ops[dtype], self.root, self.wires.get(dtype))
         return plans.of(kind, key)
@@ -160,7 +142,7 @@ def list_key(key: str, number: int = 0) -> str:
 
 
 def units_of(items: Sequence[Item]) -> list[Unit]:
-    """The units, the same on every rank: small ones by dtype, then large ones, in the order of the items."""
+    """Return the units, the same on every rank: small ones by dtype, then large ones, in the order of the items."""
     small: dict[np.dtype[Any], list[Item]] = {}
     large = []
     for item in items:
@@ -183,7 +165,7 @@ def listing_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) 
 
 
 def digest_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -> tuple[int, bytes]:
-    """How many arrays, and a digest of their names, dtypes and shapes."""
+    """Number of arrays, and a digest of their names, dtypes and shapes."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8)
     digest.update(repr([(dtype_name(array.dtype), array.shape) for array in arrays]).encode())
     return len(names), digest.digest()
@@ -192,9 +174,9 @@ def digest_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -
 def post_units(
     group: Group, batch: Batch, whole: Handle[Any], gathered: Callable[[dict[str, Any]], Any], options: CallOptions
 ) -> None:
-    """Begin all units; ``whole`` gets what ``gathered`` makes of the results by name; None if this rank gets none.
+    """Begin all units; ``whole`` gets ``gathered`` of the results by name; None if this rank gets none.
 
-    If one fails, the others are given up, and its error is raised once all have ended.
+    If one fails, the others are cancelled, and its error is raised once all have ended.
     """
     if whole.cancelled():
         whole.seq = group.refuse_now(batch.key(0), asyncio.CancelledError())
@@ -243,7 +225,7 @@ def _begin_on_device(
     devices: DeviceVerbs, batch: Batch, units: Sequence[Unit], whole: Handle[Any],
     gathered: Callable[[dict[str, Any]], Any], options: CallOptions,
 ) -> Handle[Any]:  # fmt: skip
-    """As ``post_units``, of memory on devices, where a call may have any number of arrays."""
+    """Begin a batch on devices, where a call may have any number of arrays; see ``post_units``."""
     found: dict[str, Any] = {}
     handles: list[Handle[Any]] = []
     for number, unit in enumerate(units):
@@ -301,7 +283,7 @@ def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOpt
 
 
 def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
-    """A verb on each array of a list; the result is a list, or a tuple, of the results."""
+    """Apply a verb to each array of a list; the result is a list, or a tuple, of the results."""
     if verb is Verb.REDUCE_SCATTER:
         return _reduce_scatter(verbs, xs, name, options)
     group, devices, spec = verbs._group, verbs._devices, SPECS[verb]
@@ -332,7 +314,7 @@ def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, optio
 
 
 def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
-    """One array for each rank, which gets the fold of all ranks' arrays for it."""
+    """Reduce_scatter of a list: each rank gets the fold of all ranks' arrays for it."""
     group, devices = verbs._group, verbs._devices
     size, rank = group.view.size, group.view.rank
     with verbs._checks(name, options) as (name, options):
@@ -375,7 +357,7 @@ def _ops(verb: Verb, op: Any, items: Iterable[Item]) -> dict[np.dtype[Any], Op |
 
 
 def _taking(devices: DeviceVerbs, options: CallOptions, *, on_device: bool) -> Callable[..., Item]:
-    """What makes items of the caller's arrays: see ``item_of``."""
+    """Factory of items from the caller's arrays: see ``item_of``."""
     if not on_device:
         return partial(item_of, size=devices.size)
     devices.check(options.wire_dtype)
@@ -388,7 +370,7 @@ def _taking(devices: DeviceVerbs, options: CallOptions, *, on_device: bool) -> C
 
 
 def names_of(arrays: Any) -> list[str]:
-    """The names of a mapping, in the order that all ranks have.
+    """Return the names of a mapping, in the same order on all ranks.
 
     Raises:
         ConfigError: it is not a mapping, or has a name that no call may have.
@@ -404,7 +386,7 @@ def names_of(arrays: Any) -> list[str]:
 
 
 def outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The caller's memory for the results, by name; empty if none was given.
+    """Return the caller's memory for the results, by name; empty if none was given.
 
     Raises:
         ConfigError: it does not name each of the arrays.
@@ -437,5 +419,5 @@ def _wires(wire_dtype: Any, ops: Mapping[np.dtype[Any], Any]) -> dict[np.dtype[A
 
 
 def like(xs: Sequence[Any], results: list[Any]) -> Any:
-    """A list for a list, a tuple for a tuple."""
+    """Return results as a list for a list, as a tuple for a tuple."""
     return tuple(results) if isinstance(xs, tuple) else results

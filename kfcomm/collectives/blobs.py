@@ -38,7 +38,7 @@ class Blobs:
         mailbox.serve(ASK_TAG, self._serve)
 
     def save(self, name: str, x: Any, version: int | None) -> int:
-        """Keep a copy; returns its version. The last versions of each name are kept."""
+        """Keep a copy; return its version. The last versions of each name are kept."""
         array = adapt(as_array(x))
         version = checked_version(version)
         versions = self._kept.setdefault(name, OrderedDict())
@@ -52,7 +52,7 @@ class Blobs:
     async def request(
         self, name: str, source: int, version: int | None, timeout_s: float | None, kind: ArrayKind = NUMPY
     ) -> Any:
-        """A rank's blob, as an array of this kind. The answer is a refusal, often empty, and then the blob."""
+        """Request a rank's blob, as an array of this kind. The answer is a refusal, often empty, and then the blob."""
         if source == self._rank:
             kept = self._find(name, version)
             if isinstance(kept, str):
@@ -130,12 +130,12 @@ class Blobs:
 
 
 def as_array(x: Any) -> Any:
-    """``bytes`` are no array to be reduced, but they may well be kept: as numbers from 0 to 255."""
+    """Read an array or ``bytes``, which verbs refuse, but blobs keep as numbers from 0 to 255."""
     return np.frombuffer(x, np.uint8) if isinstance(x, bytes) else x
 
 
 def checked_version(version: Any) -> int | None:
-    """A version as ``int`` itself; None for the latest.
+    """Return a version as ``int`` itself; None for the latest.
 
     Raises:
         ConfigError: it is not a number from 0 on, or is too large to travel.

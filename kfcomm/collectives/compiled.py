@@ -49,14 +49,7 @@ MAX_NAMES = 1 << 14
 
 
 class Compiled(ABC):
-    """Cached plan of the calls under one name.
-
-    Args:
-        group: whose name it is.
-        name: of the calls; None for those without one.
-        arguments: of the first use.
-        plan: of the first use.
-    """
+    """Cached plan of the calls under one name; ``arguments`` and ``plan`` are those of the first use."""
 
     __slots__ = (
         "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "operation", "series",
@@ -77,9 +70,9 @@ class Compiled(ABC):
         self._arguments = _shared(arguments)
 
     def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Begun | None:
-        """Begin a use; None, and nothing begun, if anything is unusual. For the arguments see ``Operation``.
+        """Begin a use; return None, with nothing begun, if anything is unusual. For the arguments see ``Operation``.
 
-        Without a handle it is the caller's to look at what is in a slot: see ``SlotUse``.
+        Without a handle the caller has to poll the slot: see ``SlotUse``.
         """
         series = self.series
         slot = series.slot
@@ -124,9 +117,9 @@ class Compiled(ABC):
 
     @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
-        """Begin a use with these arrays; None, and nothing begun, if it is not like the first one.
+        """Begin a use with these arrays; return None, with nothing begun, if it is not like the first one.
 
-        Without a handle the caller waits for what is returned.
+        Without a handle the caller waits for the returned use.
         """
 
     @abstractmethod
@@ -135,7 +128,7 @@ class Compiled(ABC):
 
     @abstractmethod
     def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
-        """Uses with these very arrays again and again, or None if they are not like the first one."""
+        """Return a plan bound to these arrays, or None if they are not like the first ones."""
 
 
 class CompiledBarrier(Compiled):
@@ -161,16 +154,9 @@ class CompiledBarrier(Compiled):
 
 
 class CompiledName(Compiled):
-    """Cached plan of a name with arrays.
+    """Cached plan of a name with arrays: ``dtype`` and ``shape`` of the first use.
 
-    Args:
-        group: whose name it is.
-        name: of the calls; None for those without one.
-        arguments: of the first use.
-        dtype: of the array of the first use.
-        shape: of the array of the first use.
-        gets: shape of this rank's result; None if it gets none.
-        plan: of the first use.
+    ``gets`` is the shape of this rank's result; None if it gets none.
     """
 
     __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
@@ -246,14 +232,9 @@ class CompiledName(Compiled):
 
 
 class CompiledCall(Compiled):
-    """Cached plan of a name with arrays on devices.
+    """Cached plan of a name with arrays on devices; ``devices`` begins its calls.
 
-    Args:
-        group: whose name it is.
-        arguments: of the first use.
-        plan: of the first use.
-        devices: begin its calls.
-        gets: shape of this rank's result; None if it gets none.
+    ``gets`` is the shape of this rank's result; None if it gets none.
     """
 
     __slots__ = ("_devices", "_gets", "_plan")
@@ -267,7 +248,7 @@ class CompiledCall(Compiled):
         self._gets = gets
 
     def call(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any]) -> bool:
-        """Begin a use with these arrays; False, and nothing begun, if it is not like the first one."""
+        """Begin a use with these arrays; return False, with nothing begun, if it is not like the first one."""
         if arguments != self._arguments:
             return False
         devices, order = self._devices, self._plan.order
@@ -305,11 +286,8 @@ def first_of(results: list[Any]) -> Any:
 class CompiledUse:
     """Cached plan together with its arrays, for starts that check nothing and look nothing up.
 
-    Args:
-        name: the compiled name.
-        x: what this rank gives, if anything.
-        value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
-        room: function that makes a new array for each result.
+    ``value`` is the caller's result, and None where this rank gets none, or with ``room``, which makes a new array for
+    each result.
     """
 
     __slots__ = ("_name", "_result", "_room", "_source", "_value")
@@ -324,7 +302,7 @@ class CompiledUse:
         self._room = room
 
     def start(self, handle: Handle[Any] | None) -> Begun | None:
-        """Begin a use; None, and nothing begun, if anything is unusual."""
+        """Begin a use; return None, with nothing begun, if anything is unusual."""
         if self._room is None:
             return self._name.begin(handle, self._source, self._result, self._value)
         try:

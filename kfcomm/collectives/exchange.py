@@ -93,12 +93,12 @@ class Exchange(Verbs):
 
         Args:
             x: on the root an array, shared out as evenly as possible (the first parts may be one row longer), or
-                a list of arrays, one for each rank, of one dtype and equal but for their first dimensions. The
-                other ranks' is ignored.
+                a list of arrays, one for each rank, of one dtype and equal but for their first dimensions. Ignored on
+                the other ranks.
             root: rank in the group.
             name: see ``all_reduce``, also for ``timeout``.
             out: where the result goes; see ``all_reduce``. An array of the shape of one row takes a part of one row.
-            like: elsewhere than on the root, an array of the kind of which the result is to be; see ``recv``.
+            like: elsewhere than on the root, an array of the kind that the result should have; see ``recv``.
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
@@ -244,9 +244,9 @@ class Exchange(Verbs):
         self, verb: Verb, x: Any, name: str | None, options: CallOptions,
         outcome: Callable[[tuple[int, ...], Any], Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """All ranks tell dtype, row shape and number of rows; then the rows move.
+        """Exchange dtype, row shape and number of rows among all ranks, and then move the rows.
 
-        ``verb``: gather, or all_gather, which has no root. ``outcome``: what the caller gets, of everybody's number of
+        ``verb``: gather, or all_gather, which has no root. ``outcome``: makes the caller's result of all numbers of
         rows and the rows.
         """
         wire: np.dtype[Any] | None = None
@@ -280,10 +280,10 @@ class Exchange(Verbs):
         self, verb: Verb, record: Array, name: str | None, options: CallOptions, second: Callable[[Any], Second],
         fetched: Fetched | None = None,
     ) -> Steps:  # fmt: skip
-        """Tell the record by ``verb``, of the root or of all; then follows what ``second`` makes of what was told.
+        """Send the record by ``verb``, from the root or from all; post the step that ``second`` makes of the records.
 
-        That is posted in the order of the calls, on the graphs of the first step, and not before what it works with is
-        here, if that has to come from a device.
+        It is posted in the order of the calls, on the graphs of the first step, and after its input has arrived from a
+        device, if it has to.
         """
         group = self._group
         step = CallOptions(root=options.root, timeout=options.timeout, priority=options.priority, is_step=True)
@@ -323,7 +323,7 @@ def _fields(record: Array) -> list[Any]:
 
 
 def _same(said: list[list[Any]], verb: Verb, key: str, view: GroupView) -> None:
-    """All ranks must say the same, but for their rows."""
+    """Check that the records of all ranks agree, except for their rows."""
     for rank, one in enumerate(said):
         mine = [part for place, part in enumerate(one) if place != 2]
         first = [part for place, part in enumerate(said[0]) if place != 2]

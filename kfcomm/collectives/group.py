@@ -26,11 +26,7 @@ from kfcomm.types import Layout, Seconds
 
 
 class Turn:
-    """A place in the order of one key.
-
-    Attributes:
-        begin: what is to begin, once it is ready.
-    """
+    """A place in the order of one key; ``begin`` is called once it is ready."""
 
     __slots__ = ("_key", "_turns", "begin")
 
@@ -80,12 +76,7 @@ MAX_STRATEGIES = 64
 
 
 class Generations:
-    """Plans of one rank of a group, by strategy.
-
-    Args:
-        rank: of the group.
-        layout: hosts of its members.
-    """
+    """Plans of one rank of a group, by strategy."""
 
     def __init__(self, rank: int, layout: Layout) -> None:
         self._rank = rank
@@ -135,13 +126,9 @@ class Group:
     """A group and its engine. Everything here runs on the engine's loop.
 
     Attributes:
-        view: members, by world rank.
-        layout: hosts of the members.
-        plans: plans under the strategy in force.
-        turns: of the calls that have several steps.
-        compiled: by name; empty while a strategy is being agreed. Another dictionary whenever something is forgotten:
-            what was found in this one holds for as long as it is the same.
-        former: while a strategy is being agreed, the same of the one that is in force.
+        compiled: by name; empty while a strategy is being agreed. Replaced by another dictionary whenever an entry is
+            forgotten: so whatever was found in this one is valid while it is the same object.
+        former: while a strategy is being agreed, ``compiled`` of the one that is in force.
     """
 
     def __init__(
@@ -177,7 +164,7 @@ class Group:
         return max(0.0, until_s - self.engine.reactor.time())
 
     def in_order(self, begin: Callable[[], None]) -> None:
-        """Run ``begin`` now, or once a strategy that is being agreed is decided."""
+        """Run ``begin`` now, or after the pending agreement on a strategy."""
         if self._waiting is None:
             begin()
         else:
@@ -205,7 +192,7 @@ class Group:
         self.compiled = self.plans.compiled = {}
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
-        """A call failed before it was posted: it fails on the other ranks too, at its place among the posts."""
+        """Fail a call on the other ranks too, before it was posted, at its place among the posts."""
         turn = self.turns.next(later_key(key)) if steps > 1 else None
 
         def refuse() -> None:
@@ -216,7 +203,7 @@ class Group:
         self.in_order(refuse)
 
     def refuse_now(self, key: str, error: BaseException, *, seq: int | None = None) -> int:
-        """As `refuse`, but at once, even while a strategy is being agreed; returns the call's sequence number."""
+        """Do as `refuse`, but at once, even while a strategy is being agreed; return the call's sequence number."""
         did = "cancelled" if isinstance(error, asyncio.CancelledError) else "refused"
         why = "" if did == "cancelled" else f": {str(error) or type(error).__name__}"
         message = f"{self.view.called(self.view.rank)} {did} its call of {shown(key)}{why}"
@@ -234,7 +221,7 @@ class Group:
         return verdict
 
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
-        """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
+        """Barrier whose signature holds the graphs' digest: a rank with other graphs fails it for all."""
         # From here on posts wait: which graphs they take depends on the outcome.
         self._waiting = []
         self.former, self.compiled = self.compiled, {}

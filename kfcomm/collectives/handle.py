@@ -195,9 +195,9 @@ def named(handle: Handle[T], operation: Operation | SlotUse | Over) -> Handle[T]
 
 
 def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], T]) -> None:
-    """``whole`` is done when all of them are, with ``result()``.
+    """Complete ``whole`` with ``result()`` when all handles are done.
 
-    If one fails, or ``whole`` is cancelled, the others are given up; the first error is raised once all have ended.
+    If one fails, or ``whole`` is cancelled, the others are cancelled; the first error is raised once all have ended.
     The loss of a rank, or the end of an epoch, ends all of them by itself, on every rank.
     """
     left = len(handles)

@@ -52,12 +52,7 @@ ROOM_MESSAGES = 256
 
 
 class Eager:
-    """Copied messages of one group. Used on the engine's loop.
-
-    Args:
-        engine: moves the messages.
-        view: the group.
-    """
+    """Copied messages of one group. Used on the engine's loop."""
 
     def __init__(self, engine: Engine, view: GroupView) -> None:
         self._engine = engine
@@ -73,7 +68,7 @@ class Eager:
         return nbytes <= EAGER_NBYTES and fits
 
     def sent(self, handle: Handle[None], to: int, tag: str, nbytes: int) -> Handle[None]:
-        """A copy is under way: the handle of its sender, done unless it has failed already."""
+        """Add a copy that is under way; return the handle of its sender, done unless it has failed already."""
         if handle.done():
             return handle
         self._nbytes[to] += nbytes
@@ -86,7 +81,7 @@ class Eager:
         return told
 
     def drained(self) -> asyncio.Future[None] | None:
-        """Done when all have been received, or have failed; None if they have."""
+        """Future done when all have been received, or have failed; None if they have."""
         if not self._under_way:
             return None
         if self._drained is None:
@@ -154,7 +149,7 @@ class Mailbox:
     def send(
         self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0, *, may_copy: bool = False
     ) -> Handle[None]:
-        """Begin to send; done when the receiver has it, or when it is copied where that is allowed."""
+        """Begin to send; the handle is done when the receiver has it, or when it is copied if that is allowed."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
         pair = self._pair(self._view.rank, to)
         nbytes = array.flat.nbytes
@@ -165,17 +160,17 @@ class Mailbox:
         return self.eager.sent(handle, to, tag, nbytes)
 
     def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
-        """A message that was to come or go does not: its other end, now or later, raises ``CollectiveAborted``."""
+        """Abort a message that was to come or go: its other end, now or later, raises ``CollectiveAborted``."""
         self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(
         self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0,
         kind: ArrayKind = NUMPY, outcome: Outcome = both,
     ) -> Received[Any]:  # fmt: skip
-        """The next message of ``source`` (None: of any rank) with this tag; an array of this kind, if not ``out``.
+        """Receive the next message of ``source`` (None: any) with this tag, as an array of this kind or in ``out``.
 
-        It ends ``timeout_s`` after this call, wherever its message is by then; that goes to the next one (see
-        `receives`).
+        The receive ends ``timeout_s`` after this call, wherever its message is by then; the message then goes to the
+        next receive (see `receives`).
         """
         handle: Received[Any] = Received(loop=self._engine.loop)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -194,7 +189,7 @@ class Mailbox:
         return handle
 
     def drop(self, source: int, tag: str, reason: str) -> None:
-        """No message of this rank with this tag is wanted, neither one that is under way nor the next."""
+        """Refuse messages of this rank with this tag, both one that is under way and the next."""
         if not self._streams.drop(source, tag, reason):
             self.refuse(source, self._view.rank, tag, reason)
 
@@ -221,7 +216,7 @@ class Mailbox:
         return {pair.id for pair in self._pairs.values()}
 
     def close(self, reason: str, over: Cause | None = None) -> None:
-        """Stop serving, and fail every receive that waits; ``over``: of the epoch, if that has ended it."""
+        """Stop serving, and fail every waiting receive; ``over``: the end of the epoch, if that is the cause."""
         self._is_closed = True
         for task in self._serving:
             task.cancel()
@@ -245,7 +240,7 @@ class Mailbox:
         return pair
 
     def _on_early(self, source: int, _: bytes, tag: str, *__: Any) -> None:
-        """Something came that was not posted: a message for a service, or for a receive that waits."""
+        """Handle an early arrival: a message for a service, or for a waiting receive."""
         if self._is_closed:  # what came before the end is told after it, and nothing can be posted any more
             return
         service = self._services.get(tag)
@@ -258,7 +253,7 @@ class Mailbox:
         self._match_waiting(source, tag)
 
     def _on_free(self, transfer: Transfer) -> None:
-        """A receive has ended without this message."""
+        """Handle the end of a receive without this message."""
         self._match_waiting(transfer.source, transfer.tag)
 
     def _match_waiting(self, source: int | None, tag: str) -> None:
@@ -274,7 +269,7 @@ class Mailbox:
             task.add_done_callback(self._serving.discard)
 
     def _match(self, receive: Receive) -> bool:
-        """Hold the first message for it, if one has shown up; of any rank: the first that is here, then the others."""
+        """Hold the first message announced for it; from any rank: the first that has arrived, then the others."""
         coming: Transfer | None = None
         ranks = range(self._view.size) if receive.source is None else (receive.source,)
         announced: tuple[int, GroupView, Any] | None = None
@@ -344,7 +339,7 @@ class Mailbox:
             receive.timers.append(later(self._engine.deadlines.stall_after_s, self._report, receive))
 
     def _on_end(self, receive: Receive) -> None:
-        """It waits no longer, and has no message: from this moment on it takes none."""
+        """Forget a receive without a message: from this moment on it takes none."""
         receive.stop()
         if receive.transfer is not None:
             self._streams.end(receive)
@@ -371,7 +366,7 @@ class Mailbox:
         logger.warning("%s has waited %.1f s for a message with %s from %s", mine, waited_s, receive.tag, whom)
 
     def _senders(self, receive: Receive) -> str:
-        """The ranks that it may come from, as text, with the reason for each that can send nothing more."""
+        """Ranks that may send it, as text, with the reason for each that can send nothing more."""
         if receive.transfer is not None:
             return f"{self._view.called(receive.transfer.source)}, which is under way"
         if receive.source is not None:

@@ -61,17 +61,17 @@ class Messages(Exchange):
     ) -> Handle[Any]:  # fmt: skip
         """The next message with this tag from rank ``source``, or from any rank.
 
-        Messages of one sender come in the order of their ``send``, to receives in the order of their calls. One that is
-        cancelled or times out takes no message with it: the next one gets that, wherever it was.
+        Messages of one sender come in the order of their ``send``, to receives in the order of their calls. A receive
+        that is cancelled or times out takes no message with it: the next one gets that, wherever it was.
 
         Args:
-            source: rank in the group, not this one; None: any, which waits for as long as one of the others is left.
+            source: rank in the group, not this one; None: any, which waits for as long as another rank is left.
             tag: see ``send``.
             src: another name of ``source``.
             out: where the message goes.
-            like: an array of the kind of which the result is to be: a tensor, say. Nothing but its kind matters.
+            like: an array of the kind that the result should have: a tensor, say. Only its kind matters.
             timeout: seconds until the message is here as a whole; None for the communicator's.
-            priority: of what tells the sender that the message is here; see ``all_reduce``.
+            priority: of the reply that tells the sender that the message is here; see ``all_reduce``.
             stream: the caller's, where ``out`` is on a device.
 
         Returns:
@@ -85,7 +85,7 @@ class Messages(Exchange):
             CollectiveAborted: the sender has cancelled it, or could not send it.
             PeerLost: the sender is gone, or all others for any rank.
 
-        Cost: one message. What is left by receives that have ended is kept, one message for each.
+        Cost: one message. Messages left by receives that have ended are kept, one for each.
         """
         source = _one_of("source", source, "src", src)
         options = CallOptions(out=out, timeout=timeout, priority=priority, stream=stream)
@@ -146,7 +146,7 @@ class Messages(Exchange):
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept.
 
-        ``x``: an array, or ``bytes``, of which others get an array of uint8.
+        ``x``: an array, or ``bytes``, which others get as an array of uint8.
         """
         self._check_open()
         return self._blobs.save(checked_name(name), x, version)
@@ -157,14 +157,14 @@ class Messages(Exchange):
         """A copy of what rank ``source`` saved as ``name``: its latest version, or the one asked for.
 
         Args:
-            name: as it was saved.
+            name: given to ``save``.
             source: rank in the group; may be this one.
             version: None for the latest.
             like: see ``recv``.
             timeout: see ``all_reduce``.
 
         Raises:
-            CollectiveError: that rank has saved no such thing.
+            CollectiveError: that rank has saved no such version.
         """
         self._check_open()
         name, version = checked_name(name), checked_version(version)
@@ -337,7 +337,7 @@ def _object(array: Any, _: int) -> Any:
 
 
 def _one_of(name: str, rank: int | None, other_name: str, other: int | None) -> int | None:
-    """The rank that was given by either of two names.
+    """Return the rank that was given by either of two names.
 
     Raises:
         ConfigError: by both.

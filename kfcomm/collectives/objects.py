@@ -1,4 +1,4 @@
-"""Python objects: on the wire, as far as msgpack can carry them; and what tells whether two are the same."""
+"""Python objects: their msgpack encoding for the wire, and fingerprints to compare them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def packed(value: Any) -> Array:
-    """Anything that msgpack can carry, as bytes.
+    """Return the msgpack encoding of an object as bytes.
 
     Raises:
-        ConfigError: it cannot; the message says where in ``value``, and what to give instead.
+        ConfigError: it cannot be encoded; the message says where in ``value``, and what to give instead.
     """
     try:
         data = msgpack.packb(value)
@@ -42,7 +42,7 @@ def packed(value: Any) -> Array:
 
 
 def unpacked(flat: Any) -> Any:
-    """The object that ``packed`` made bytes of."""
+    """Decode an object from the bytes of ``packed``."""
     try:
         return msgpack.unpackb(np.asarray(flat).tobytes(), strict_map_key=False)
     except (TypeError, ValueError) as error:
@@ -50,7 +50,7 @@ def unpacked(flat: Any) -> Any:
 
 
 def fingerprint(x: Any) -> bytes:
-    """32 bytes that are the same for what is the same on two ranks; see ``Communicator.consensus``.
+    """Return 32 bytes that are the same for equal values on two ranks; see ``Communicator.consensus``.
 
     Raises:
         ConfigError: it is, or holds, something other than an array, number, string, bytes, None, dict, list or set;
@@ -82,7 +82,7 @@ def _hash(about: str, data: bytes | memoryview) -> bytes:
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:
-    """Of the array that nested lists of numbers make; None if they make none."""
+    """Shape of the array that nested lists of numbers form; None if they form none."""
     if not isinstance(x, (list, tuple)):
         return () if isinstance(x, (int, float, complex, np.generic)) else None
     shapes = set(map(_shape, x))
@@ -106,7 +106,7 @@ def _refusal(value: Any, error: Exception) -> str:
 
 
 def _first(value: Any, where: str) -> tuple[str, str, str] | None:
-    """The first thing in ``value`` that cannot be carried: where, what it is, and what to give instead."""
+    """Describe the first object in ``value`` that cannot be encoded: where, its type, and what to give instead."""
     if isinstance(value, dict):
         return _first_in_dict(value, where)
     if isinstance(value, (list, tuple)):

@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 class Timed(Handle[T]):
-    """A handle that tells a meter, when its collective is complete, how long that took since its post."""
+    """Handle that reports to a meter, at completion, the time since the post."""
 
     __slots__ = ("_nbytes", "_posted_s", "_under")
 
     def begin(self, group: Group, meter: Meter, nbytes: int) -> None:
-        """It is posted now, under the strategy in force."""
+        """Note the time of the post, and the strategy in force."""
         self._nbytes = nbytes
         self._under = meter.throughput(group.view, group.strategy.name)
         self._posted_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
+"""Plans: signature, program, kernels and sizes of a verb with its arguments, for the engine.
 
 A plan does not depend on the key or the data, so plans are cached: a loop that exchanges the same tensors at every step
 makes each plan once. Nor does it depend on the generation of its strategy, so a strategy that is set again finds its
@@ -51,44 +51,26 @@ Shares: TypeAlias = tuple[int, ...]
 
 
 class PlanKey(NamedTuple):
-    """One kind of collective whose result shape every rank knows by itself; the key of its plan in the cache.
-
-    Attributes:
-        verb: with arrays.
-        dtype, shape: of the caller's array.
-        op: of verbs that fold; else None.
-        root: of verbs that have one; else -1.
-        wire: see ``WireDtype``; for gather and all_to_all None.
-        is_shared: the result of an all_reduce is one array for all ranks of a host, where that can be.
-    """
+    """One kind of collective whose result shape every rank knows by itself; the key of its plan in the cache."""
 
     verb: Verb
     dtype: np.dtype[Any]
-    shape: Shape
-    op: Op | None = None
-    root: int = -1
-    wire: WireDtype = None
-    is_shared: bool = False
+    shape: Shape  # of the caller's array
+    op: Op | None = None  # of verbs that fold
+    root: int = -1  # -1 in verbs without
+    wire: WireDtype = None  # see ``WireDtype``; None for gather and all_to_all
+    is_shared: bool = False  # the result of an all_reduce is one array for all ranks of a host, where possible
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One kind of collective, ready to be posted.
+    """One kind of collective, ready to be posted."""
 
-    Attributes:
-        signature: what all ranks must agree on.
-        program: what this rank does.
-        sizes: bytes per element on the wire.
-        work: what is done with the data.
-        result_count: elements of the result on this rank; -1 without a result.
-        operation: class that carries it out.
-    """
-
-    signature: Signature
-    program: Program
-    sizes: ItemSizes
+    signature: Signature  # value that all ranks must agree on
+    program: Program  # of this rank
+    sizes: ItemSizes  # bytes per element on the wire
     work: Work
-    result_count: int
+    result_count: int  # elements on this rank; -1 without a result
     operation: type[Operation] = Operation
 
     def post(
@@ -105,21 +87,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes the plans of one group under one strategy, of generation 0.
-
-    Attributes:
-        rank, size: of the group.
-        strategy: the graphs.
-        local: ranks of the group on this host, if there are several, and others elsewhere.
-    """
+    """Makes the plans of one group under one strategy, of generation 0."""
 
     rank: int
     size: int
     strategy: AnyStrategy
-    local: tuple[int, ...] = ()
+    local: tuple[int, ...] = ()  # ranks of the group on this host, if there are several, and others elsewhere
 
     def ways(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, Shares]:
-        """How many ways an all_reduce may take as a whole, and their shares of the keys; one if it is shared out."""
+        """Number of graphs that an all_reduce may take as a whole, and their shares of the keys; one if it is split."""
         count, _, graphs = self._prepare(dtype, shape, wire)
         if graphs.direct and wire is None:
             return 1, ()
@@ -189,9 +165,9 @@ class Planner:
         return _in_slots(plan, graphs, wire, shown.broadcast, (count,), self.rank, root)
 
     def gather(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...] = ()) -> Plan:
-        """The root gets all inputs in rank order; ``rows`` gives their first dimensions where they differ.
+        """Plan a gather: the root gets all inputs in rank order.
 
-        Then ``shape`` is that of one row.
+        ``rows`` are their first dimensions where these differ; then ``shape`` is that of one row.
         """
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.gather(self.rank, graphs.rooted(root), counts, chunk)
@@ -226,7 +202,7 @@ class Planner:
         return _in_slots(plan, graphs, None, shown.exchanged, counts, self.rank)
 
     def barrier(self, name: str) -> Plan:
-        """No data."""
+        """Plan a barrier, which has no data."""
         graphs = self.strategy.select(0)
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         if graphs.direct:
@@ -240,12 +216,12 @@ class Planner:
         return self._hosted(plan, (pair,), 0)
 
     def elsewhere(self, kind: PlanKey, path: str, counts: tuple[Any, ...], memory: str) -> Plan:
-        """A collective of device memory, which a path carries out: to the engine it has no chunks.
+        """Plan a collective of device memory, which a path carries out: to the engine it has no chunks.
 
         Args:
-            kind: what is done.
+            kind: of the call.
             path: name of the path; ranks of a group take the same one.
-            counts: what else must be the same everywhere.
+            counts: further values that must be the same everywhere.
             memory: see ``Signature``.
         """
         op = "" if kind.op is None else str(kind.op)
@@ -256,7 +232,7 @@ class Planner:
         return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
 
     def _hosted(self, plan: Plan, pairs: Sequence[GraphPair], count: int) -> Plan:
-        """The same plan, with what is done inside this host in a slot if the graphs make a star of it."""
+        """Return the plan with this host's part in a slot, if the graphs make a star of the host."""
         is_short = count * plan.work.item <= HOSTED_NBYTES
         hub = hub_of(pairs, self.local) if self.local and is_short else None
         if hub is None:
@@ -277,7 +253,7 @@ class Planner:
         return counts, chunk_elements(dtype), self.strategy.select(largest * (wire or dtype).itemsize)
 
     def _one_step(self, count: int, chunk_elements: int, graphs: Strategy) -> Program:
-        """Everybody gets what everybody gives."""
+        """Every rank gets the inputs of all ranks."""
         return programs.all_gather(self.rank, graphs.rooted, (count,) * self.size, chunk_elements)
 
     def _plan(
@@ -299,7 +275,7 @@ class Planner:
 def _in_slots(
     plan: Plan, graphs: Strategy, wire: WireDtype, work_of: Callable[..., shown.SharedWork], *how: Any
 ) -> Plan:
-    """The same plan, to be carried out in slots if the strategy is direct and all of it is short."""
+    """Return the plan for slots, if the strategy is direct and all of it is short."""
     # Numbers that travel in another dtype are converted on their way to a link, and a slot has none.
     if not graphs.goes_whole or wire is not None:
         return plan
@@ -319,7 +295,7 @@ def _wired(plan: Plan, wire: Wire) -> Plan:
 
 
 def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
-    """A barrier of ranks that agree on a strategy.
+    """Plan a barrier of ranks that agree on a strategy.
 
     It runs along a tree of its own, and without a generation: ranks that no longer agree can agree again.
     """
@@ -328,14 +304,14 @@ def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
 
 
 class Plans:
-    """The plans of one generation of a group's strategies. What began under it goes on with it, whatever follows.
+    """The plans of one generation of a group's strategies. Calls that began under it keep it.
 
     Attributes:
-        planner: makes what is missing.
-        generation: which of the group's strategies this is; 0 for the first.
+        planner: makes missing plans.
+        generation: number of the strategy in the group; 0 for the first.
         stamp: the generation as operations carry it; see ``core.collective``.
-        first_word: what says in a slot that the first window of a name's first use is there.
-        compiled: by name, what can be known of the next use.
+        first_word: word in a slot for the first window of a name's first use.
+        compiled: cached plans by name.
     """
 
     __slots__ = ("_plans", "_ways", "compiled", "first_word", "generation", "planner", "stamp")

@@ -53,7 +53,7 @@ Outcome: TypeAlias = Callable[[Any, int], Any]
 
 
 class Received(Handle[T]):
-    """The handle of a receive. What it returned to a task that was cancelled at that moment is handed back."""
+    """Handle of a receive. A message returned to a task that was cancelled at that moment is handed back."""
 
     message: Transfer | None = None
     """The message that it returned, until that has reached who awaits it."""
@@ -102,53 +102,42 @@ class Received(Handle[T]):
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A receive that waits for its message, and then for the data. It stands in its handle for what can be cancelled.
+    """A receive that waits for its message, and then for the data. Its handle refers to it to cancel it."""
 
-    Attributes:
-        source: group rank; None for any.
-        tag: of the message.
-        out: where it goes, if the caller says so; else it is an array of this ``kind``.
-        outcome: what the caller gets.
-        timeout_s: from its post on, whatever it waits for; ``NEVER`` for one that ends with its message.
-        ended: told when it waits no longer, and has no message.
-        transfer: the message that it holds.
-        timers: end or report the wait.
-    """
-
-    source: int | None
+    source: int | None  # group rank; None for any
     tag: str
-    out: Out | None
+    out: Out | None  # the caller's memory; else the result is an array of this ``kind``
     kind: ArrayKind
-    outcome: Outcome
+    outcome: Outcome  # makes the caller's result
     handle: Received[Any]
-    timeout_s: float
+    timeout_s: float  # from its post to its end; ``NEVER`` for a receive that ends with its message
     priority: int
-    ended: Callable[[Receive], None]
-    transfer: Transfer | None = None
-    timers: list[Timer] = field(default_factory=list)
+    ended: Callable[[Receive], None]  # called when it waits no longer, and has no message
+    transfer: Transfer | None = None  # the message that it holds
+    timers: list[Timer] = field(default_factory=list)  # end or report the wait
     since_s: float = field(default_factory=time.monotonic)
 
     def cancel(self) -> None:
-        """The caller has cancelled the handle."""
+        """Handle the caller's cancellation."""
         self.ended(self)
 
     def look_at_once(self) -> None:
         """Do nothing, see ``Operation``: the arrival of a message is always reported."""
 
     def fail(self, error: BaseException) -> None:
-        """It ends with this error."""
+        """End with this error."""
         self.stop()
         if not self.handle.done():
             self.handle.set_exception(error)
 
     def stop(self) -> None:
-        """It waits no longer."""
+        """End the wait."""
         self.handle.operation = None
         while self.timers:
             self.timers.pop().cancel()
 
     def take(self, transfer: Transfer) -> None:
-        """Its message is here, or has failed."""
+        """Handle the arrival, or the failure, of its message."""
         if transfer.error is not None:
             self.fail(transfer.error)
             return
@@ -175,14 +164,13 @@ class Transfer:
     """Message in transit or arrived, until a receive returns it; takes the place of the future of its operation.
 
     Attributes:
-        source, tag, seq: whose it is, and its number among those.
-        flat, shape: where it goes.
-        is_lent: that is the ``out`` of the receive that holds it, memory of the caller.
-        operation: what brings it, while it does.
-        error: why it does not come.
-        is_over: it is here, or does not come.
-        receive: which holds it; None while it is free, and when it was returned.
-        streams: which it is of.
+        source, tag, seq: its stream, and its number there.
+        flat, shape: of its memory.
+        is_lent: that memory is the ``out`` of the receive that holds it, and belongs to the caller.
+        operation: in which the data moves; None when it is over.
+        error: set if it does not arrive.
+        is_over: it has arrived, or will not.
+        receive: its holder; None while it is free, and when it was returned.
     """
 
     __slots__ = (
@@ -203,21 +191,21 @@ class Transfer:
         self.is_over = False
 
     def done(self) -> bool:
-        """Whether it is here, or does not come."""
+        """Whether it has arrived, or will not."""
         return self.is_over
 
     def set_result(self, _: Any) -> None:
-        """It is here."""
+        """Note that it has arrived."""
         self.is_over = True
         self.streams.advance(self)
 
     def set_exception(self, error: BaseException) -> None:
-        """It does not come."""
+        """Note that it will not arrive."""
         self.is_over, self.error = True, error
         self.streams.advance(self)
 
     def keep(self) -> None:
-        """Move the message, and the rest of it, to memory of the library: the caller may use theirs again."""
+        """Move the message, and its rest, to memory of the library: the caller may use theirs again."""
         if self.is_lent and self.error is None:
             self.flat = self.flat.copy()
             if self.operation is not None:
@@ -228,10 +216,7 @@ class Transfer:
 class Streams:
     """The messages of each sender and tag that have begun to come and were not returned.
 
-    Args:
-        engine: what brings them.
-        view: whose messages they are.
-        freed: told of the first message of a stream that is free, if one is when a receive has ended.
+    ``freed`` is called with the first message of a stream, if that is free after the end of a receive.
     """
 
     def __init__(self, engine: Engine, view: GroupView, freed: Callable[[Transfer], None]) -> None:
@@ -245,7 +230,7 @@ class Streams:
         return len(self._streams)
 
     def add(self, transfer: Transfer) -> None:
-        """The next message of its stream begins to come, for a receive."""
+        """Hold the next message of its stream, which begins to come, for a receive."""
         self._streams.setdefault((transfer.source, transfer.tag), deque()).append(transfer)
 
     def free(self, source: int, tag: str) -> Transfer | None:
@@ -256,19 +241,19 @@ class Streams:
         return next(transfer for transfer in stream if transfer.receive is None)
 
     def hold(self, transfer: Transfer, receive: Receive) -> None:
-        """A receive gets a message that is free."""
+        """Give a free message to a receive."""
         self._hold([(transfer, receive)])
         self.advance(transfer)
 
     def end(self, receive: Receive) -> None:
-        """A receive does without its message."""
+        """Take its message from a receive."""
         transfer, receive.transfer = receive.transfer, None
         if transfer is not None and transfer.receive is receive:
             stream = self._streams[transfer.source, transfer.tag]
             self._share_out(stream, [one.receive for one in stream if one.receive not in (None, receive)])
 
     def put_back(self, transfer: Transfer) -> None:
-        """A message has not reached the caller of the receive that had returned it."""
+        """Take back a message that has not reached the caller of the receive that had returned it."""
         transfer.keep()
         if self._is_closed:
             return
@@ -279,7 +264,7 @@ class Streams:
         self._share_out(stream, holding)
 
     def drop(self, source: int, tag: str, reason: str) -> bool:
-        """No message of a stream is wanted; whether there were any."""
+        """Refuse the messages of a stream; return whether there were any."""
         dropped = self._streams.pop((source, tag), None)
         for transfer in dropped or ():
             if transfer.operation is not None:
@@ -287,7 +272,7 @@ class Streams:
         return dropped is not None
 
     def close(self) -> None:
-        """Deliver no free messages any more."""
+        """Stop delivering free messages."""
         self._is_closed = True
 
     def advance(self, transfer: Transfer) -> None:
@@ -306,7 +291,7 @@ class Streams:
             self._streams.pop(key, None)
 
     def _share_out(self, stream: deque[Transfer], receives: Sequence[Receive | None]) -> None:
-        """These receives hold the first messages, in this order; the others are free."""
+        """Assign the first messages to these receives, in this order; the others are free."""
         moved = [pair for pair in zip_longest(list(stream), receives) if pair[0].receive is not pair[1]]
         for transfer, _ in moved:
             transfer.keep()
@@ -330,7 +315,7 @@ class Streams:
             self._disagree(transfer, out)
 
     def _disagree(self, transfer: Transfer, out: Out) -> None:
-        """The message cannot go where the caller of its receive wants it."""
+        """Fail a receive whose message does not fit the caller's memory."""
         source, mine = self._view.called(transfer.source), self._view.called(self._view.rank)
         sent = source, signature_of(transfer.flat.dtype, transfer.shape), 0
         unlike = disagreement(sent, (mine, signature_of(out.flat.dtype, shape_of(out)), 0))
@@ -344,10 +329,10 @@ class Streams:
 
 
 def shape_of(out: Out) -> Shape:
-    """The shape of where a message goes."""
+    """Shape of the memory for a message."""
     return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
 
 
 def signature_of(dtype: np.dtype[Any], shape: Shape) -> Signature:
-    """On which sender and receiver of a message must agree."""
+    """Signature on which sender and receiver of a message must agree."""
     return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))

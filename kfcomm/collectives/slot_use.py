@@ -34,11 +34,11 @@ class Over(tuple[Any]):
         return self[0]
 
     def cancel(self) -> bool:
-        """There is nothing to end."""
+        """Return False: there is nothing to end."""
         return False
 
     def give_up(self) -> None:
-        """There is nothing to end."""
+        """Return False: there is nothing to end."""
 
 
 class SlotUse(InSlot):
@@ -47,11 +47,11 @@ class SlotUse(InSlot):
     If anything is unusual, or more has to be known of it, it must ``enter``.
 
     Args:
-        name: the compiled name. Nothing is unusual: see ``Compiled.begin``.
+        name: the compiled name, with nothing unusual: see ``Compiled.begin``.
         slot: of its series.
-        posted: number of the use, its word, and when it was posted.
-        future: see ``Operation``. Without one it is its caller's alone, who holds the engine lock: before that is laid
-            down, it has to be over or to ``enter``.
+        posted: number of the use, its word, and the time of its post.
+        future: see ``Operation``. None: it belongs to its caller alone, who holds the engine lock; before the caller
+            releases that, the use has to be over or to ``enter``.
         source: see ``Operation``.
         out: flat memory of the result.
         value: see ``Operation``.
@@ -116,7 +116,7 @@ class SlotUse(InSlot):
         return True
 
     def begin(self) -> None:
-        """Look; if it is not over, add it to the uses that are polled together."""
+        """Poll once; if it is not over, add it to the uses that are polled together."""
         if not self.look():
             engine = self.engine
             engine.slots.add(self)
@@ -165,7 +165,7 @@ class SlotUse(InSlot):
         return self.value if self._operation is None else self._operation.result()
 
     def cancel(self) -> bool:
-        """End it everywhere; False if it is over already."""
+        """End it everywhere; return False if it is over already."""
         return not self.is_over and self.enter().cancel()
 
     def give_up(self) -> None:

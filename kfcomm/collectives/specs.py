@@ -1,8 +1,8 @@
 """Specifications of the verbs, one record each; options of one call.
 
-Each record of `SPECS` says in what a verb differs from the others. Checks, cached plans, packing, persistent forms
-and the path of device arrays read it, so that a new verb is a record here, a method of ``Planner`` and a public
-method.
+Each record of `SPECS` has the properties in which a verb differs from the others. Checks, cached plans, packing,
+persistent forms and the path of device arrays read it, so that a new verb is a record here, a method of ``Planner`` and
+a public method.
 """
 
 from __future__ import annotations
@@ -53,27 +53,16 @@ class ResultShape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class VerbSpec:
-    """One verb.
-
-    Attributes:
-        verb: its name.
-        shape: rule for the shape of the result.
-        folds: contributions are combined by an op.
-        is_rooted: it has a root.
-        for_root: only the root gets a result.
-        in_place: the result may be made in the memory of the input.
-        is_elementwise: element i of the result depends on elements i alone, so that a call may be cut anywhere.
-        differs: each rank gets another result, so that no rank can give its own to one that lacks it.
-    """
+    """One verb."""
 
     verb: Verb
-    shape: ResultShape = ResultShape.SAME
-    folds: bool = False
+    shape: ResultShape = ResultShape.SAME  # rule for the shape of the result
+    folds: bool = False  # an op combines the contributions
     is_rooted: bool = False
-    for_root: bool = False
-    in_place: bool = False
-    is_elementwise: bool = False
-    differs: bool = False
+    for_root: bool = False  # only the root gets a result
+    in_place: bool = False  # the result may be made in the memory of the input
+    is_elementwise: bool = False  # element i of the result depends on elements i alone: a call may be cut anywhere
+    differs: bool = False  # each rank gets another result: no rank can pass its own to one that lacks it
 
     @property
     def is_stacked(self) -> bool:
@@ -94,7 +83,7 @@ class VerbSpec:
         return (size, *shape) if self.is_stacked else shape
 
     def result_shape(self, shape: Shape, rank: int, size: int) -> Shape:
-        """Shape of the result of a rank that gets one.
+        """Return the shape of the result of a rank that gets one.
 
         Raises:
             ConfigError: an array of this shape cannot be shared out among so many ranks.
@@ -136,7 +125,7 @@ SPECS: Final[dict[Verb, VerbSpec]] = {
 
 
 def row_elements(shape: Shape) -> int:
-    """Elements of one row, along the first axis, of an array of this shape.
+    """Return the number of elements of one row, along the first axis.
 
     Raises:
         ConfigError: the array has no first axis.
@@ -148,16 +137,10 @@ def row_elements(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Options of a call; each field is described at ``Verbs.all_reduce``.
+    """Options of a call as its caller gave them; each is described at ``Verbs.all_reduce``."""
 
-    Attributes:
-        op, root: arguments of the verb; None in verbs without.
-        out, timeout, priority, wire_dtype, stream, weight, shared: of the call, as its caller gave them.
-        is_step: the call is a step of another verb, whose name it uses: its plan is not cached under that name.
-    """
-
-    op: Any = None
-    root: Any = None
+    op: Any = None  # None in verbs without
+    root: Any = None  # None in verbs without
     out: Any = None
     timeout: Seconds | None = None
     priority: int = 0
@@ -165,7 +148,7 @@ class CallOptions:
     stream: Any = None
     weight: float | None = None
     shared: bool = False
-    is_step: bool = False
+    is_step: bool = False  # a step of another verb, whose name it uses: its plan is not cached under that name
 
     @property
     def timeout_s(self) -> float | None:
@@ -173,7 +156,7 @@ class CallOptions:
         return seconds_of(self.timeout)
 
     def checked(self) -> Self:
-        """The same options, with a plain priority.
+        """Return the same options, with a plain priority.
 
         Raises:
             ConfigError: the timeout or the priority is not valid.
@@ -197,7 +180,7 @@ STEP: Final = CallOptions(is_step=True)
 
 
 def checked_priority(priority: Any) -> int:
-    """A priority as ``int`` itself.
+    """Return a priority as ``int`` itself.
 
     Raises:
         ConfigError: it is not a whole number from -32768 to 32767.

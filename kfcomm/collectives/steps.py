@@ -34,7 +34,7 @@ class Steps(Handle[Any]):
     """Key of the call, for errors without a key."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """End the call everywhere; False if it is complete already."""
+        """End the call everywhere; return False if it is complete already."""
         if not super().cancel(msg):
             return False
         if self.step is not None:
@@ -42,7 +42,7 @@ class Steps(Handle[Any]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """It ends with this error, or is cancelled by it."""
+        """End with this error, or as cancelled by it."""
         if isinstance(error, asyncio.CancelledError):
             self.cancel()
         elif not self.done():
@@ -51,7 +51,7 @@ class Steps(Handle[Any]):
             self.set_exception(error)
 
     def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
-        """``step`` is the last: this ends as it does, with what ``outcome`` makes of its result, if that is given."""
+        """End the call as its last step does, with ``outcome`` of its result if that is given."""
 
         def done(_: asyncio.Future[Any]) -> None:
             if step.cancelled():
@@ -77,9 +77,6 @@ class LaterSteps:
         name: of the call.
         options: of the call; its timeout is for all steps together.
         keys: of the later steps, in their order.
-
-    Attributes:
-        whole: the handle of the call.
     """
 
     def __init__(self, verbs: Verbs, name: str | None, options: CallOptions, keys: Sequence[str]) -> None:
@@ -98,8 +95,8 @@ class LaterSteps:
     def follow(self, step: Handle[Any], then: Callable[[Any, str], None], also: Handle[Any] | None = None) -> None:
         """Begin the next step in its turn, when ``step`` and ``also`` are over: ``then`` posts it under its key.
 
-        It is posted in the order of the calls, on the graphs of the first step. The first call of this gives the first
-        step.
+        It is posted in the order of the calls, on the graphs of the first step, which is ``step`` of the first
+        ``follow``.
         """
         group, reactor = self._group, self._group.engine.reactor
         first = self._first = self._first or step
@@ -138,7 +135,7 @@ class LaterSteps:
         return self._verbs._begin(self._name, posting, left, later=later)
 
     def _abort(self, seq: int, key: str, error: BaseException) -> None:
-        """The step whose turn it is fails, on the other ranks, too, and so do those that would follow it."""
+        """Fail the step whose turn it is, and those after it, also on the other ranks."""
         self._refuse(seq, key, error)
         for other, turn in self._later:
             turn.ready(partial(self._refuse, seq, other, error))

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 
 def tell(reactor: Reactor, callback: Callable[..., object], *arguments: Any) -> None:
-    """Let the reactor call back; from any thread. After the end of the reactor this does nothing."""
+    """Schedule a callback on the reactor, from any thread. After its end this does nothing."""
     with contextlib.suppress(RuntimeError):
         reactor.call_soon_threadsafe(callback, *arguments)

@@ -2,7 +2,7 @@
 
 The ranks of a group *form* a backend together, when the first call comes, and launch by `core.launch_order`::
 
-    state       what happens                                next        messages
+    state       event                                       next        messages
     ----------  ------------------------------------------  ----------  ------------------------------------------
     idle        the leader's first call comes; it makes an  forming     FORM, with the identity, leader to all
                 identity
@@ -11,12 +11,12 @@ The ranks of a group *form* a backend together, when the first call comes, and l
                                                                         learned or agreed anew
     forming,    a call fails that some rank has launched,   ending      FAILED: see ``formation``
     ready       or the backend does
-    ending      calls that are launched are done, or were   idle        ENDED to the leader, which forms anew when
-                given the time, and the backend is ended                it has that of all, and a call comes
+    ending      launched calls are done, or their time is   idle        ENDED to the leader, which forms anew when
+                over, and the backend is ended                          it has that of all, and a call comes
 
-A launch cannot be taken back, and one that only some ranks make holds up every later one. So with such a call all
-fail that are not launched, those that are have a moment to complete, and the next begins in a new formation. That is
-expensive; nothing else is: once the order is known, a launch needs no message.
+A launch cannot be taken back, and one that only some ranks make blocks every later one. So such a call fails together
+with every unlaunched call; launched ones have a moment to complete, and the next begins in a new
+formation. That is expensive. In normal operation a launch needs no message, once the order is known.
 
 Blocking calls of the backend are made on threads of their own, since they may block for ever if a peer dies.
 """
@@ -80,7 +80,7 @@ class BackendPath(Path):
         device: of this rank.
         maker: of backends.
         mailbox: of the group.
-        follows: whether the order is followed once it is known; else the leader tells it each time.
+        follows: ranks follow the order once it is known; else the leader sends it each time.
 
     Attributes:
         state: see the table above.
@@ -196,8 +196,8 @@ class BackendPath(Path):
     def _launch_due(self) -> None:
         """Launch what has its turn, once all ranks have heard that it has.
 
-        For when it is launched its caller may go on, and hold up this loop by waiting for the device, which waits for
-        the others.
+        After a launch its caller may block this loop by waiting for the device, which waits for the other ranks: they
+        must know the order by then.
         """
         while self.state is BackedState.READY and self._due and self._channel.is_heard(self._due[0][1]):
             self._launch(self._due.popleft()[0])
@@ -229,7 +229,7 @@ class BackendPath(Path):
             self._completed(calls, error)
 
     def _completed(self, calls: list[DeviceCall], error: BaseException | None) -> None:
-        """The stream is past them."""
+        """Note that the stream is past them."""
         reason = str(error) if error is not None else self._failure()
         for call in calls:
             self._launched.pop(call, None)
@@ -290,13 +290,13 @@ class BackendPath(Path):
     # ---------------------------------------------------------------- breaking, and beginning anew
 
     def _fail(self, reason: str) -> None:
-        """Not a call has failed, but what all go by."""
+        """Fail the backend, and with it every call."""
         if self._is_ordering:
             self._break(reason)
             self._failures.failed(("", -1 - self.formation), launched=True)
 
     def _forbid(self, use: Use) -> bool:
-        """A use that has failed is not launched any more; returns whether it has been."""
+        """Forbid the launch of a failed use; return whether it has been launched."""
         call = next((one for one in self._waiting if _use_of(one) == use), None)
         if call is not None and not any(one is call for one, _ in self._due):
             del self._waiting[call]
@@ -305,7 +305,7 @@ class BackendPath(Path):
         return call is not None or any(_use_of(one) == use for one in self._launched)
 
     def _break(self, reason: str) -> None:
-        """This formation is over, if there is one."""
+        """End this formation, if there is one."""
         if not self._is_ordering:
             return
         self.state, was = BackedState.ENDING, self.state
@@ -320,7 +320,7 @@ class BackendPath(Path):
         self._set_timer(self._end, self._reactor.time() + (MEET_S if was is BackedState.FORMING else GRACE_S))
 
     def _end(self) -> None:
-        """End the backend, and what is launched and not complete with it."""
+        """End the backend, and with it launches that are not complete."""
         if self.state is not BackedState.ENDING:
             return
         self._set_timer(self._end, None)
@@ -346,7 +346,7 @@ class BackendPath(Path):
             self._say(ENDED, None, LEADER)
 
     def _has_ended(self, rank: int) -> None:
-        """The leader continues when all ranks have ended: messages of the next formation must not meet the last one."""
+        """Let the leader continue when all ranks have ended: the next formation must not hear this one's messages."""
         self._ended.add(rank)
         if len(self._ended) == self._size:
             self._ended.clear()
@@ -357,7 +357,7 @@ class BackendPath(Path):
     # ---------------------------------------------------------------- what is said, and the clock
 
     def _say(self, kind: int, body: Any, to: int | None = None) -> None:
-        """Tell one rank, or all others."""
+        """Send to one rank, or all others."""
         said = [self.formation, kind, body]
         if to is None:
             self._channel.tell_all(said)
@@ -365,7 +365,7 @@ class BackendPath(Path):
             self._channel.tell(to, said)
 
     def _heard(self, sender: int, said: Any) -> None:
-        """A message of another rank."""
+        """Handle a message of another rank."""
         try:
             formation, kind, body = said
             self._hear(sender, formation, kind, body)
@@ -442,7 +442,7 @@ class BackendPath(Path):
 
 
 def _on_thread(function: Callable[[], object]) -> None:
-    """On a thread of its own, which keeps no process alive."""
+    """Run on a daemon thread of its own."""
     threading.Thread(target=function, name="kfcomm-backend", daemon=True).start()
 
 

@@ -47,60 +47,38 @@ Ended: TypeAlias = "Callable[[DeviceCall, BaseException | None], None]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOrder:
-    """The request of a call, the same on every rank.
+    """The request of a call, the same on every rank."""
 
-    Attributes:
-        kind: what is done, and the dtype of all parts.
-        key: under which name.
-        counts: what else must be the same everywhere.
-        overlapping: further uses of the key may begin before this one is over.
-        first: the first of several calls that are one to the caller, whose number this one takes: a rank that refuses
-            all of them takes a number of the first alone.
-        alike: what a next call under this name needs to have in common with this one, if its plan is to be cached.
-    """
-
-    kind: PlanKey
+    kind: PlanKey  # with the dtype of all parts
     key: str
-    counts: tuple[Any, ...] = ()
-    overlapping: bool = False
+    counts: tuple[Any, ...] = ()  # further values that must be the same on all ranks
+    overlapping: bool = False  # further uses of the key may begin before this one is over
+    # of several calls that are one to the caller: a rank that refuses them takes a number of the first alone
     first: Handle[Any] | None = None
+    # common properties of calls under this name: if equal, the next one may use the cached plan
     alike: Arguments | None = None
 
 
 @dataclass(slots=True, eq=False)
 class CallPlan:
-    """Common properties of all calls of one kind under one name, whatever arrays they have.
-
-    Attributes:
-        order: what is asked for.
-        path: what carries it out.
-        plan: signature and program.
-        memo: what the path has derived from it: by the key of a step, or "" for the call itself.
-    """
+    """Common properties of all calls of one kind under one name, whatever arrays they have."""
 
     order: DeviceOrder
     path: Path
     plan: Plan
+    # derived by the path: by the key of a step, or "" for the call itself
     memo: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBuffers:
-    """Device, stream and memory of an order on this rank.
-
-    Attributes:
-        device: where it is.
-        stream: the caller's.
-        ready: on that stream when the verb was called: behind it the sources may be read, and the targets written.
-        parts: flat sources and targets.
-        outcome: makes what the caller gets, once the caller's stream waits for the result.
-    """
+    """Device, stream and memory of an order on this rank."""
 
     device: Device
-    stream: Stream
-    ready: Mark
-    parts: tuple[Part, ...]
-    outcome: Callable[[], Any]
+    stream: Stream  # the caller's
+    ready: Mark  # on that stream at the time of the call: behind it the sources may be read, and the targets written
+    parts: tuple[Part, ...]  # flat sources and targets
+    outcome: Callable[[], Any]  # makes the caller's result, once the caller's stream waits for the data
 
 
 class Path(Protocol):
@@ -112,40 +90,37 @@ class Path(Protocol):
         ...
 
     def begin(self, call: DeviceCall) -> None:
-        """Carry it out; in the order of the program."""
+        """Begin a call; called in the order of the program."""
 
     def give_up(self, call: DeviceCall) -> None:
-        """It has failed: withdraw what is not on a stream yet."""
+        """Withdraw the parts of a failed call that are not on a stream yet."""
 
     def never_began(self, key: str, seq: int) -> None:
-        """A call of this rank failed before it began, and so fails on every rank."""
+        """Note a call of this rank that failed before it began, and so fails on every rank."""
 
     def hurry(self) -> None:
-        """Somebody waits for calls to be over."""
+        """Speed up: a caller waits for calls to be over."""
 
     def close(self) -> None:
-        """Nothing follows; what was begun has failed."""
+        """Close the path; calls under way have failed."""
 
 
 class DeviceCall:
     """One collective of device memory on this rank.
 
     Args:
-        group: of whom.
+        group: its ranks.
         plan: of the call.
         buffers: of the call.
         handle: of the caller.
-        ended: told when it is over, with an error that the handle could not raise any more.
+        ended: called when it is over, with an error that the handle could not raise any more.
         priority: see `Operation`.
 
     Attributes:
-        kind, key: see `DeviceOrder`.
-        device, stream, ready, parts: see `DeviceBuffers`.
         plans: those of the strategy in force when it was called.
-        signature: what all ranks must agree on.
-        memo: see `CallPlan`.
-        head: what the runtime knows of it.
-        is_over: done, or failed: its memory is not to be touched by anything that is not on a stream yet.
+        signature: value that all ranks must agree on.
+        head: its collective in the runtime.
+        is_over: done, or failed: its memory is touched only by work that is on a stream already.
         is_enqueued: the caller has its result.
     """
 
@@ -176,7 +151,7 @@ class DeviceCall:
         return shown(self.key)
 
     def post(self, timeout_s: float | None, *, overlapping: bool, seq: int | None = None) -> None:
-        """Take the name, and begin; the handle raises what prevents that.
+        """Take the name, and begin; the handle raises whatever prevents that.
 
         ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
         """
@@ -190,7 +165,7 @@ class DeviceCall:
         self._begin()
 
     def post_again(self, name: Compiled) -> bool:
-        """The same, as the next use of a cached name; False, and nothing begun, if anything is unusual."""
+        """Post the next use of a cached name; return False, with nothing begun, if anything is unusual."""
         self.head = head = name.operation(name, _Ending(self), NO_ARRAY, NO_ARRAY, None)
         head.nbytes = self._nbytes()
         if not self.group.engine.post_again(name.series, self.plans.stamp, head):
@@ -212,7 +187,7 @@ class DeviceCall:
         path.begin(self)
 
     def enqueued(self, mark: Mark) -> None:
-        """The result is complete behind this mark: the caller's stream waits for it, the caller does not."""
+        """Complete the result behind this mark: the caller's stream waits for it, the caller does not."""
         if self.is_over:
             return
         self.is_enqueued = True
@@ -227,17 +202,17 @@ class DeviceCall:
             self.handle.set_result(result)
 
     def done(self) -> None:
-        """Nothing on any stream touches its memory any more."""
+        """Finish it: no stream touches its memory any more."""
         if not self.is_over:
             self.head.collective.done_elsewhere()
 
     def failed(self, error: BaseException) -> None:
-        """It cannot be carried out on this rank: it fails on all."""
+        """Fail it on all ranks, since it cannot be carried out on this one."""
         if not self.is_over:
             self.group.engine.abort(self.head.collective, cause_of(error, self))
 
     def over(self, error: BaseException | None) -> None:
-        """The runtime has ended it."""
+        """Handle its end by the runtime."""
         self.is_over = True
         late = None
         if error is not None:
@@ -260,15 +235,15 @@ class _Ending:
         self.operation: Operation | None = None
 
     def done(self) -> bool:
-        """False: only the operation ends it."""
+        """Return False: only the operation ends it."""
         return False
 
     def set_result(self, _: Any) -> None:
-        """The operation is complete."""
+        """Handle the completion of the operation."""
         self._call.over(None)
 
     def set_exception(self, error: BaseException) -> None:
-        """The operation has failed."""
+        """Handle the failure of the operation."""
         self._call.over(error)
 
 
@@ -296,24 +271,15 @@ NewGroup = Callable[[str, Sequence[int]], tuple[GroupView, Layout]]
 
 @dataclass(slots=True, eq=False)
 class Paths:
-    """The paths of one group.
-
-    Attributes:
-        group: of whom.
-        mailbox: of the group.
-        device, maker: of this rank; None without a device.
-        choice: of the group; None where no rank has a device.
-        new_group: makes the groups inside of hosts, and across them.
-        pool_of: pinned memory for a device.
-    """
+    """The paths of one group."""
 
     group: Group
     mailbox: Mailbox
-    device: Device | None
+    device: Device | None  # of this rank; None without a device
     maker: BackendMaker | None
-    choice: Choice | None
-    new_group: NewGroup
-    pool_of: Callable[[Device], PinnedPool]
+    choice: Choice | None  # None where no rank has a device
+    new_group: NewGroup  # makes the groups inside of hosts, and across them
+    pool_of: Callable[[Device], PinnedPool]  # pinned memory for a device
     _made: dict[DeviceRoute, Path] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -328,17 +294,17 @@ class Paths:
         return CallPlan(order, path, plan)
 
     def never_began(self, key: str, seq: int) -> None:
-        """A call of this rank failed before anybody could tell which path it would take."""
+        """Note a failed call of this rank whose path is not known."""
         for path in self._made.values():
             path.never_began(key, seq)
 
     def hurry(self) -> None:
-        """Somebody waits for calls to be over."""
+        """Speed up: a caller waits for calls to be over."""
         for path in self._made.values():
             path.hurry()
 
     def close(self) -> None:
-        """Nothing follows; what was begun has failed. May be called again."""
+        """Close the paths; calls under way have failed. May be called again."""
         made, self._made = self._made, {}
         for path in made.values():
             path.close()

@@ -1,15 +1,14 @@
-"""Parts of one formation of a backend: what launches, what ranks tell each other, and what becomes of failed calls.
+"""Parts of one formation of a backend: the launcher, the channel between ranks, and the decision about failed calls.
 
-A backend may join two ranks only at the first launch that needs it, which then waits until both have come; the event
-loop must not, since others may be waiting for what it has to tell them. So `DeviceLauncher` makes the first launch of a
-kind on a thread, and so whatever comes while such a one is under way. All others, which are what a loop is made of,
-are made where they are.
+A backend may join two ranks only at the first launch that needs it, which then waits until both have come. The event
+loop must not wait, since other ranks may need messages from it. So `DeviceLauncher` makes the first launch of a kind on a
+thread, and those that come while it is under way. All others, the usual ones of a loop, are made where they are.
 
 Messages of a `Channel` are small and ordered; none is lost or doubled. They travel as messages of the group's
 mailbox, under a tag of their own; those to one rank in one turn of the loop travel as one. A message that a broken
 link may have lost is sent again, under its number: a rank that has had it ignores it.
 
-A call that only some ranks launch holds up every later launch: it *ends* the formation. A failed call that no rank has
+A call that only some ranks launch blocks every later launch: it *ends* the formation. A failed call that no rank has
 launched ends nothing, provided that no rank launches it later. So where a call fails, one rank decides for all
 (`Failures`)::
 
@@ -60,8 +59,8 @@ class DeviceLauncher:
     Args:
         backend: of one formation.
         device: of this rank.
-        stream: where all goes.
-        reactor: told of what the thread has done.
+        stream: for all launches.
+        reactor: gets the results of the thread.
         launched: called on the loop with each call, and the mark behind which its result is complete, or an error.
     """
 
@@ -79,7 +78,7 @@ class DeviceLauncher:
         self._thread: threading.Thread | None = None
 
     def launch(self, call: DeviceCall, kind: str, *, alone: bool) -> None:
-        """The next launch; once one of a ``kind`` was made, others of that kind do not block."""
+        """Make the next launch; after the first of a ``kind``, others of that kind do not block."""
         if not self._under_way and (alone or kind in self._kinds):
             self._launched(call, *self._put(call))
             return
@@ -91,7 +90,7 @@ class DeviceLauncher:
         self._queue.put(call)
 
     def close(self) -> None:
-        """Nothing is launched any more; what is being launched ends by itself, or by the backend's abort."""
+        """Stop launching; a launch under way ends by itself, or by the backend's abort."""
         self._queue.put(None)
 
     def _put(self, call: DeviceCall) -> tuple[Mark, BaseException | None]:
@@ -131,8 +130,8 @@ class Channel:
         mailbox: of the group.
         view: the group.
         reactor: the engine's.
-        listener: called with the sender and what it said, in the order in which that sender said it.
-        heard: called when something that was told has been heard by all whom it was told.
+        listener: called with each message and its sender, in the order of that sender.
+        heard: called when all receivers of a message have it.
 
     Attributes:
         batch: number of the next message, and of all others in this turn of the loop.
@@ -171,11 +170,11 @@ class Channel:
                 self.tell(rank, what)
 
     def is_heard(self, batch: int) -> bool:
-        """Whether all have heard what they were told up to this batch, or are gone."""
+        """Whether all ranks have received their messages up to this batch, or are gone."""
         return not any(number <= batch for number in self._unheard)
 
     def close(self) -> None:
-        """Nothing more is sent or heard."""
+        """Stop sending and hearing."""
         self._is_closed = True
         self._outbox.clear()
         self._unheard.clear()
@@ -260,19 +259,12 @@ ANSWER_WITHIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Functions that send messages about failures and carry out what follows.
+    """Functions that send messages about failures and carry out what follows."""
 
-    Attributes:
-        tell: one rank; without a rank all others, which only the leader does.
-        forbid: this use is never to be launched here; returns whether it has been.
-        end: the formation is over, for this reason.
-        go_on: nothing is held back any more.
-    """
-
-    tell: Callable[..., None]
-    forbid: Callable[[Use], bool]
-    end: Callable[[str], None]
-    go_on: Callable[[], None]
+    tell: Callable[..., None]  # one rank; without a rank all others, which only the leader does
+    forbid: Callable[[Use], bool]  # a use whose launch is forbidden from now on; returns whether it was launched
+    end: Callable[[str], None]  # ends the formation, for this reason
+    go_on: Callable[[], None]  # lets held-back calls continue
 
 
 class Failures:
@@ -296,7 +288,7 @@ class Failures:
         return use in self._known
 
     def failed(self, use: Use, *, launched: bool) -> None:
-        """A call has failed on this rank; or what all calls go by, which is as good as launched."""
+        """Handle a failed call of this rank, or a failed backend, which counts as launched."""
         if use in self._known and use not in self._asked:
             return
         self._know(use)
@@ -309,10 +301,10 @@ class Failures:
                 self._ways.end(_reason(use))
 
     def hear(self, sender: int, said: list[Any], *, is_current: bool) -> None:
-        """A message of another rank about a failure; ``is_current``: it is about the formation in force here.
+        """Handle a message of another rank about a failure; ``is_current``: it is about the formation in force here.
 
         Raises:
-            ValueError, TypeError: that makes no sense.
+            ValueError, TypeError: the message is malformed.
         """
         kind, key, seq, *rest = said
         use = (str(key), int(seq))

@@ -44,11 +44,11 @@ SHARE_NBYTES = 16 << 20
 
 
 class HierarchyStep:
-    """A part of a call on another path: to that path, a call. See ``DeviceCall`` for what is not said here.
+    """A part of a call on another path, where it counts as a call. For other attributes see ``DeviceCall``.
 
     Args:
         whole: the call.
-        group: among whom.
+        group: ranks of the step.
         key: unlike that of any other step of the call.
         ready: behind this the part may be read and written.
         then: called with the mark behind which the result is complete.
@@ -75,7 +75,7 @@ class HierarchyStep:
         self._done = done
 
     def enqueued(self, mark: Mark) -> None:
-        """The result is complete behind this mark."""
+        """Note that the result is complete behind this mark."""
         if self.is_over:
             return
         try:
@@ -84,20 +84,20 @@ class HierarchyStep:
             self.failed(error)
 
     def done(self) -> None:
-        """No stream touches the part any more."""
+        """Note that no stream touches the part any more."""
         if not self.is_over:
             self.is_over = True
             self._done(self)
 
     def failed(self, error: BaseException) -> None:
-        """It cannot be carried out: the whole fails with it."""
+        """Fail the whole call, since this step cannot be carried out."""
         if not self.is_over:
             self._whole.failed(error)
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One block of a call: what is reduced inside, this rank's share of it, and where it goes."""
+    """One block of a call: input of the step inside, this rank's share, and the target."""
 
     index: int
     source: Flat
@@ -252,7 +252,7 @@ class HierarchicalPath(Path):
             call.enqueued(mark)
 
     def _in_place(self, call: DeviceCall, under_way: _UnderWay, error: BaseException | None) -> None:
-        """The results of all blocks are where the caller wants them, or the device has failed."""
+        """Finish: the results of all blocks are in the caller's memory, or the device has failed."""
         under_way.is_in_place = True
         if error is not None:
             call.failed(error)

@@ -1,4 +1,4 @@
-"""How a call's memory goes through the host: in which segments, and what of each is where in host memory.
+"""Division of a call's memory into segments, and the layout of each segment in host memory.
 
 Invariants: it follows from the verb, the group and the numbers of elements alone, so all ranks cut alike.
 Nothing here touches memory; numbers are elements, unless their name says bytes.
@@ -53,24 +53,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Part of a call that goes through the host at a time.
+    """Part of a call that goes through the host at a time."""
 
-    Attributes:
-        index: in its call.
-        room: number of elements of its block.
-        count: elements of the collective; see ``Planner`` for what that means.
-        fetched: pieces of the sources that are copied to the host.
-        put: pieces of the targets that are copied from the host.
-        source, result: of its collective, in the block; None where this rank gives or gets nothing.
-    """
-
-    index: int
-    room: int
-    count: int
-    fetched: tuple[Piece, ...] = ()
-    put: tuple[Piece, ...] = ()
-    source: slice | None = None
-    result: slice | None = None
+    index: int  # in its call
+    room: int  # elements of its block
+    count: int  # elements of the collective, see ``Planner``
+    fetched: tuple[Piece, ...] = ()  # pieces of the sources, copied to the host
+    put: tuple[Piece, ...] = ()  # pieces of the targets, copied from the host
+    source: slice | None = None  # input of its collective, in the block; None where this rank gives nothing
+    result: slice | None = None  # the same of its result
 
 
 class SegmentPlace(NamedTuple):
@@ -104,7 +95,7 @@ def segments_of(
 
 
 def cut(counts: Sequence[int], per_segment: int) -> list[tuple[Piece, ...]]:
-    """The pieces of each segment. Parts are taken for one vector, end to end, so that small ones travel together.
+    """Return the pieces of each segment. Parts count as one vector, end to end, so that small ones travel together.
 
     All segments have ``per_segment`` elements but the last, which has from half as many to half as many again.
     """

@@ -1,18 +1,18 @@
 """Collectives of device memory through the host: copied there, carried out over the links, copied back.
 
-This is what the calls of one group share; see ``staging`` for how one of them goes.
+This module has the common part of the calls of one group; see ``staging`` for one call.
 
 What is posted is a collective of a group of its own (the same members), under the call's key, whose sequence number
 follows from the use of the key and the segment's index alone. So the numbers agree on all ranks, also where some have
 refused the call or mean another one, and collectives of one key are posted in the order of their numbers: a segment's
 *turn* comes when all earlier ones of its key are posted, or given up.
 
-Why it always proceeds: a call whose memory is ready waits for nothing but its own segments, the earlier calls of its
-key, and the other ranks. Each call has a window of its own, the pool of blocks never makes anyone wait, and within a
-key all ranks have the same order. What waits for a caller's stream waits on a *gate*, a stream of its own for each
-stream of a caller, on which nothing is put later than in ``begin``; all else goes to one stream for copies in and one
-for copies out, where nothing waits for anything but copies. For what a caller's stream does may be a collective, too,
-of another group, which other ranks begin when this call is done.
+Freedom from deadlock: a call whose memory is ready waits only for its own segments, the earlier calls of its key, and
+the other ranks. Each call has a window of its own, the pool of blocks never makes a call wait, and within a key all
+ranks have the same order. Waits for a caller's stream are put on a separate stream for each stream of a caller (its
+``gate``), and never later than in ``begin``. All other work goes to one stream for copies in and one for copies out,
+where a copy waits only for copies. The reason: the work of a caller's stream may be a collective of another group,
+which other ranks begin when this call is done.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StagedPath(Path):
     Args:
         group: its ranks.
         pool_of: the pool of blocks for a device.
-        segment_nbytes: see ``SEGMENT_NBYTES``; the same on every rank, as is what follows from it.
+        segment_nbytes: see ``SEGMENT_NBYTES``; the same on every rank, as is the cut of calls.
         window: see ``WINDOW``.
 
     Attributes:
@@ -125,5 +125,5 @@ class StagedPath(Path):
         return StagingStreams(gate, *self._ways[device])
 
     def forget(self, call: DeviceCall) -> None:
-        """Nothing of a call is under way any more. May be said again."""
+        """End a call with nothing under way any more. May be called again."""
         self._under_way.pop(call, None)

@@ -3,7 +3,7 @@
 A call is cut into *segments* (``segments``), and several are under way at a time, so that the copies to the host, the
 network and the copies back overlap. The life of a segment::
 
-    state      event                               next       what is done
+    state      event                               next       action
     ---------  ----------------------------------  ---------  ------------------------------------------------------
     waiting    fewer than ``window`` segments of   fetching   it takes a block; its pieces are fetched, behind the
                its call have a block                          place of the caller's stream where they are ready
@@ -114,7 +114,7 @@ class Staging:
         self._when_ready: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Put on streams what can be, and post what needs no copy."""
+        """Put the next copies on streams, and post segments that need no copy."""
         self._try(self._begin)
 
     def _begin(self) -> None:
@@ -178,10 +178,10 @@ class Staging:
             staged.memory = np.empty(0, dtype)
 
     def _once_safe(self, staged: _Staged, copy: Step, *, in_order: bool) -> None:
-        """Copy when the caller's memory is ready: at once where what is copied is put behind that (``in_order``).
+        """Copy when the caller's memory is ready: at once where the copy is put behind that on a stream (``in_order``).
 
-        But not memory that is not pinned: its copy may hold up this thread until its stream comes to it, and what the
-        stream waits for may, by way of other ranks, wait for this thread.
+        Memory that is not pinned is not copied at once: its copy may block this thread until its stream comes to it,
+        and the stream may, by way of other ranks, wait for this thread.
         """
         begin = partial(self._go_on, staged, copy)
         if self._is_ready or (in_order and (staged.block is None or staged.block.is_pinned())):
@@ -190,7 +190,7 @@ class Staging:
             self._when_ready.append(begin)
 
     def _ready(self, error: BaseException | None) -> None:
-        """The caller's stream has come to where the sources may be read, and the targets written."""
+        """Continue after the caller's stream: the sources may be read, and the targets written."""
         if error is not None:
             self._failed(error)
         self._is_ready = True
@@ -214,7 +214,7 @@ class Staging:
     # ---------------------------------------------------------------- posted
 
     def _post(self, staged: _Staged) -> None:
-        """Its turn has come."""
+        """Post the segment whose turn has come."""
         path, call, segment = self._path, self._call, staged.segment
         staged.state = StagingState.POSTED
         self._num_posted += 1
@@ -283,7 +283,7 @@ class Staging:
         self._call.done()
 
     def _give_back(self, staged: _Staged) -> None:
-        """Return the block of a segment, which no copy and no link uses any more."""
+        """Give back the block of a segment, which no copy and no link uses any more."""
         if staged.state is StagingState.OVER:
             return
         staged.state = StagingState.OVER
@@ -301,7 +301,7 @@ class Staging:
     # ---------------------------------------------------------------- failures
 
     def _go_on(self, staged: _Staged, step: Step, error: BaseException | None = None) -> None:
-        """Run the next step of a segment; if the call is over, return its block instead."""
+        """Run the next step of a segment; if the call is over, give its block back instead."""
         if error is not None:
             self._failed(error)
         if self._is_over:
@@ -317,13 +317,13 @@ class Staging:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        """The call cannot be done. The others hear why first, then what becomes of its segments."""
+        """Fail the call. The other ranks hear the reason first, then the outcome of its segments."""
         if not self._is_over:
             self._call.failed(error)
             self.give_up()
 
     def give_up(self) -> None:
-        """The call has failed: withdraw what is posted, take the numbers of what is not, and use no memory again."""
+        """Withdraw posted segments of a failed call, take the numbers of the others, and use no memory again."""
         if self._is_over:
             return
         self._is_over = True
@@ -338,7 +338,7 @@ class Staging:
         self._forget_if_at_rest()
 
     def _leave_out(self, index: int) -> None:
-        """The turn of the first segment that was not posted has come: neither it nor those behind it will be."""
+        """Abandon the segments from the first unposted one on, since its turn has come."""
         path, key = self._path, self._call.key
         message = f"{path.view.called(path.view.rank)} gave up its call of {shown(key)}"
         path.engine.refuse(path.view, key, message, seq=self._first_seq + index)
@@ -372,9 +372,9 @@ def _segments(call: DeviceCall, path: StagedPath) -> list[Segment]:
 
 
 def _plan_of(call: DeviceCall, count: int) -> Plan:
-    """The plan of a segment of ``count`` elements: on the graphs for its own size, as any collective of the host.
+    """Return the plan of a segment of ``count`` elements, on the graphs for its size, as any collective of the host.
 
-    Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
+    Its signature is that of the whole call, so that ranks that differ in the call notice, even if segments are alike.
     """
     kind = call.kind._replace(shape=(count,)) if SPECS[call.kind.verb].is_elementwise else call.kind
     plan, whole = call.plans.of(kind, call.key), call.signature

@@ -1,4 +1,4 @@
-"""Device memory for the verbs that know host memory alone: fetched before its step begins, put back after the last.
+"""Device memory for verbs that work on host memory only: fetched before the step begins, put back after the last.
 
 For calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So a
 call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
@@ -33,14 +33,14 @@ class Fetched:
     """An array on its way to host memory.
 
     Args:
-        array: on the device; kept alive until it is there.
+        array: on the device; kept alive until it is copied.
         device, pool: of the array, and of pinned memory for it.
         engine: a blocking caller may do its work.
-        timeout_s: until it is given up, in seconds.
+        timeout_s: bound of the wait, in seconds.
 
     Attributes:
-        flat: where it will be.
-        here: done when it is there; fails if the device does, or does not come to it in time.
+        flat: the host memory.
+        here: done when the copy is; fails if the device does, or does not come to it in time.
     """
 
     def __init__(self, array: DeviceArray, device: Device, pool: PinnedPool, engine: Engine, timeout_s: float) -> None:
@@ -93,7 +93,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The kind of a result that was made in host memory, of an array that was on a device. Implements ``ArrayKind``."""
+    """Array kind of results made in host memory for arrays on a device. Implements ``ArrayKind``."""
 
     kind: DeviceKind
     device: Device
@@ -106,7 +106,7 @@ class Returned:
         return self.kind.name
 
     def read(self, x: Any) -> tuple[Array, bool]:
-        """Never called: it was read as what it is."""
+        """Never called: arrays are read by their own kind."""
         raise TypeError(x)
 
     def write_into(self, out: Any) -> Array:
@@ -136,7 +136,7 @@ class OutOfHost:
         self._pool = pool
 
     def finish(self) -> Any:
-        """Puts the result where the caller wants it, on the caller's stream."""
+        """Copy the result to the caller's memory, on the caller's stream."""
         _put(self._device, self._pool, self.flat, self._place.flat, self._place.stream)
         return self._place.finish()
 
@@ -150,5 +150,5 @@ def _put(device: Device, pool: PinnedPool, source: Array, target: Flat, stream: 
 
 
 def _copied(block: Block, _: Flat, __: BaseException | None) -> None:
-    """On a thread of the device: neither is in use any more."""
+    """Release both, on a thread of the device: neither is in use any more."""
     block.release()

@@ -1,4 +1,4 @@
-"""The verbs on device memory: what is asked for, checked and turned into calls of this group's path.
+"""The verbs on device memory: arguments are checked and turned into calls of this group's path.
 
 Invariants: a call has its place in the program at once, whatever the device is doing; the host never waits for the
 device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
@@ -52,14 +52,8 @@ class Given(NamedTuple):
 class DeviceVerbs:
     """The device of one rank in one group, and the calls that are under way there.
 
-    Args:
-        paths: how orders are carried out in the group.
-        lack: why this rank has no device, where others have one.
-
-    Attributes:
-        mixed: some rank of the group has no device, where others do.
-        size: of the group.
-        reactor: of its engine.
+    ``lack``: reason for which this rank has no device, where others have one. ``mixed``: some rank of the group has no
+    device, where others do.
     """
 
     def __init__(self, paths: Paths, lack: str) -> None:
@@ -83,7 +77,7 @@ class DeviceVerbs:
         return type(x) is not np.ndarray and type(x) is not HostArray and is_on_device(x)
 
     def check(self, wire_dtype: Any) -> None:
-        """Before each call.
+        """Check the options and earlier failures, before each call.
 
         Raises:
             ConfigError: an option was given that is not for devices.
@@ -100,7 +94,7 @@ class DeviceVerbs:
     # ---------------------------------------------------------------- arrays
 
     def read(self, x: Any, stream: Stream | None) -> AnyArray:
-        """The caller's array.
+        """Read the caller's array.
 
         Raises:
             ConfigError: it cannot be exchanged; see ``adapt`` and ``adapt_device``.
@@ -129,7 +123,7 @@ class DeviceVerbs:
         return place
 
     def kind_like(self, like: Any, stream: Stream | None = None) -> ArrayKind:
-        """The kind of results that are to be as ``like``: NumPy's for None.
+        """Return the kind of ``like`` for results; NumPy's for None.
 
         Raises:
             ConfigError: it is on a device that this rank does not use.
@@ -143,14 +137,14 @@ class DeviceVerbs:
         return Returned(array.kind, device, array.stream, self._paths.pool_of(device))
 
     def on_host(self, x: Any, stream: Stream | None) -> tuple[HostArray, Fetched | None]:
-        """The caller's array in host memory, and when it is there, if it has to come from the device."""
+        """The caller's array in host memory, and its transfer if it comes from the device."""
         array = self.read(x, stream)
         if isinstance(array, HostArray):
             return array, None
         return self._on_host(array)
 
     def joined(self, parts: Sequence[Any], stream: Stream | None) -> tuple[HostArray, list[int], Fetched | None]:
-        """The arrays of a list, end to end in host memory, their rows, and when they are there.
+        """Return the arrays of a list, end to end in host memory, their rows, and their transfer if there is one.
 
         Raises:
             ConfigError: they differ in more than their first dimensions, or in where they are.
@@ -176,7 +170,7 @@ class DeviceVerbs:
         return array, rows, fetched
 
     def stacked(self, read: Sequence[AnyArray]) -> AnyArray:
-        """Arrays of one shape and dtype as one with an axis more, which is the first.
+        """Stack arrays of one shape and dtype along a new first axis.
 
         Raises:
             ConfigError: some are on the device and some are not.
@@ -191,7 +185,7 @@ class DeviceVerbs:
         return self._end_to_end(there, shape)
 
     def _end_to_end(self, parts: Sequence[DeviceArray], shape: Shape) -> DeviceArray:
-        """A copy of all of them, on the stream of the first."""
+        """Concatenate all of them by a copy, on the stream of the first."""
         first = parts[0]
         device = self._device_of(first)
         flat = device.empty(math.prod(shape), first.dtype, first.stream)
@@ -235,11 +229,11 @@ class DeviceVerbs:
         """Begin a call; the handle resolves when the result is ready on the caller's stream.
 
         Args:
-            order: what is done.
+            order: of the call.
             given: arrays of one memory.
-            outcome: what the caller gets, of the results.
+            outcome: makes the caller's result of the results.
             options: of the call; its timeout and priority count here.
-            handle: what is returned; a new one if left out.
+            handle: to be returned; a new one if left out.
 
         Raises:
             MemoryError: the device has no memory for the results.
@@ -315,7 +309,7 @@ class DeviceVerbs:
         return self.begin(order, [self.given(array, shape, options.out)], first_of, options, handle)
 
     def refused(self, name: str | None) -> None:
-        """A call was refused on this rank, under its name and its next number."""
+        """Note a call that was refused on this rank, under its name and its next number."""
         key, group = name or UNNAMED, self._group
         group.in_order(lambda: self._paths.never_began(key, group.last_seq(key)))
 
@@ -349,7 +343,7 @@ class DeviceVerbs:
         return self._wait(lambda call: call.is_enqueued)
 
     async def synchronize(self) -> None:
-        """Wait until all calls are over; raises what was not told yet."""
+        """Wait until all calls are over; raise an error that was not raised yet."""
         waiter = self._wait(lambda _: True)
         if waiter is not None:
             await waiter
