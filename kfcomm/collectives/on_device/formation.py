@@ -1,8 +1,8 @@
 """Parts of one formation of a backend: the launcher, the channel between ranks, and the decision about failed calls.
 
 A backend may join two ranks only at the first launch that needs it, which then waits until both have come. The event
-loop must not wait, since other ranks may need messages from it. So `DeviceLauncher` makes the first launch of a kind on a
-thread, and those that come while it is under way. All others, the usual ones of a loop, are made where they are.
+loop must not wait, since other ranks may need messages from it. So `DeviceLauncher` makes the first launch of a kind on
+a thread, and those that come while it is under way. All others, the usual ones of a loop, are made where they are.
 
 Messages of a `Channel` are small and ordered; none is lost or doubled. They travel as messages of the group's
 mailbox, under a tag of their own; those to one rank in one turn of the loop travel as one. A message that a broken
