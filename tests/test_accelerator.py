@@ -11,7 +11,7 @@ import pytest
 
 import kfcomm
 from kfcomm.arrays.devices import Device, DeviceReport
-from kfcomm.arrays.devices.routes import DeviceRoute
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.joining import Accelerator, look_for_device, set_up_devices
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.types import Layout
@@ -89,7 +89,7 @@ def test_the_blocking_communicator_too(finding: Finding) -> None:
     with kfcomm.sync.init() as comm:
         assert finding.asked == [("auto", 0)]
         assert comm.route is not None
-        assert comm.route.route is DeviceRoute.BACKEND
+        assert comm.route.route is Route.BACKEND
     assert len(finding.device.closed_by) == 1
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kfcomm.core.machine import UP, CollectiveDriver, Machine
-from kfcomm.core.program import Lane, Program, Route
+from kfcomm.core.program import Lane, LaneRoute, Program
 from kfcomm.types import override
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Collective(Machine):
         """The name, for people."""
         return self.series.group.titled(self.series.key.name)
 
-    def nbytes_expected(self, route: Route, index: int) -> int:
+    def nbytes_expected(self, route: LaneRoute, index: int) -> int:
         """Return the bytes of a chunk that arrives by this route."""
         sizes = self.series.sizes
         return self._count(route.lane, index) * (sizes.partial if route.is_partial else sizes.item)

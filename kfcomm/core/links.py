@@ -38,7 +38,7 @@ from typing import Any
 
 from kfcomm.core.collective import MAX_LEFT, AnySignature, Collective, Key, Series
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.program import Route
+from kfcomm.core.program import LaneRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Arrival:
 
     __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "sender", "series")
 
-    def __init__(self, series: Series, route: Route, sender: int) -> None:
+    def __init__(self, series: Series, route: LaneRoute, sender: int) -> None:
         program, sizes, lane = series.program, series.sizes, route.lane
         item = sizes.partial if route.is_partial else sizes.item
         self.series = series

@@ -25,7 +25,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Protocol
 
-from kfcomm.core.program import ABSENT, Lane, Program, Route
+from kfcomm.core.program import ABSENT, Lane, LaneRoute, Program
 from kfcomm.types import override
 
 
@@ -163,7 +163,7 @@ class Machine:
         if not (self.remaining or self.sends):
             self.driver.completed()
 
-    def accepts(self, route: Route, index: int) -> bool:
+    def accepts(self, route: LaneRoute, index: int) -> bool:
         """Return whether this chunk is valid now: its number exists, and it has not arrived before."""
         lane = route.lane
         if not 0 <= index < lane.num_chunks:
@@ -185,7 +185,7 @@ class Machine:
                         return True
         return False
 
-    def take(self, route: Route, index: int, payload: Any) -> bool:
+    def take(self, route: LaneRoute, index: int, payload: Any) -> bool:
         """Take a chunk of this lane; False, and nothing is done, if it has arrived before."""
         lane, position = route.lane, route.position
         folded, driver = self._folded, self.driver
@@ -218,7 +218,7 @@ class Machine:
             self.driver.completed()
         return True
 
-    def _take_in_turn(self, route: Route, index: int, payload: Any) -> bool:
+    def _take_in_turn(self, route: LaneRoute, index: int, payload: Any) -> bool:
         """Take a chunk that is out of turn, or that others wait for: children are folded in their order."""
         lane, position = route.lane, route.position
         slot = lane.base + index
@@ -243,7 +243,7 @@ class Machine:
             self._held = held or None
         return True
 
-    def arrived(self, route: Route, index: int, payload: Any) -> None:
+    def arrived(self, route: LaneRoute, index: int, payload: Any) -> None:
         """Take a chunk that ``accepts`` has admitted.
 
         A chunk may be admitted twice, on two links at a time: the first to be complete counts.

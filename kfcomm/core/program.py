@@ -78,7 +78,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class LaneRoute:
     """Arrivals on one lane in one direction from one sender.
 
     Attributes:
@@ -121,7 +121,7 @@ class Program:
     no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
     first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
-    routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
+    routes: dict[tuple[int, int, int], LaneRoute] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Derived once here, since every collective with this program reads them.
@@ -138,9 +138,9 @@ class Program:
         for number, lane in self.lanes.items():
             for position, child in enumerate(lane.children):
                 is_last = position + 1 == len(lane.children)
-                routes[number, 0, child] = Route(lane, 0, position, not lane.leaf_children[position], is_last)
+                routes[number, 0, child] = LaneRoute(lane, 0, position, not lane.leaf_children[position], is_last)
             if lane.down and lane.awaited:
-                routes[number, 1, lane.source] = Route(lane, 1, len(lane.children))
+                routes[number, 1, lane.source] = LaneRoute(lane, 1, len(lane.children))
         object.__setattr__(self, "routes", routes)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.arrays.devices.routes import Choice, DeviceRoute, agree, cautions, choose
+from kfcomm.arrays.devices.routes import Choice, Route, agree, cautions, choose
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 
@@ -63,7 +63,7 @@ def test_obstacles_to_nccl_give_staged_or_config_error(
     reports: list[DeviceReport], because: str, mixed: bool, hosts: int
 ) -> None:
     layout = Layout.even(len(reports), min(hosts, len(reports)))
-    assert choose(reports, layout, "auto") == Choice(DeviceRoute.STAGED, mixed, because)
+    assert choose(reports, layout, "auto") == Choice(Route.STAGED, mixed, because)
     with pytest.raises(ConfigError) as refused:
         choose(reports, layout, "nccl")
     assert str(refused.value) == f"transport 'nccl' cannot work: {because}; use 'auto'"
@@ -76,39 +76,37 @@ def test_on_one_host_the_backend_does_it_all(size: int) -> None:
         ("nccl", "transport 'nccl' was asked for"),
     ):
         choice = choose(gpus(size), Layout((0,) * size), transport)
-        assert choice == Choice(DeviceRoute.BACKEND, False, because)
+        assert choice == Choice(Route.BACKEND, False, because)
     assert str(choice) == "backend: transport 'nccl' was asked for"
 
 
 @pytest.mark.parametrize(
     ("hosts", "route", "because"),
     [
-        ((0, 0, 1, 1), DeviceRoute.HIERARCHY, "every rank has a device of its own, 2 on every one of several hosts"),
-        ((0, 1, 0, 1), DeviceRoute.HIERARCHY, "every rank has a device of its own, 2 on every one of several hosts"),
-        ((0, 1, 2, 3), DeviceRoute.STAGED, "every host has one rank, so that there is nothing to do inside a host"),
-        ((0, 0, 0, 1), DeviceRoute.STAGED, "the hosts have unequal numbers of ranks, from 1 to 3"),
-        ((0, 1, 1, 2), DeviceRoute.STAGED, "the hosts have unequal numbers of ranks, from 1 to 2"),
+        ((0, 0, 1, 1), Route.HIERARCHY, "every rank has a device of its own, 2 on every one of several hosts"),
+        ((0, 1, 0, 1), Route.HIERARCHY, "every rank has a device of its own, 2 on every one of several hosts"),
+        ((0, 1, 2, 3), Route.STAGED, "every host has one rank, so that there is nothing to do inside a host"),
+        ((0, 0, 0, 1), Route.STAGED, "the hosts have unequal numbers of ranks, from 1 to 3"),
+        ((0, 1, 1, 2), Route.STAGED, "the hosts have unequal numbers of ranks, from 1 to 2"),
     ],
 )
-def test_on_several_hosts_it_depends_on_how_they_are_shared(
-    hosts: tuple[int, ...], route: DeviceRoute, because: str
-) -> None:
+def test_on_several_hosts_it_depends_on_how_they_are_shared(hosts: tuple[int, ...], route: Route, because: str) -> None:
     assert choose(FOUR, Layout(hosts), "auto") == Choice(route, False, because)
-    assert choose(FOUR, Layout(hosts), "nccl").route is DeviceRoute.BACKEND
+    assert choose(FOUR, Layout(hosts), "nccl").route is Route.BACKEND
 
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_links_that_are_asked_for_carry_device_memory_too(transport: str) -> None:
     because = f"transport {transport!r} was asked for"
-    assert choose(FOUR, Layout((0,) * 4), transport) == Choice(DeviceRoute.STAGED, False, because)
-    assert choose([gpu(0), NOTHING], Layout((0, 0)), transport) == Choice(DeviceRoute.STAGED, True, because)
-    assert choose([gpu(0), OLD], Layout((0, 1)), transport) == Choice(DeviceRoute.STAGED, False, because)
+    assert choose(FOUR, Layout((0,) * 4), transport) == Choice(Route.STAGED, False, because)
+    assert choose([gpu(0), NOTHING], Layout((0, 0)), transport) == Choice(Route.STAGED, True, because)
+    assert choose([gpu(0), OLD], Layout((0, 1)), transport) == Choice(Route.STAGED, False, because)
     nobody = choose([NOTHING], Layout((0,)), transport)
-    assert nobody == Choice(DeviceRoute.STAGED, False, "no rank has a device (rank 0: no NVIDIA driver)")
+    assert nobody == Choice(Route.STAGED, False, "no rank has a device (rank 0: no NVIDIA driver)")
 
 
 def test_drivers_may_differ() -> None:
-    assert choose([gpu(0), gpu(1, driver=12040)], Layout((0, 0)), "auto").route is DeviceRoute.BACKEND
+    assert choose([gpu(0), gpu(1, driver=12040)], Layout((0, 0)), "auto").route is Route.BACKEND
 
 
 def test_ranks_of_a_group_are_named_as_in_the_world() -> None:
@@ -136,7 +134,7 @@ def test_every_world_of_three_has_one_route_for_all(transport: str) -> None:
                 continue
             choice = choose(reports, Layout(hosts), transport)
             whole = transport == "nccl" or (transport == "auto" and can and hosts == (0, 0, 0))
-            assert choice.route is (DeviceRoute.BACKEND if whole else DeviceRoute.STAGED)
+            assert choice.route is (Route.BACKEND if whole else Route.STAGED)
             assert choice.mixed == (0 < len(devices) < 3)
             assert choice.because
 

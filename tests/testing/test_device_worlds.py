@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import kfcomm
-from kfcomm.arrays.devices.routes import DeviceRoute
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.testing import MemoryWorld, run_threads, sync_world, world
 from tests.stubs import StubDevice, stub
 
@@ -22,7 +22,7 @@ async def test_every_rank_has_its_own_and_knows_of_all() -> None:
             assert setup.maker is maker
             assert setup.reports == tuple(one.report for one in devices)
             assert comm.route is not None
-            assert comm.route.route is DeviceRoute.BACKEND
+            assert comm.route.route is Route.BACKEND
     assert [len(device.closed_by) for device in devices] == [1, 1]
 
 
@@ -34,7 +34,7 @@ async def test_groups_have_routes_of_their_own() -> None:
         }
         assert comms[5]._session.devices.maker is None
         members = ([0, 1], [0, 1, 2, 3], [1, 2], [4, 5])
-        routes = (DeviceRoute.BACKEND, DeviceRoute.HIERARCHY, DeviceRoute.STAGED, DeviceRoute.STAGED)
+        routes = (Route.BACKEND, Route.HIERARCHY, Route.STAGED, Route.STAGED)
         for ranks, route in zip(members, routes, strict=True):
             groups = await kfcomm.testing.run_ranks([comms[rank] for rank in ranks], lambda comm: comm.group(ranks))  # noqa: B023
             assert {comm.route.route for comm in groups} == {route}
@@ -53,9 +53,9 @@ async def test_a_world_without_devices_has_no_routes() -> None:
 @pytest.mark.asyncio
 async def test_the_transport_of_devices() -> None:
     async with world(2, hosts=2, devices=[stub(0), stub(1)], device_transport="nccl") as comms:
-        assert comms[0].route.route is DeviceRoute.BACKEND
+        assert comms[0].route.route is Route.BACKEND
     async with world(2, devices=[stub(0), stub(1)], device_transport="tcp") as comms:
-        assert comms[1].route.route is DeviceRoute.STAGED
+        assert comms[1].route.route is Route.STAGED
     for devices in (None, [stub(0), None], [stub(0), stub(1, version=1)]):
         with pytest.raises(kfcomm.ConfigError, match="transport 'nccl' cannot work"):
             MemoryWorld(2, devices=devices, device_transport="nccl")
@@ -92,5 +92,5 @@ async def test_a_forked_child_lets_the_device_alone() -> None:
 def test_the_blocking_world() -> None:
     devices = [stub(0), stub(1), stub(2)]
     with sync_world(3, devices=devices, maker=object(), device_transport="nccl") as comms:
-        assert run_threads(comms, lambda comm: comm.route.route) == [DeviceRoute.BACKEND] * 3
+        assert run_threads(comms, lambda comm: comm.route.route) == [Route.BACKEND] * 3
     assert [len(device.closed_by) for device in devices] == [1] * 3

@@ -95,7 +95,7 @@ MAX_SHOWN = 4
 """Maximal number of different values in one sentence."""
 
 
-class DeviceRoute(StrEnum):
+class Route(StrEnum):
     """Ways to carry out collectives of device memory."""
 
     BACKEND = "backend"
@@ -115,7 +115,7 @@ class Choice(NamedTuple):
         because: the reason, naming ranks; a clause without a full stop.
     """
 
-    route: DeviceRoute
+    route: Route
     mixed: bool
     because: str
 
@@ -191,11 +191,11 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     if transport == "nccl":
         if obstacle is not None:
             raise ConfigError(f"transport 'nccl' cannot work: {obstacle}; use 'auto'")
-        return Choice(DeviceRoute.BACKEND, False, "transport 'nccl' was asked for")
+        return Choice(Route.BACKEND, False, "transport 'nccl' was asked for")
     if transport != "auto" and having:
-        return Choice(DeviceRoute.STAGED, mixed, f"transport {transport!r} was asked for")
+        return Choice(Route.STAGED, mixed, f"transport {transport!r} was asked for")
     if obstacle is not None:
-        return Choice(DeviceRoute.STAGED, mixed, obstacle)
+        return Choice(Route.STAGED, mixed, obstacle)
     return _by_hosts(layout)
 
 
@@ -258,16 +258,12 @@ def _by_hosts(layout: Layout) -> Choice:
     local_sizes = Counter(layout.hosts).values()
     fewest, most = min(local_sizes), max(local_sizes)
     if layout.num_hosts == 1:
-        return Choice(DeviceRoute.BACKEND, False, "every rank has a device of its own, on one host")
+        return Choice(Route.BACKEND, False, "every rank has a device of its own, on one host")
     if most == 1:
-        return Choice(
-            DeviceRoute.STAGED, False, "every host has one rank, so that there is nothing to do inside a host"
-        )
+        return Choice(Route.STAGED, False, "every host has one rank, so that there is nothing to do inside a host")
     if fewest < most:
-        return Choice(DeviceRoute.STAGED, False, f"the hosts have unequal numbers of ranks, from {fewest} to {most}")
-    return Choice(
-        DeviceRoute.HIERARCHY, False, f"every rank has a device of its own, {most} on every one of several hosts"
-    )
+        return Choice(Route.STAGED, False, f"the hosts have unequal numbers of ranks, from {fewest} to {most}")
+    return Choice(Route.HIERARCHY, False, f"every rank has a device of its own, {most} on every one of several hosts")
 
 
 def _by(ranks: _Ranks, key: Callable[[DeviceReport], str]) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 from kfcomm.arrays.devices import Device, Mark, Stream
 from kfcomm.arrays.devices.host import PinnedPool
-from kfcomm.arrays.devices.routes import Choice, DeviceRoute
+from kfcomm.arrays.devices.routes import Choice, Route
 from kfcomm.collectives.compiled import NO_ARRAY, Compiled
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
@@ -280,11 +280,11 @@ class Paths:
     choice: Choice | None  # None where no rank has a device
     new_group: NewGroup  # makes the groups inside of hosts, and across them
     pool_of: Callable[[Device], PinnedPool]  # pinned memory for a device
-    _made: dict[DeviceRoute, Path] = field(init=False, default_factory=dict)
+    _made: dict[Route, Path] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            self._made = {route: self._make(route) for route in {DeviceRoute.STAGED, self.choice.route}}
+            self._made = {route: self._make(route) for route in {Route.STAGED, self.choice.route}}
 
     def plan(self, order: DeviceOrder) -> CallPlan:
         """Choose what carries an order out. It depends on kind and name alone, and so is the same for the next call."""
@@ -309,25 +309,25 @@ class Paths:
         for path in made.values():
             path.close()
 
-    def _route(self, order: DeviceOrder) -> DeviceRoute:
+    def _route(self, order: DeviceOrder) -> Route:
         choice, maker, kind = self.choice, self.maker, order.kind
-        if choice is None or maker is None or choice.route is DeviceRoute.STAGED:
-            return DeviceRoute.STAGED
+        if choice is None or maker is None or choice.route is Route.STAGED:
+            return Route.STAGED
         if not maker.supports(kind.verb, kind.dtype, kind.op):
-            return DeviceRoute.STAGED
-        if choice.route is DeviceRoute.HIERARCHY:
-            return DeviceRoute.HIERARCHY if kind.verb is Verb.ALL_REDUCE and not order.counts else DeviceRoute.STAGED
+            return Route.STAGED
+        if choice.route is Route.HIERARCHY:
+            return Route.HIERARCHY if kind.verb is Verb.ALL_REDUCE and not order.counts else Route.STAGED
         is_even = kind.verb is not Verb.REDUCE_SCATTER or kind.shape[0] % self.group.view.size == 0
-        return DeviceRoute.BACKEND if is_even else DeviceRoute.STAGED
+        return Route.BACKEND if is_even else Route.STAGED
 
-    def _make(self, route: DeviceRoute) -> Path:
+    def _make(self, route: Route) -> Path:
         from kfcomm.collectives.on_device.backed import BackendPath
         from kfcomm.collectives.on_device.staged import StagedPath
 
         device, maker = self.device, self.maker
-        if route is DeviceRoute.STAGED or device is None or maker is None:
+        if route is Route.STAGED or device is None or maker is None:
             return StagedPath(self.group, self.pool_of)
-        if route is DeviceRoute.BACKEND:
+        if route is Route.BACKEND:
             return BackendPath(self.group, device, maker, self.mailbox)
 
         # Groups of the ranks of this host, and of those with the same place on every host.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.arrays.devices.routes import DeviceRoute
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -25,7 +25,7 @@ from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
 
 def _path(comm: Any) -> Any:
-    return comm._paths._made[DeviceRoute.BACKEND]
+    return comm._paths._made[Route.BACKEND]
 
 
 def _messages(world: DeviceWorld) -> int:

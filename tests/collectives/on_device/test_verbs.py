@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.arrays.devices.routes import DeviceRoute
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -385,7 +385,7 @@ async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
 async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: pytest.MonkeyPatch) -> None:
     async with device_world(4, hosts=2, tombstones=True) as world:
         await world.works("before")
-        device, stream = world.devices[1], world.comms[1]._paths._made[DeviceRoute.HIERARCHY]._stream
+        device, stream = world.devices[1], world.comms[1]._paths._made[Route.HIERARCHY]._stream
         wait = device.wait
 
         def fails(target: Any, mark: Any) -> None:
