@@ -219,27 +219,16 @@ class Waiter(Inbound, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """One rank in one epoch, as its transports see it.
+    """One rank in one epoch, as its transports see it."""
 
-    Attributes:
-        loop: where links are agreed on.
-        reactor: drives them from then on.
-        inbound: hears what arrives.
-        rank: world rank of this process.
-        local: world ranks on this host, this one included.
-        num_ranks: of the world.
-        checksum: whether frames that leave the host are sealed.
-        former: endpoint of the same transport in the epoch before; None in the first one.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    reactor: Reactor
-    inbound: Waiter
-    rank: int
-    local: tuple[int, ...]
-    num_ranks: int
-    checksum: bool = False
-    former: Endpoint | None = None
+    loop: asyncio.AbstractEventLoop  # where links are agreed on
+    reactor: Reactor  # drives them from then on
+    inbound: Waiter  # receives what arrives
+    rank: int  # world rank of this process
+    local: tuple[int, ...]  # world ranks on this host, this one included
+    num_ranks: int  # of the world
+    checksum: bool = False  # seal frames that leave the host
+    former: Endpoint | None = None  # endpoint of the same transport in the epoch before
 
 
 class Endpoint(Protocol):
@@ -357,19 +346,12 @@ class BackendMaker(Protocol):
 
 
 class DeviceSetup(NamedTuple):
-    """The devices of a world, as one rank knows them; the same reports and transport on all ranks.
+    """The devices of a world, as one rank knows them; the same reports and transport on all ranks."""
 
-    Attributes:
-        device: of this rank, or None.
-        reports: of all ranks, by rank in the world.
-        maker: of backends on the device; None if none runs collectives on it.
-        transport: agreed by all ranks, see ``routes.agree``.
-    """
-
-    device: Device | None
-    reports: tuple[DeviceReport, ...]
-    maker: BackendMaker | None
-    transport: str
+    device: Device | None  # of this rank
+    reports: tuple[DeviceReport, ...]  # by rank in the world
+    maker: BackendMaker | None  # of backends on the device; None if none runs collectives on it
+    transport: str  # agreed by all ranks, see ``routes.agree``
 
     @classmethod
     def none(cls, size: int) -> DeviceSetup:

@@ -141,28 +141,17 @@ MAX_HEAD_NBYTES = PREFIX_NBYTES + MAX_HEADER_NBYTES + MAX_SEAL_NBYTES
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Sizes in bytes, and counts. Twice or half of any of them made no measurable difference on loopback.
+    """Sizes in bytes, and counts. Twice or half of any of them made no measurable difference on loopback."""
 
-    Attributes:
-        staging_nbytes: buffer for heads and small frames; at least one whole head fits.
-        read_nbytes: bytes read at once while no large payload is under way; the beginning of the next one among them is
-            copied once more.
-        lookahead_nbytes: bytes read along with the end of a large payload.
-        burst_nbytes: bytes moved in one direction before the loop gets its turn.
-        gather_nbytes: bytes after which no further frame joins a system call.
-        gather_frames: frames in one system call, each at most two buffers; at most 500, since the kernel takes 1024.
-        small_nbytes: a payload up to this size is copied beside its head.
-        low_latency_nbytes: bound of both on a low-latency link.
-    """
-
-    staging_nbytes: int = 1 << 17
+    staging_nbytes: int = 1 << 17  # buffer for heads and small frames; at least one whole head fits
+    # read at once while no large payload is under way; the beginning of the next one is copied once more
     read_nbytes: int = 1 << 14
-    lookahead_nbytes: int = 1 << 12
-    burst_nbytes: int = 1 << 22
-    gather_nbytes: int = 1 << 21
-    gather_frames: int = 256
-    small_nbytes: int = 1 << 11
-    low_latency_nbytes: int = 1 << 17
+    lookahead_nbytes: int = 1 << 12  # read along with the end of a large payload
+    burst_nbytes: int = 1 << 22  # moved in one direction before the loop gets its turn
+    gather_nbytes: int = 1 << 21  # after this, no further frame joins a system call
+    gather_frames: int = 256  # per system call, each at most two buffers; at most 500: the kernel takes 1024
+    small_nbytes: int = 1 << 11  # a payload up to this size is copied beside its head
+    low_latency_nbytes: int = 1 << 17  # bound of burst_nbytes and gather_nbytes on a low-latency link
 
     def __post_init__(self) -> None:
         if self.staging_nbytes < MAX_HEAD_NBYTES:

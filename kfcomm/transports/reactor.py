@@ -38,13 +38,9 @@ LOOKS = 64
 
 
 class Poller(Protocol):
-    """Source of news without a descriptor, that must be polled: shared memory.
+    """Source of news without a descriptor, that must be polled: shared memory."""
 
-    Attributes:
-        is_awake: this process polls, so that peers need not wake it.
-    """
-
-    is_awake: bool
+    is_awake: bool  # this process polls, so that peers need not wake it
 
     @property
     def is_needed(self) -> bool:
@@ -96,29 +92,19 @@ class Timer:
 
 
 class Reactor:
-    """Deferred calls, timers, descriptors and pollers of one rank.
-
-    Attributes:
-        deferred: calls that are due, and their arguments.
-        time: the monotonic clock; another one where time is virtual.
-        due_s: earliest time of a timer, by that clock.
-        pollers: polled in every ``progress``.
-        looks: polls without news before a driver also looks at descriptors and the clock.
-        is_driven: the driver will call ``progress`` again before it rests; set by the driver.
-        woken: called when something is due; set by the driver.
-        failed: called with an error that a callback raised; set by the driver.
-    """
+    """Deferred calls, timers, descriptors and pollers of one rank."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.time = clock
-        self.pollers: list[Poller] = []
-        self.looks = LOOKS
-        self.is_driven = False
-        self.woken: Callable[[], None] = do_nothing
+        self.time = clock  # the monotonic clock; another one where time is virtual
+        self.pollers: list[Poller] = []  # polled in every ``progress``
+        self.looks = LOOKS  # polls without news before a driver also looks at descriptors and the clock
+        self.is_driven = False  # the driver will call ``progress`` again before it rests; set by the driver
+        self.woken: Callable[[], None] = do_nothing  # called when something is due; set by the driver
+        # called with an error that a callback raised; set by the driver
         self.failed: Callable[[BaseException], None] = _log
         self._watched: dict[int, tuple[Callback | None, Callback | None]] = {}
-        self.due_s = float("inf")
-        self.deferred: deque[tuple[Callback, tuple[Any, ...]]] = deque()
+        self.due_s = float("inf")  # earliest time of a timer, by that clock
+        self.deferred: deque[tuple[Callback, tuple[Any, ...]]] = deque()  # due calls, and their arguments
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = count()
         self._is_rung = False

@@ -39,9 +39,8 @@ _NOT_MINE_TO_TAKE = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.
 class DialRefused(TransportError):
     """No connection came about.
 
-    Attributes:
-        nobody_listens: every address refused the connection at once, so that process is gone. False after a timeout,
-            and when a process was there but refused the handshake.
+    ``nobody_listens``: every address refused the connection at once, so that process is gone. False after a timeout,
+    and when a process was there but refused the handshake.
     """
 
     def __init__(self, message: str, *, nobody_listens: bool = False) -> None:

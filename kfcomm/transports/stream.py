@@ -45,12 +45,7 @@ def open_endpoint(surroundings: Surroundings) -> StreamEndpoint:
 
 
 class StreamEndpoint(Endpoint):
-    """Stream links of one process: one for each connection.
-
-    Args:
-        surroundings: of the process.
-        link: class of the links.
-    """
+    """Stream links of one process: one for each connection; ``link`` is their class."""
 
     def __init__(self, surroundings: Surroundings, link: type[StreamLink]) -> None:
         self._surroundings = surroundings

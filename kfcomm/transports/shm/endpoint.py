@@ -60,19 +60,14 @@ def open_endpoint(surroundings: Surroundings) -> ShmEndpoint | None:
 
 
 class ShmEndpoint(Endpoint):
-    """Shared-memory links of one process. The arena of the former endpoint is reused if all of it is free.
-
-    Attributes:
-        hub: polls the links.
-        heaps: symmetric memory of this process and its peers.
-    """
+    """Shared-memory links of one process. The arena of the former endpoint is reused if all of it is free."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         local, inbound = surroundings.local, surroundings.inbound
         num_peers = len(local) - 1
         has_far = surroundings.num_ranks > len(local)
-        self.hub = Hub(surroundings.reactor, inbound.is_waiting, inbound.slots, has_far=has_far)
-        self.heaps = Heaps(surroundings.rank)
+        self.hub = Hub(surroundings.reactor, inbound.is_waiting, inbound.slots, has_far=has_far)  # polls the links
+        self.heaps = Heaps(surroundings.rank)  # symmetric memory of this process and its peers
         self._surroundings = surroundings
         self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
         # A borrowed piece may pin a whole slab, so peers may borrow half of the slabs at most: the other half always

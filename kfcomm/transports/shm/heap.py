@@ -38,19 +38,12 @@ MAX_LOANS = 1 << 10
 
 
 class Loan(NamedTuple):
-    """Array of this process that peers hold, too.
+    """Array of this process that peers hold, too."""
 
-    Attributes:
-        number: of the loan, from 1; open loans differ modulo `MAX_LOANS`.
-        place: see ``Heap.place_of``.
-        block: its bytes.
-        is_over: returns whether all peers have released it, given its number.
-    """
-
-    number: int
-    place: int
-    block: Array
-    is_over: Callable[[int], bool]
+    number: int  # from 1; open loans differ modulo `MAX_LOANS`
+    place: int  # see ``Heap.place_of``
+    block: Array  # its bytes
+    is_over: Callable[[int], bool]  # whether all peers have released the loan with this number
 
 
 class Heap:

@@ -31,13 +31,8 @@ LOOKS_AMONG_HOSTS = 4
 class Hub:
     """Poller of all links, and of ``slots``; implements ``reactor.Poller``.
 
-    Args:
-        reactor: drives it.
-        is_waiting: whether something is in flight on this rank.
-        has_far: there are ranks on other hosts.
-
-    Attributes:
-        restless: links to be polled also without news, until they have nothing left to do.
+    ``is_waiting`` tells whether a collective of this rank is in flight; ``has_far``, whether there are ranks on other
+    hosts.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class Hub:
         self._slots = slots
         self._is_waiting = is_waiting
         self._links: tuple[ShmLink, ...] = ()
-        self.restless: set[ShmLink] = set()
+        self.restless: set[ShmLink] = set()  # links to be polled also without news, until they have nothing left to do
         self._news: tuple[tuple[ShmLink, memoryview, int, RingReader], ...] = ()
         self._ended: list[ShmSender] = []
         self._gone: set[int] = set()

@@ -54,13 +54,7 @@ class LinkParts(NamedTuple):
 
 
 class ShmLink(Link, ABC):
-    """One end; see `ShmSender` and `ShmReceiver`. Payloads are never placed, so there is nothing to disown.
-
-    Attributes:
-        news: counter of the peer's writes (words, index), and the reader that counts how much of it was read.
-        owes_bell: the peer may sleep through a stored record.
-        is_closing: this side has said goodbye, or is about to, or the link has ended.
-    """
+    """One end; see `ShmSender` and `ShmReceiver`. Payloads are never placed, so there is nothing to disown."""
 
     kind = "shm"
     needs_flush = False
@@ -83,14 +77,16 @@ class ShmLink(Link, ABC):
         self._returned = wire.shared.returned
         self._out, self._into = rings
         self._shown_nbytes = 0
+        # counter of the peer's writes (words, index), and the reader that counts how much of it was read
         self.news = (self._words, int(self._tail), self._into)
         self.slots = wire.slots
         self._keeper = wire.keeper
         self._restless = wire.keeper.restless
         self._encode = make_encoder()
         self._fence = fence()
-        self.owes_bell = False
+        self.owes_bell = False  # the peer may sleep through a stored record
         self._bell_looks = 0
+        # this side has said goodbye, or is about to, or the link has ended
         self.is_closing = self._said_bye = self._heard_bye = False
         wire.reactor.add_reader(self._fd, self._rung)
 

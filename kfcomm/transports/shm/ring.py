@@ -143,15 +143,7 @@ class RingWriter:
 
 
 class RingReader:
-    """Reading side; see `RingWriter`.
-
-    Attributes:
-        head: bytes ever read.
-        is_open: reading continues.
-        take_chunk: gets the chunks that ``read`` finds with a payload in the ring.
-        num_records: number of records ever read.
-        payload_nbytes: bytes of the payloads that were in the ring.
-    """
+    """Reading side; see `RingWriter`."""
 
     __slots__ = (
         "_control", "_head_word", "_memory", "_nbytes", "_no_size", "_tail_word",
@@ -165,10 +157,10 @@ class RingReader:
         self._no_size = ~(2 * self._nbytes - ALIGN_NBYTES)
         """Bits that are clear in every valid number of bytes to be read."""
         self._tail_word, self._head_word = int(tail), int(head)
-        self.head = 0
+        self.head = 0  # bytes ever read
         self.is_open = True
-        self.take_chunk: TakeChunk = _nobody_takes
-        self.num_records = self.payload_nbytes = 0
+        self.take_chunk: TakeChunk = _nobody_takes  # gets the chunks that ``read`` finds with a payload in the ring
+        self.num_records = self.payload_nbytes = 0  # ever read; payloads that were in the ring
 
     def read(self, limit: int, take: Take) -> None:
         """Read records, at least one and not many more bytes than ``limit``.

@@ -132,23 +132,17 @@ class Arena:
     The piece freed last is handed out first, since it is still in the cache.
 
     Invariants: a piece is in use from ``publish`` until every reader has been released; its bytes do not change
-    meanwhile. An arena knows neither links nor what a payload means.
+    meanwhile. An arena knows neither links nor the meaning of a payload.
 
     Args:
         num_slabs: size in slabs.
         segment: descriptor and mapping of an existing segment of that size; a new one by default.
-
-    Attributes:
-        num_slabs: see above.
-        descriptor: of the segment, to be passed to peers; -1 when it is closed or handed on.
-        nbytes: the size of the segment.
-        num_freed: number of pieces ever freed.
-        is_doubtful: a piece was freed although its reader has not returned it: it may still read there.
     """
 
     def __init__(self, num_slabs: int, segment: tuple[int, mmap.mmap] | None = None) -> None:
         self.num_slabs = num_slabs
         self.nbytes = num_slabs * SLAB_NBYTES + 2 * SKEW_NBYTES
+        # of the segment, to be passed to peers; -1 when it is closed or handed on
         self.descriptor, self._mapping = segment or create("kfcomm-arena", self.nbytes)
         self._view = pieces_in(self._mapping)
         self._idle_slabs = list(range(num_slabs - 1, -1, -1))
@@ -156,8 +150,8 @@ class Arena:
         self._size_of_slab = [0] * num_slabs
         self._used_of_slab = [0] * num_slabs
         self._readers: dict[int, int] = {}
-        self.num_freed = 0
-        self.is_doubtful = False
+        self.num_freed = 0  # pieces ever freed
+        self.is_doubtful = False  # a piece was freed although its reader has not returned it: it may still read there
         self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
         self._shown: dict[int, tuple[int, weakref.ref[memoryview]]] = {}

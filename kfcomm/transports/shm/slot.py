@@ -32,8 +32,7 @@ class Slot:
     """One slot, as one of its ranks uses it, for messages that every rank reads as a whole.
 
     Attributes:
-        memory: its memory.
-        number: in that memory.
+        number: in ``memory``.
         places: of the regions of its ranks.
         members, others: their world ranks, all and without this one.
         posted: reads the latest words of all ranks.
@@ -42,14 +41,13 @@ class Slot:
             latest use has. If it ``is_whole``, a use is complete when they are folded, else see ``look``.
         is_dead: this rank does not use it any more.
         num_uses: uses completed by this rank.
-        at, room: offset and bytes of its buffers in each region.
+        at: offset of its buffers in each region; ``room``: their bytes.
         users: world ranks that may use it; maintained by the rank that handed it out.
-        told_from: use from which on all ranks were told to stop; maintained by the rank that handed it out.
+        told_from: use from which on all ranks have to stop; maintained by the rank that handed it out.
         root: world rank that handed it out; ``is_root``: this one.
         parked: reads the parked flags of all ranks of the memory.
         late: words seen when some were missing, for a use that has waited; its reader clears it.
         outcome: result of the latest use, if it is not in the array that was given for it.
-        board: reserved for a poller of many slots.
         awaited: word that all ranks should have had in ``late``; 0 for the use's first.
         has_moved: a use that is not complete has progressed; its reader clears it.
         has_news: this rank has stored something, and a peer sleeps that may have to be woken.
@@ -83,7 +81,7 @@ class Slot:
         self._gives, self._itemsize, self._rank = cut.gives, dtype.itemsize, rank
         self.late: list[int] = []
         self.outcome: Array | None = None
-        self.board: Any = None
+        self.board: Any = None  # reserved for a poller of many slots
         self.combine = combine
         self._fence = fence()
         self.parked = memory.parked

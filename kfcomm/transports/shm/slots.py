@@ -85,19 +85,17 @@ class Cut:
         is_turned: it is long: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own
             contribution last, as along a chain to it. Else all is folded from rank 0 on.
         is_shared: the result is one array, which all ranks see.
-        is_whole: it is not cut, however long it is. By default only what is short is not.
+        is_whole: it is not cut, however long it is. By default only short messages are not cut.
         shows: elements that this rank gives, if not ``count``: those, or none.
-        reads: where begins and ends what this rank reads of what each gives; only of what is not cut.
+        reads: begin and end of the part that this rank reads of each contribution; only if it is not cut.
         has_hub: the rank that handed the slot out reads all contributions, and shows the result: see ``HubSlot``.
-        gives: see ``Gives``; by default each reads all of each, or its part of it and what each has made of its own.
+        gives: see ``Gives``; by default each rank reads all contributions, or its part of each and all folded parts.
 
     Attributes:
         parts: begin and length of the part of each rank.
         piece: elements of a part at a time: all, unless it is turned. A *window* is a piece of each part.
         num_windows: number of windows, each with its own word.
-        count, is_turned, is_shared, is_whole, shows, reads, has_hub, gives: see above.
         is_by_row: contributions are given to ``Combine`` as a list; set where that is faster.
-        room: bytes of a slot in each region.
     """
 
     __slots__ = (
@@ -121,7 +119,7 @@ class Cut:
         if self.is_whole:
             self.parts: list[tuple[int, int]] = []
             self.piece, self.num_windows = count, 1
-            self.room = 2 * lines(count * itemsize)
+            self.room = 2 * lines(count * itemsize)  # bytes of a slot in each region
             return
         self.parts = split(count, num_ranks)
         if gives is None:
@@ -140,21 +138,14 @@ class Cut:
 
 
 class SlotSpec(NamedTuple):
-    """One slot of a group, as this rank is to use it.
+    """One slot of a group, as this rank is to use it."""
 
-    Attributes:
-        number, at: see ``SlotMemory.hand_out``.
-        members: world ranks of the group; ``rank`` and ``hub`` are places among them.
-        hub: the process that has handed the slot out.
-        dtype: of the contributions.
-    """
-
-    number: int
+    number: int  # see ``SlotMemory.hand_out``, also for ``at``
     at: int
-    members: Sequence[int]
+    members: Sequence[int]  # world ranks of the group; ``rank`` and ``hub`` are places among them
     rank: int
-    hub: int
-    dtype: np.dtype[Any]
+    hub: int  # the process that has handed the slot out
+    dtype: np.dtype[Any]  # of the contributions
     cut: Cut
     combine: Combine
 
@@ -192,34 +183,27 @@ class SlotMemory:
     """Slots that one process hands out, as seen by one that may use them. It is mapped when the first slot is used.
 
     Args:
-        descriptor: of the segment; closed with this object, or when the memory of a peer is mapped.
+        descriptor: of the segment; owned: closed with this object, or when the memory of a peer is mapped.
         ranks: world ranks that have a region, all of this host, in their order.
         heaps: of this process and its peers.
         is_own: this process hands out the slots, and passes the memory to peers.
-
-    Attributes:
-        descriptor: see above; -1 when it is closed.
-        heaps: see above.
-        num_slots: number of slots ever handed out here.
-        places: of the regions, by world rank.
-        own_words: those that this process stores, by ``POSTED`` or another kind, plus slot.
 
     Raises:
         RemoteProtocolError: the segment has another size.
     """
 
     def __init__(self, descriptor: int, ranks: Sequence[int], heaps: Heaps, *, is_own: bool = False) -> None:
-        self.descriptor = descriptor
+        self.descriptor = descriptor  # -1 when it is closed
         self.heaps = heaps
         self._is_own = is_own
-        self.places = {world: place for place, world in enumerate(ranks)}
+        self.places = {world: place for place, world in enumerate(ranks)}  # of the regions, by world rank
         self._own_place = self.places[heaps.rank]
         self._everywhere = tuple(range(len(ranks)))
         self._stride = nbytes_of_regions(len(ranks))
         self._mapping: tuple[mmap.mmap, mmap.mmap] | None = None
-        self.own_words = memoryview(b"").cast("q")
+        self.own_words = memoryview(b"").cast("q")  # stored by this process, by ``POSTED`` or another kind, plus slot
         self.parked: Words = list
-        self.num_slots = 0
+        self.num_slots = 0  # ever handed out here
         self._next_at = _BUFFERS_AT
         self._vacant: dict[int, deque[tuple[int, int]]] = {}
         check(descriptor, self._stride * len(ranks))
