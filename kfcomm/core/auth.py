@@ -127,16 +127,13 @@ class Unauthenticated(Generic[K]):
     Args:
         limit: how many there may be.
         of_one: how many of one address.
-
-    Attributes:
-        is_flood: the latest connection had another one closed.
     """
 
     def __init__(self, limit: int = MAX_UNAUTHENTICATED, of_one: int = MAX_OF_ONE_ADDRESS) -> None:
         self._limit = limit
         self._of_one = of_one
         self._open: dict[K, Hashable] = {}  # in the order of their arrival
-        self.is_flood = False
+        self.is_flood = False  # another connection was closed for the latest one
 
     def __len__(self) -> int:
         return len(self._open)

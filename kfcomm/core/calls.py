@@ -57,23 +57,16 @@ ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED, BROKEN, RESUME = (int(tell) fo
 
 
 class Calls:
-    """Table of calls of one rank.
-
-    Attributes:
-        rank: world rank of this process.
-        live: collectives that are posted and not complete, with their drivers.
-        names: keys and signatures, with their numbers on links.
-        lost: why a peer is gone, by world rank.
-        dead: why a collective that is not posted is over, by group id, name and sequence number.
-    """
+    """Table of calls of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.live: dict[Collective, CollectiveDriver] = {}
-        self.names = Names()
+        self.live: dict[Collective, CollectiveDriver] = {}  # posted and not complete, with their drivers
+        self.names = Names()  # keys and signatures, with their numbers on links
         self._aborted = Aborted()
         # Aliases of the same tables: every post looks at them, and a call would cost more than the look.
-        self.lost = self._aborted.lost
+        self.lost = self._aborted.lost  # causes by world rank
+        # causes of collectives that are not posted and over, by group id, name and sequence number
         self.dead = self._aborted.causes
         self._groups = self._aborted.groups
 
@@ -227,19 +220,15 @@ class Aborted:
 
     It decides nothing and drops nothing: the router asks it. Memory is bounded: the oldest aborted calls are forgotten,
     since most are of groups that this rank is not in.
-
-    Attributes:
-        causes: why a collective that is not posted yet is over, by group id, name and sequence number.
-        lost: why a peer is gone, by world rank.
-        groups: groups of this rank, by id, as far as it has used them.
     """
 
     __slots__ = ("causes", "groups", "lost")
 
     def __init__(self) -> None:
+        # of collectives that are not posted yet and over, by group id, name and sequence number
         self.causes: dict[tuple[bytes, str, int], Cause] = {}
-        self.lost: dict[int, Cause] = {}
-        self.groups: dict[bytes, GroupView] = {}
+        self.lost: dict[int, Cause] = {}  # by world rank
+        self.groups: dict[bytes, GroupView] = {}  # groups of this rank, by id, as far as it has used them
 
     def put(self, group_id: bytes, name: str, seq: int, cause: Cause) -> bool:
         """Record that a collective that is not posted is aborted; False if it was recorded before."""

@@ -38,18 +38,13 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A failure of one collective.
+    """A failure of one collective."""
 
-    Attributes:
-        kind: decides the type of the error.
-        rank: world rank that found it; for ``LOST`` the rank that is gone; for ``EPOCH`` the number of the next epoch.
-        message: text of the error, ranks of the group included.
-        arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: the survivors.
-    """
-
-    kind: CauseKind
+    kind: CauseKind  # decides the type of the error
+    # world rank that found it; for ``LOST`` the rank that is gone; for ``EPOCH`` the number of the next epoch
     rank: int
-    message: str
+    message: str  # text of the error, ranks of the group included
+    # arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: the survivors
     arrived: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
 

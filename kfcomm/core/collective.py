@@ -30,21 +30,13 @@ MAX_LEFT = 1 << 10
 
 @dataclass(frozen=True, eq=False)
 class GroupView:
-    """A group as one of its members sees it: world ranks in group order.
+    """A group as one of its members sees it: world ranks in group order."""
 
-    Attributes:
-        id: the same bytes on every member, different for every group that ever was.
-        members: world rank of each group rank.
-        rank: this process's group rank.
-        within: for a pair that carries messages inside a group, that group: callers know its ranks.
-        index: group rank by world rank.
-    """
-
-    id: bytes
-    members: tuple[int, ...]
-    rank: int
-    within: GroupView | None = None
-    index: dict[int, int] = field(init=False)
+    id: bytes  # the same bytes on every member, different for every group of the job
+    members: tuple[int, ...]  # world rank of each group rank
+    rank: int  # this process's group rank
+    within: GroupView | None = None  # the group in which this pair carries messages: callers know its ranks
+    index: dict[int, int] = field(init=False)  # group rank by world rank
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index", {world: rank for rank, world in enumerate(self.members)})
@@ -76,18 +68,7 @@ class GroupView:
 
 
 class Key:
-    """A name in a group, with its uses: live, early and past.
-
-    Attributes:
-        series: common record of the latest uses.
-        others: those of earlier uses, by the number of their signature; None for most names, which have one signature.
-        offers: shared-memory slots offered for it, by signature, until they are taken; None before the first.
-        slots: slots that were taken, by signature; they outlive the series.
-        spoilt: the latest use that failed here or was left out; see ``spoil``.
-        begun: a use that runs outside the router; it becomes live when it is asked to ``enter``.
-        has_ended: this rank has left the group, and uses the name no more.
-        tally: reserved for the engine's counters; the core never reads it.
-    """
+    """A name in a group, with its uses: live, early and past."""
 
     __slots__ = (
         "begun", "early", "group_id", "has_ended", "id", "live", "name", "next_seq", "offers", "others",
@@ -99,16 +80,19 @@ class Key:
         self.group_id = group_id
         self.name = name
         self.next_seq = 0
-        self.spoilt = -1
+        self.spoilt = -1  # the latest use that failed here or was left out; see ``spoil``
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
-        self.series: Series | None = None
+        self.series: Series | None = None  # common record of the latest uses
+        # series of earlier uses, by the number of their signature; None for most names: they have one signature
         self.others: dict[int, Series] | None = None
+        # shared-memory slots offered for it, by signature, until they are taken; None before the first
         self.offers: dict[AnySignature, tuple[Any, ...]] | None = None
+        # slots that were taken, by signature; they outlive the series
         self.slots: dict[AnySignature, Any] | None = None
-        self.begun: Any = None
-        self.tally: Any = None
-        self.has_ended = False
+        self.begun: Any = None  # a use that runs outside the router; it becomes live when it is asked to ``enter``
+        self.tally: Any = None  # reserved for the engine's counters; the core never reads it
+        self.has_ended = False  # this rank has left the group, and uses the name no more
 
     def end(self) -> None:
         """Forget what was prepared for further uses: this rank has left the group."""
@@ -142,27 +126,19 @@ class ItemSizes:
 class Post(NamedTuple):
     """A call as this rank posts it.
 
-    Attributes:
-        group: in which it is posted.
-        name: under which.
-        signature: what all ranks must agree on.
-        program: what this rank does.
-        sizes: bytes per element of its chunks.
-        generation: of the strategy under which the program was made; the same on every rank.
-        overlapping: further uses of the name may begin before earlier ones are complete; otherwise a second use while
-            the first is in flight fails on every rank, and the first continues.
-        seq: take this number, which is not below the next, and leave out those before it.
+    ``overlapping``: further uses of the name may begin before earlier ones are complete; otherwise a second use while
+    the first is in flight fails on every rank, and the first continues.
     """
 
     # A named tuple, not a dataclass: ten thousand names that are used once each make one of these each.
     group: GroupView
     name: str
-    signature: Signature
-    program: Program
-    sizes: ItemSizes
-    generation: int = 0
+    signature: Signature  # value that all ranks must agree on
+    program: Program  # of this rank
+    sizes: ItemSizes  # bytes per element of its chunks
+    generation: int = 0  # of the strategy under which the program was made; the same on every rank
     overlapping: bool = False
-    seq: int | None = None
+    seq: int | None = None  # take this number, which is not below the next, and leave out those before it
 
 
 class Series:
@@ -216,7 +192,6 @@ class Collective(Machine):
     """A machine with a name: posted, and not complete.
 
     Attributes:
-        series: record shared with other uses of its name.
         seq: number of this use of the name.
         stamp: twice the generation of the strategy; a chunk's header has one more if the chunk is charged to the
             sender's credit. The generation is not part of the signature, so that a strategy can be set repeatedly
@@ -350,12 +325,8 @@ ALONE = {"strategy": "set_strategy", "probe": "probe"}
 class GroupTable:
     """Groups that one rank is in, by id.
 
-    Args:
-        world: all ranks as a group.
-
-    Attributes:
-        known: name and members, by world rank, of every group that this rank is in, by id; of those that it has left,
-            the latest.
+    ``known`` has name and members, by world rank, of every group that this rank is in, by id; of those that it has
+    left, the latest.
     """
 
     def __init__(self, world: GroupView) -> None:
@@ -375,7 +346,7 @@ class GroupTable:
         return GroupView(identity, world_ranks, world_ranks.index(self._rank))
 
     def leave(self, group_id: bytes) -> None:
-        """This rank has left a group. Late messages name it, so the latest ``MAX_LEFT`` stay known."""
+        """Note that this rank has left a group. Late messages name it, so the latest ``MAX_LEFT`` stay known."""
         self._left.append(group_id)
         if len(self._left) > MAX_LEFT:
             self.known.pop(self._left.popleft(), None)

@@ -40,19 +40,12 @@ class Due(IntEnum):
 
 
 class Waiting(Protocol):
-    """Item with a deadline.
+    """Item with a deadline."""
 
-    Attributes:
-        posted_s: when it began to wait.
-        timeout_s: seconds until it expires; ``NEVER`` for a part of something that has a deadline.
-        due_s: when it is due next; see ``first_due_s``.
-        told: stages that were reported, a sum of ``Due``; 0 at first.
-    """
-
-    posted_s: float
-    timeout_s: float
-    due_s: float
-    told: int
+    posted_s: float  # beginning of the wait
+    timeout_s: float  # seconds until it expires; ``NEVER`` for a part of something that has a deadline
+    due_s: float  # next stage; see ``first_due_s``
+    told: int  # sum of the reported stages (``Due``)
 
 
 W = TypeVar("W", bound=Waiting)

@@ -272,15 +272,11 @@ _Expects = dict[type[Message], Callable[[Any], HandshakeStep]]
 
 
 class _Machine:
-    """Common part of both sides: the messages expected next, each with its handler; none once it is over.
-
-    Attributes:
-        keys: for the frames that follow; known when done.
-    """
+    """Common part of both sides: the messages expected next, each with its handler; none once it is over."""
 
     def __init__(self, expects: _Expects) -> None:
         self._expects = expects
-        self.keys: Keys | None = None
+        self.keys: Keys | None = None  # for the frames that follow; known when done
 
     def receive(self, message: Message) -> HandshakeStep:
         """Return the reaction to a message of the other side."""
@@ -304,9 +300,6 @@ class Dialler(_Machine):
         epoch: the epoch both must be in.
         token: secret of the job.
         nonce: 32 random bytes, used once.
-
-    Attributes:
-        hello: the first message.
     """
 
     def __init__(self, me: Identity, peer: Identity, *, purpose: int, epoch: int, token: bytes, nonce: bytes) -> None:
@@ -340,9 +333,6 @@ class Answerer(_Machine):
         epoch: the epoch both must be in.
         token: secret of the job.
         nonce: 32 random bytes, used once.
-
-    Attributes:
-        hello: hello of the peer; None until it is proven.
     """
 
     def __init__(
@@ -351,7 +341,7 @@ class Answerer(_Machine):
         super().__init__({Hello: self._on_hello})
         self._me, self._accept = me, accept
         self._epoch, self._token, self._nonce = epoch, token, _checked(nonce)
-        self.hello: Hello | None = None
+        self.hello: Hello | None = None  # hello of the peer; None until it is proven
 
     def _on_hello(self, hello: Hello) -> HandshakeStep:
         if hello.protocol != PROTOCOL_VERSION:

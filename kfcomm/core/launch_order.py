@@ -77,16 +77,11 @@ TOLD, FIXED, FREEZE, FROZEN, RESUME, STUCK = range(6)
 
 
 class LaunchOrder(ABC):
-    """Launch order of one group as one of its ranks sees it. Made by ``launch_order``.
-
-    Attributes:
-        mode: see the table above.
-        num_messages: sent by this rank so far; one to every other rank counts as one.
-    """
+    """Launch order of one group as one of its ranks sees it. Made by ``launch_order``."""
 
     def __init__(self, rank: int, size: int, patience_s: float) -> None:
-        self.mode = Mode.LEARNING
-        self.num_messages = 0
+        self.mode = Mode.LEARNING  # see the table of the module
+        self.num_messages = 0  # sent by this rank so far; one to every other rank counts as one
         self._rank = rank
         self._size = size
         self._patience_s = patience_s
@@ -348,14 +343,11 @@ class Cycles(Generic[Name]):
             with the same names equally often.
         shortest: fewest names of a cycle that two whole passes have shown.
 
-    Attributes:
-        names: the sequence so far.
-
     Cost: O(1) for each name with ``is_first``; else O(names so far), a few additions each, up to ``2 * MAX_CYCLE``.
     """
 
     def __init__(self, *, is_first: bool = True, shortest: int = 1) -> None:
-        self.names: list[Name] = []
+        self.names: list[Name] = []  # the sequence so far
         self._is_first = is_first
         self._shortest = shortest
         self._seen: set[Name] = set()

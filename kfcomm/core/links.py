@@ -93,11 +93,7 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """Receiver's side: what the peer has spent, and what is owed to it.
-
-    Attributes:
-        owed_headers: headers owed; while it is 0, ``settle`` returns None.
-    """
+    """Receiver's side: what the peer has spent, and what is owed to it."""
 
     __slots__ = ("_credit", "_owed_nbytes", "_spent_headers", "_spent_nbytes", "owed_headers")
 
@@ -106,7 +102,7 @@ class ReceiveWindow:
         self._spent_nbytes = 0
         self._spent_headers = 0
         self._owed_nbytes = 0
-        self.owed_headers = 0
+        self.owed_headers = 0  # headers owed; while it is 0, ``settle`` returns None
 
     def charge(self, nbytes: int) -> bool:
         """Charge a header and ``nbytes`` to the peer; False if it overdraws."""
@@ -152,15 +148,7 @@ CHUNK, ASK, LEFT = int(Kind.CHUNK), int(Kind.ASK), int(Kind.LEFT)
 
 
 class Arrival:
-    """Checked facts about the chunks of one series that one link brings on one lane, by the numbers in their headers.
-
-    Attributes:
-        series: the series.
-        live: uses of its name in flight.
-        route: route in the program.
-        sender, posted: group rank of the sender, and its bit; see ``Collective``.
-        last, last_nbytes, nbytes: number of the last chunk, its size, and that of the others.
-    """
+    """Checked facts about the chunks of one series on one link and lane, by the numbers in their headers."""
 
     __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "sender", "series")
 
@@ -168,35 +156,31 @@ class Arrival:
         program, sizes, lane = series.program, series.sizes, route.lane
         item = sizes.partial if route.is_partial else sizes.item
         self.series = series
-        self.live = series.key.live
-        self.route = route
-        self.sender = sender
+        self.live = series.key.live  # uses of its name in flight
+        self.route = route  # in the program
+        self.sender = sender  # group rank; ``posted``: its bit, see ``Collective``
         self.posted = 1 << sender
+        # number of the last chunk; ``last_nbytes``: its size; ``nbytes``: that of the others
         self.last = lane.num_chunks - 1
         self.nbytes = program.chunk_elements * item
         self.last_nbytes = lane.count * item - self.last * self.nbytes
 
 
 class Incoming:
-    """Receiving end of a link from ``peer`` (world rank): its names, and its credit.
-
-    Attributes:
-        number: the peer's number of this link; 0 until it has sent it.
-        arrivals: checked facts about chunks, by the numbers of key, signature and lane, and the phase.
-        given_up: numbers of keys below this one may have meant other keys, of groups that the peer has left.
-    """
+    """Receiving end of a link from ``peer`` (world rank): its names, and its credit."""
 
     __slots__ = ("arrivals", "asks", "given_up", "keys", "number", "peer", "signatures", "window")
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
         self.peer = peer
-        self.number = 0
+        self.number = 0  # the peer's number of this link; 0 until it has sent it
         self.window = ReceiveWindow(credit)
         self.keys: dict[int, Key] = {}
         self.signatures: dict[int, AnySignature] = {}
+        # checked facts about chunks, by the numbers of key, signature and lane, and the phase
         self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}
         self.asks = 0
-        self.given_up = 0
+        self.given_up = 0  # numbers of keys below this one may have meant other keys, of groups that the peer has left
 
     def forget(self, group_id: bytes) -> None:
         """Forget the names of a group that the peer has left. O(names on this link)."""
@@ -209,25 +193,19 @@ class Incoming:
 
 
 class Outgoing:
-    """Sending end of a link to ``peer`` (world rank): definitions made on it, and credit of this rank.
-
-    Attributes:
-        number: number of this link among all to this peer.
-        former: keys that were defined on it, and whose numbers mean other keys now.
-        known: series that may be sent without a definition first.
-        left: latest groups that this rank has left, as the peer was informed.
-    """
+    """Sending end of a link to ``peer`` (world rank): definitions made on it, and credit of this rank."""
 
     __slots__ = ("former", "keys", "known", "left", "number", "peer", "signatures", "window")
     arrivals: Mapping[tuple[int, int, int, int], Arrival] = MappingProxyType({})  # nothing is received
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
         self.peer = peer
-        self.number = number
+        self.number = number  # of this link among all to this peer
         self.window = SendWindow(credit)
         self.keys: dict[int, Key] = {}
-        self.former: list[Key] = []
-        self.known: set[Series] = set()
+        self.former: list[Key] = []  # keys that were defined on it, and whose numbers mean other keys now
+        self.known: set[Series] = set()  # series that may be sent without a definition first
+        # latest groups that this rank has left, as the peer was informed
         self.left: deque[bytes] = deque(maxlen=MAX_LEFT)
         self.signatures: dict[int, AnySignature] = {}
 

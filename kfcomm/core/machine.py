@@ -122,17 +122,10 @@ class CollectiveDriver(Protocol):
 
 
 class Machine:
-    """The state of one collective on one rank.
-
-    Attributes:
-        program: what this rank does.
-        driver: carries out what is decided.
-        remaining: chunks that are not complete.
-        sends: chunks handed out by ``send``, one for each destination, and not yet reported by ``was_read``.
-    """
+    """The state of one collective on one rank: ``driver`` carries out its decisions."""
 
     # Class attributes: most machines never change them, and pay neither time nor memory for them.
-    sends = _gate = 0
+    sends = _gate = 0  # chunks handed out by ``send``, one for each destination, and not yet reported by ``was_read``
     _held: dict[tuple[int, int], Any] | None = None
     driver: CollectiveDriver
 
@@ -140,7 +133,7 @@ class Machine:
         """Begin with no chunk complete."""
         self.program = program
         self.driver = driver
-        self.remaining = program.num_slots
+        self.remaining = program.num_slots  # chunks that are not complete
         if program.gate:
             self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
@@ -307,16 +300,11 @@ class Machine:
 
 
 class EffectRecorder(CollectiveDriver):
-    """CollectiveDriver that appends effects to a list, for its caller to carry out in order.
-
-    Attributes:
-        effects: that list.
-        machine: set by ``begin``.
-    """
+    """CollectiveDriver that appends effects to a list, for its caller to carry out in order."""
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
-        self.machine: Machine
+        self.machine: Machine  # set by ``begin``
 
     @override
     def begin(self, machine: Machine) -> None:

@@ -275,17 +275,11 @@ LONGEST_INTERVAL_S = 5.0
 
 
 class Look(NamedTuple):
-    """Findings of one look at all peers.
+    """Findings of one look at all peers."""
 
-    Attributes:
-        gone: lost peers, each with the seconds of its silence.
-        quiet: peers to be sent a heartbeat.
-        next_s: when to look again.
-    """
-
-    gone: list[tuple[int, float]]
-    quiet: list[int]
-    next_s: float
+    gone: list[tuple[int, float]]  # each with the seconds of its silence
+    quiet: list[int]  # to be sent a heartbeat
+    next_s: float  # when to look again
 
 
 class FailureDetector:

@@ -23,11 +23,7 @@ UNNUMBERED = -1
 
 
 class Names:
-    """Names of one rank in one epoch.
-
-    Attributes:
-        version: changes whenever a number gets another meaning.
-    """
+    """Names of one rank in one epoch."""
 
     __slots__ = (
         "_by_identity", "_by_name", "_left", "_next_id", "_next_signature", "_numbered", "_of_group", "_owners",
@@ -44,7 +40,7 @@ class Names:
         self._by_identity: dict[int, tuple[int, Signature]] = {}
         self._numbered: dict[int, Signature] = {}
         self._next_signature = 0
-        self.version = 0
+        self.version = 0  # changes whenever a number gets another meaning
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._by_name.values())

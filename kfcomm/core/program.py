@@ -79,48 +79,33 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class LaneRoute:
-    """Arrivals on one lane in one direction from one sender.
-
-    Attributes:
-        lane: the lane.
-        phase: 0 up, 1 down.
-        position: how many of the lane's children are folded before it; all of them for direction down.
-        is_partial: the sender sends a partial result, not its input.
-        is_last: it comes from the last of the children.
-    """
+    """Arrivals on one lane in one direction from one sender."""
 
     lane: Lane
-    phase: int
-    position: int
-    is_partial: bool = False
-    is_last: bool = False
+    phase: int  # 0 up, 1 down
+    position: int  # number of the lane's children that are folded before it; all of them for direction down
+    is_partial: bool = False  # the sender sends a partial result, not its input
+    is_last: bool = False  # it comes from the last of the children
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """The lanes of one rank for one verb, by number.
 
-    Attributes:
-        lanes: only those in which this rank takes part.
-        chunk_elements: elements per chunk; the last of a lane may be shorter.
-        num_slots: chunks of all lanes together, each of which must complete.
-        gate: number of chunks that must complete before gated lanes begin; 0 if none begin here.
-        neighbours: ranks with which this rank exchanges chunks.
-        no_folds: for each chunk a zero, to be copied and counted in.
-        first: lanes that begin here at once.
-        first_sends: if the program begins by sending parts of the input up, and does nothing else at once: these
-            chunks, each as destinations, lane and number; else None.
-        routes: arrivals, by lane number, direction (0 up, 1 down) and sender.
+    ``first_sends``: if the program begins by sending parts of the input up, and does nothing else at once: these
+    chunks, each as destinations, lane and number; else None.
     """
 
-    lanes: dict[int, Lane]
-    chunk_elements: int
-    num_slots: int
-    gate: int
-    neighbours: frozenset[int] = field(default_factory=frozenset)
+    lanes: dict[int, Lane]  # only those in which this rank takes part
+    chunk_elements: int  # elements per chunk; the last of a lane may be shorter
+    num_slots: int  # chunks of all lanes together, each of which must complete
+    gate: int  # number of chunks that must complete before gated lanes begin; 0 if none begin here
+    neighbours: frozenset[int] = field(default_factory=frozenset)  # ranks with which this rank exchanges chunks
+    # for each chunk a zero, to be copied and counted in
     no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)
-    first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
+    first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)  # lanes that begin here at once
     first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
+    # by lane number, direction (0 up, 1 down) and sender
     routes: dict[tuple[int, int, int], LaneRoute] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
