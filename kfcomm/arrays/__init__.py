@@ -52,19 +52,12 @@ def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np
 
 @dataclass(slots=True, eq=False)
 class HostArray:
-    """The caller's array as the runtime sees it. Never changed, but not frozen: that would cost 0.5 µs a call.
+    """The caller's array as the runtime sees it. Never changed, but not frozen: that would cost 0.5 µs a call."""
 
-    Attributes:
-        flat: the elements in C order, one-dimensional and contiguous; read-only where the caller's memory is.
-        shape: the caller's shape; ``()`` for a number.
-        kind: the kind of array that the caller gave and is given back.
-        is_view: ``flat`` may be the caller's memory, and so must not be written to.
-    """
-
-    flat: Array
-    shape: tuple[int, ...]
-    kind: ArrayKind
-    is_view: bool
+    flat: Array  # the elements in C order, one-dimensional and contiguous; read-only where the caller's memory is
+    shape: tuple[int, ...]  # the caller's shape; ``()`` for a number
+    kind: ArrayKind  # of the caller's array and of the result
+    is_view: bool  # ``flat`` may be the caller's memory, and so must not be written to
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -101,19 +94,12 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutArray:
-    """Memory for a result, for a caller that gave ``out``.
+    """Memory for a result, for a caller that gave ``out``."""
 
-    Attributes:
-        flat: one-dimensional, contiguous and writable: the caller's memory if that is so, else scratch.
-        original: the caller's ``out``.
-        kind: of the caller's ``out``.
-        target: the caller's memory if ``flat`` is scratch, else None.
-    """
-
-    flat: Array
-    original: Any
-    kind: ArrayKind
-    target: Array | None = None
+    flat: Array  # one-dimensional, contiguous and writable: the caller's memory if possible, else scratch
+    original: Any  # the caller's ``out``
+    kind: ArrayKind  # of the caller's ``out``
+    target: Array | None = None  # the caller's memory if ``flat`` is scratch, else None
 
     def finish(self) -> Any:
         """Copy the result to the caller's object if needed, and return that object."""
@@ -124,19 +110,14 @@ class OutArray:
 
 
 class OutList:
-    """A list of arrays into which a result goes part by part; the interface of `OutArray`.
-
-    Attributes:
-        flat: scratch for the whole result.
-        original: the caller's list.
-    """
+    """A list of arrays into which a result goes part by part; the interface of `OutArray`."""
 
     __slots__ = ("_parts", "flat", "original")
 
     def __init__(self, parts: list[OutArray], original: Any, dtype: np.dtype[Any]) -> None:
         self._parts = parts
-        self.original = original
-        self.flat: Array = np.empty(sum(part.flat.size for part in parts), dtype)
+        self.original = original  # the caller's list
+        self.flat: Array = np.empty(sum(part.flat.size for part in parts), dtype)  # scratch for the whole result
 
     @classmethod
     def of(cls, outs: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> OutList:

@@ -111,15 +111,10 @@ class DeviceKind(Protocol):
 
 
 class OnStream(NamedTuple):
-    """An array with the caller's stream, which the blocking API reads on the caller's thread.
-
-    Attributes:
-        x: the array.
-        stream: as ``current_stream`` gave it, or as the caller named it.
-    """
+    """An array with the caller's stream, which the blocking API reads on the caller's thread."""
 
     x: Any
-    stream: Any
+    stream: Any  # from ``current_stream``, or named by the caller
 
 
 def kind_of(x: Any) -> ArrayKind | DeviceKind:

@@ -34,20 +34,13 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class DeviceArray:
-    """The caller's array in device memory as the runtime sees it. Never changed after it was made.
+    """The caller's array in device memory as the runtime sees it. Never changed after it was made."""
 
-    Attributes:
-        flat: the elements in C order, one-dimensional and contiguous. Keeps the caller's memory alive.
-        shape: the caller's shape; ``()`` for a number.
-        dtype: of the elements, as NumPy has it; bfloat16 is that of ml_dtypes.
-        kind: the kind of array that the caller gave and is given back.
-        stream: the caller's: on it ``flat`` can be used, and there the caller goes on. In the form the device takes.
-    """
-
-    flat: Flat
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    kind: DeviceKind
+    flat: Flat  # the elements in C order, one-dimensional and contiguous; keeps the caller's memory alive
+    shape: tuple[int, ...]  # the caller's shape; ``()`` for a number
+    dtype: np.dtype[Any]  # of the elements, as NumPy has it; bfloat16 is that of ml_dtypes
+    kind: DeviceKind  # of the caller's array and of the result
+    # the caller's, in the form that the device takes: on it ``flat`` can be used, and the caller continues
     stream: Stream
 
     def restore(self, flat: Flat, shape: tuple[int, ...] | None = None) -> Any:
@@ -62,21 +55,13 @@ class DeviceArray:
 
 @dataclass(slots=True, eq=False)
 class DeviceOut:
-    """Memory for a result, for a caller that gave ``out``. Never changed after it was made.
+    """Memory for a result, for a caller that gave ``out``. Never changed after it was made."""
 
-    Attributes:
-        flat: one-dimensional and contiguous: the caller's memory if that is so, else scratch.
-        original: the caller's ``out``.
-        target: the caller's memory if ``flat`` is scratch, else None.
-        kind: of the caller's ``out``.
-        stream: the caller's.
-    """
-
-    flat: Flat
-    original: Any
-    target: Any | None
-    kind: DeviceKind
-    stream: Stream
+    flat: Flat  # one-dimensional and contiguous: the caller's memory if possible, else scratch
+    original: Any  # the caller's ``out``
+    target: Any | None  # the caller's memory if ``flat`` is scratch, else None
+    kind: DeviceKind  # of the caller's ``out``
+    stream: Stream  # the caller's
 
     def finish(self) -> Any:
         """Copy the result to the caller's object if needed, on the stream, and return that object."""

@@ -52,10 +52,6 @@ _LOST_AFTER_S = 2.0
 class StoreClient(KeyValue):
     """Client of the store at ``url``; requests are repeated for ``timeout_s``, by default, while it is unreachable.
 
-    Attributes:
-        identity: of the job whose store has answered; empty before.
-        trouble: cause of the last failed attempt; empty after a success.
-
     Raises (all methods): `RendezvousError` if the store cannot be reached in time (names the last cause), does
     not accept the token, does not know it, or is closing (`StoreClosed`).
     """
@@ -68,8 +64,8 @@ class StoreClient(KeyValue):
         self._number = 0
         self._nonce: bytes | None = None
         self._http = HttpClient(*host_and_port(url), None if tls is None else tls.client)
-        self.identity = b""
-        self.trouble = ""
+        self.identity = b""  # of the job whose store has answered; empty before
+        self.trouble = ""  # cause of the last failed attempt; empty after a success
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, waiting until it is set.

@@ -73,22 +73,20 @@ class _Waits:
 class Contents:
     """Named values and exits. All methods but the waits are instantaneous.
 
-    Attributes:
-        heard_s: when the launcher of each host asked last, by its position, on the clock of the loop.
-        asked: how often each rank has asked whether its world is complete, by folder and rank.
-        later: claims a key in the store that these are the contents of, as soon as that can be.
-
     Raises (all methods): `StoreClosed` after `close`, `LocalProtocolError` for what is out of bounds.
     """
 
     def __init__(self) -> None:
+        # time of the latest request of the launcher of each host, by its position, by the clock of the loop
         self.heard_s: dict[int, float] = {}
         self._folders: dict[str, dict[str, bytes]] = {}
         self._num_keys = 0
         self._nbytes = 0
         self._exits: dict[int, Exit] = {}
+        # how often each rank has asked whether its world is complete, by folder and rank
         self.asked: dict[tuple[str, int], int] = {}
         self._waits = _Waits()
+        # claims a key in the store that these are the contents of, as soon as that can be
         self.later: Callable[[str, bytes], object] = self.claim
 
     @property

@@ -40,25 +40,16 @@ _MAX_CHAIN = 64
 
 
 class ExitReport(NamedTuple):
-    """Report of a rank.
-
-    Attributes:
-        rank: the sender.
-        at_s: when it began to leave, by the monotonic clock of the host; None: it has joined, and stays.
-        code: exit code that its error leads to; 0 without an error.
-        is_elsewhere: whether the error follows from the failure of another rank.
-        summary: the error in one line, of a group its first; empty without an error.
-        text: its traceback, as it is printed; empty without an error, or if it is very long.
-        is_printed: whether the traceback is being printed now, since the error is uncaught.
-    """
+    """Report of a rank."""
 
     rank: int
+    # when it began to leave, by the monotonic clock of the host; None: it has joined, and stays
     at_s: float | None = None
-    code: int = 0
-    is_elsewhere: bool = False
-    summary: str = ""
-    text: bytes = b""
-    is_printed: bool = False
+    code: int = 0  # exit code that its error leads to; 0 without an error
+    is_elsewhere: bool = False  # whether the error follows from the failure of another rank
+    summary: str = ""  # the error in one line (the first of a group); empty without an error
+    text: bytes = b""  # its traceback, as it is printed; empty without an error, or if it is very long
+    is_printed: bool = False  # whether the traceback is being printed now, since the error is uncaught
 
     def to_wire(self) -> bytes:
         """At most `MAX_NBYTES` bytes of msgpack."""

@@ -34,39 +34,22 @@ _REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Description of a process for its peers.
-
-    Attributes:
-        rank: its rank in the world.
-        uid: stable id of the process; different for any two processes.
-        address: IP address at which it listens.
-        port: TCP port at which it listens.
-        unix: path of its Unix socket, or abstract name with a leading NUL; None without one.
-        host: see `host_id`.
-        hostname: for messages only.
-        pid: for messages only.
-        num_cpus: number of processors of its host; 0 if unknown.
-        costs: measured costs of messages on its host.
-        versions: version of kfcomm, number of the protocol.
-        transport: its setting, on which ranks must agree for device memory.
-        checksum: whether it verifies checksums over TCP.
-        device: its device, or the reason for the lack of one.
-    """
+    """Description of a process for its peers."""
 
     rank: int
-    uid: str
-    address: str
-    port: int
-    unix: str | None
-    host: str
-    hostname: str
-    pid: int
-    num_cpus: int
-    costs: Costs
-    versions: tuple[str, int]
-    transport: str
-    checksum: bool
-    device: DeviceReport
+    uid: str  # stable id of the process; different for any two processes
+    address: str  # IP address at which it listens
+    port: int  # TCP port at which it listens
+    unix: str | None  # path of its Unix socket, or abstract name with a leading NUL; None without one
+    host: str  # see `host_id`
+    hostname: str  # for messages only
+    pid: int  # for messages only
+    num_cpus: int  # number of processors of its host; 0 if unknown
+    costs: Costs  # measured costs of messages on its host
+    versions: tuple[str, int]  # version of kfcomm, number of the protocol
+    transport: str  # its setting, on which ranks must agree for device memory
+    checksum: bool  # whether it verifies checksums over TCP
+    device: DeviceReport  # its device, or the reason for the lack of one
 
     @classmethod
     def here(

@@ -86,15 +86,10 @@ _LOG.addFilter(RateLimitFilter())
 
 
 class StoreServer:
-    """A store that is served over HTTP. Made by `start` or `serve`; `close` it when the job is over.
-
-    Attributes:
-        url: ``http://address:port``.
-        store: the served one; the process that runs the server may use it directly.
-    """
+    """A store that is served over HTTP. Made by `start` or `serve`; `close` it when the job is over."""
 
     def __init__(self, token: bytes, tls: Tls | None = None, store: LocalStore | None = None) -> None:
-        self.url = ""
+        self.url = ""  # ``http://address:port``
         self.store = store or LocalStore()
         self.store.contents.later = lambda key, value: self._keep(_quietly(self.store.claim(key, value)))
         self._calls = _Calls(self.store)

@@ -48,20 +48,14 @@ class WorldSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FoundWorld:
-    """Rank and size from one source.
-
-    Attributes:
-        local: rank and number of processes on this host; None if unknown.
-        store: host and port at which rank 0 serves the store; None if unknown.
-        because: variables and their values, for messages.
-    """
+    """Rank and size from one source."""
 
     source: WorldSource
     rank: int
     size: int
-    local: tuple[int, int] | None
-    store: tuple[str, int] | None
-    because: str
+    local: tuple[int, int] | None  # rank and number of processes on this host; None if unknown
+    store: tuple[str, int] | None  # host and port at which rank 0 serves the store; None if unknown
+    because: str  # variables and their values, for messages
 
     def __post_init__(self) -> None:
         _check_rank(self.source, "rank", self.rank, self.size)

@@ -40,23 +40,14 @@ MARKS_URGENCY = 1 << 13
 
 @dataclass(eq=False, slots=True)
 class BucketPlace:
-    """Memory of the gradient of one parameter.
+    """Memory of the gradient of one parameter."""
 
-    Attributes:
-        name: of the parameter.
-        parameter: itself.
-        view: its gradient's memory, in the bucket.
-        has_come: a backward pass has brought some of it since it was averaged last.
-        is_here: the backward pass under way has brought it.
-        is_used: any rank has a gradient; known when the marks have arrived.
-    """
-
-    name: str
+    name: str  # of the parameter
     parameter: torch.Tensor
-    view: torch.Tensor
-    has_come: bool = False
-    is_here: bool = False
-    is_used: bool = False
+    view: torch.Tensor  # its gradient's memory, in the bucket
+    has_come: bool = False  # a backward pass has brought some of it since it was averaged last
+    is_here: bool = False  # the backward pass under way has brought it
+    is_used: bool = False  # any rank has a gradient; known when the marks have arrived
 
     @property
     def is_foreign(self) -> bool:
@@ -265,11 +256,7 @@ class CompressedAverage(threading.Thread):
 
 
 class Marks:
-    """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank.
-
-    Attributes:
-        words: of each rank, by its rank in the group; known when the marks have arrived.
-    """
+    """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank."""
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket], name: str) -> None:
         self._places = [place for bucket in buckets for place in bucket.places]
@@ -279,7 +266,7 @@ class Marks:
         priority = 0 if buckets[0].is_shared else MARKS_URGENCY
         self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
         self.name = name
-        self.words: list[int] = []
+        self.words: list[int] = []  # of each rank, by its rank in the group; known when the marks have arrived
         self._is_read = True
 
     def begin(self, word: int) -> None:

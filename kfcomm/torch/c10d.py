@@ -121,17 +121,11 @@ BaseWork: Any = dist._Work
 
 
 class Ending(NamedTuple):
-    """Completion of a call.
+    """Completion of a call."""
 
-    Attributes:
-        tensors: result of the call, and value of its future.
-        finish: called when the result has arrived; None for nothing.
-        completers: threads that complete futures.
-    """
-
-    tensors: Sequence[Any]
-    finish: Callable[[], object] | None
-    completers: ThreadPoolExecutor
+    tensors: Sequence[Any]  # result of the call, and value of its future
+    finish: Callable[[], object] | None  # called when the result has arrived; None for nothing
+    completers: ThreadPoolExecutor  # threads that complete futures
 
 
 class TorchWork(BaseWork):  # type: ignore[misc]

@@ -55,26 +55,16 @@ class StepCount:
 
 
 class GradientExchange:
-    """Exchange of all gradients of a model, once per pass.
-
-    Attributes:
-        buckets: see there.
-        name: of the collectives.
-        places: of all gradients.
-        has_left: all gradients of a pass were sent, and the wait for them is not complete.
-        urgency: of a bucket's collective; missing if it is unknown.
-        steps: of the optimizer.
-        profile: times of the exchange.
-    """
+    """Exchange of all gradients of a model, once per pass."""
 
     def __init__(self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module) -> None:
         self.buckets = buckets
-        self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]
-        self.has_left = False
-        self.urgency: Mapping[Bucket, int] = {}
+        self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]  # of all gradients
+        self.has_left = False  # all gradients of a pass were sent, and the wait for them is not complete
+        self.urgency: Mapping[Bucket, int] = {}  # of a bucket's collective; missing if it is unknown
         self.steps = StepCount()
         self._comm = comm
-        self.name = name
+        self.name = name  # of the collectives
         self._marks = Marks(comm, buckets, f"{name}/marks")
         self._buffers = Buffers(model, comm, f"{name}/buffers")
         self.profile = GradientProfile(comm, name)

@@ -87,18 +87,13 @@ NO_RANK = -1
 
 
 class ProcessHandle(NamedTuple):
-    """Address of a process that can take part in ``reconfigure``.
+    """Address of a process that can take part in ``reconfigure``."""
 
-    Attributes:
-        uid: of the process, the same in all handles that it gives.
-        host, port: of its store.
-        rank: its present rank; -1 without one.
-    """
-
-    uid: str
+    uid: str  # of the process, the same in all handles that it gives
+    # host, port: of its store
     host: str
     port: int
-    rank: int
+    rank: int  # its present rank; -1 without one
 
     def __str__(self) -> str:
         return "|".join((SCHEME, *map(str, self)))

@@ -78,25 +78,17 @@ MAX_IN_FLIGHT = 64
 
 
 class TorchCall:
-    """A call without a name, of this rank.
-
-    Attributes:
-        number: in the order of its group.
-        name: of the collective; empty for a call that was refused.
-        seq: number of the use of the name.
-        what: description.
-        begun_s: monotonic time.
-        handle: a weak one (the caller decides how long a result lives), if the caller does not wait.
-    """
+    """A call without a name, of this rank."""
 
     __slots__ = ("_code", "_line", "begun_s", "handle", "name", "number", "seq", "what")
 
     def __init__(self, number: int, name: str, what: str, seq: int) -> None:
-        self.number = number
-        self.name = name
-        self.seq = seq
+        self.number = number  # in the order of its group
+        self.name = name  # of the collective; empty for a call that was refused
+        self.seq = seq  # number of the use of the name
         self.what = what
         self.begun_s = time.monotonic()
+        # weak, since the caller decides how long a result lives; None if the caller waits
         self.handle: weakref.ref[Any] | None = None
         self._code, self._line = _caller()
 

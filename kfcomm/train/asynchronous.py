@@ -118,8 +118,8 @@ class PairAveraging(Agreement):
     """PairAveraging: each rank fetches the model of a random peer while it computes, and continues with their mean.
 
     v ← (v + v_peer) / 2, then the gradient is applied, then it is published: AD-PSGD (Lian et al., ICML 2018,
-    https://arxiv.org/abs/1710.06952), pulled as KungFu's ``PairAveragingOptimizer`` does it. There is no barrier: a
-    slow rank holds up nobody, since a peer's latest model is there to be fetched, whatever the peer is at.
+    https://arxiv.org/abs/1710.06952), pulled as KungFu's ``PairAveragingOptimizer`` does it. Without
+    barriers, a slow rank delays no other: a peer's latest model can be fetched whatever the peer does.
 
     *Staleness.* The age of a model is the number of gradients in it: one more for each that is applied, and for a mean
     of two models the mean of their ages. A peer's model that is more than ``max_staleness`` younger than this rank's is
@@ -128,7 +128,7 @@ class PairAveraging(Agreement):
     Args:
         comm: communicator of the ranks that agree.
         model: at the beginning; others may fetch it at once.
-        weights: for each rank how likely it is to be asked, see `Peers`; None: all equally.
+        weights: probability with which each rank is asked, see `Peers`; None: all equal.
         max_staleness: in gradients, above 0.
         seed: of the draws.
         name: see `Agreement`.

@@ -46,19 +46,12 @@ Comm: TypeAlias = Any
 
 
 class ProcedureCall(NamedTuple):
-    """A call of a verb.
-
-    Attributes:
-        verb: its name.
-        args: by position.
-        options: by name.
-        is_begun: the procedure goes on at once with a handle, which it yields later to be sent the result.
-    """
+    """A call of a verb."""
 
     verb: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    is_begun: bool = False
+    args: tuple[Any, ...]  # by position
+    options: dict[str, Any]  # by name
+    is_begun: bool = False  # the procedure continues at once with a handle, which it yields later to be sent the result
 
 
 Procedure: TypeAlias = Generator[Any, Any, T]

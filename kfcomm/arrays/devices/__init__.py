@@ -28,25 +28,15 @@ Flat: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """Description of a rank's device for the other ranks, sent at join; empty fields mean no device.
+    """Description of a rank's device for the other ranks, sent at join; empty fields mean no device."""
 
-    Attributes:
-        kind: ``cuda``; empty without a device.
-        uuid: of the physical device; equal for two ranks exactly if they share it.
-        model: for messages.
-        driver: version of the driver, as CUDA counts: 12040 is 12.4.
-        backend: that runs whole collectives on it: ``nccl``; empty without one.
-        backend_version: as the backend counts: 22803 is NCCL 2.28.3.
-        lack: the reason why device or backend is missing, and a remedy; empty with both.
-    """
-
-    kind: str = ""
-    uuid: str = ""
-    model: str = ""
-    driver: int = 0
-    backend: str = ""
-    backend_version: int = 0
-    lack: str = ""
+    kind: str = ""  # ``cuda``; empty without a device
+    uuid: str = ""  # of the physical device; equal for two ranks exactly if they share it
+    model: str = ""  # for messages
+    driver: int = 0  # version of the driver, as CUDA counts: 12040 is 12.4
+    backend: str = ""  # that runs whole collectives on it: ``nccl``; empty without one
+    backend_version: int = 0  # as the backend counts: 22803 is NCCL 2.28.3
+    lack: str = ""  # the reason why device or backend is missing, and a remedy; empty with both
 
 
 class Device(Protocol):

@@ -89,16 +89,12 @@ ALIGNMENT_NBYTES: Final = 512
 
 
 class Block:
-    """Memory of the host, taken from a pool.
-
-    Attributes:
-        view: exactly the requested bytes; empty after ``release``.
-    """
+    """Memory of the host, taken from a pool."""
 
     __slots__ = ("_offset", "_pool", "_slab", "view")
 
     def __init__(self, view: Array, pool: PinnedPool, slab: _Slab | None, offset: int) -> None:
-        self.view = view
+        self.view = view  # exactly the requested bytes; empty after ``release``
         self._pool = pool
         self._slab = slab
         self._offset = offset

@@ -200,12 +200,12 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
 
 
 def cautions(reports: Sequence[DeviceReport], transport: str, *, is_device_named: bool) -> Iterator[str]:
-    """Warnings about a set-up that works and could be improved; clauses without full stops.
+    """Yield warnings about a set-up that works and could be improved; clauses without full stops.
 
     Args:
         reports: of all ranks of the world, by rank.
         transport: the result of `agree`.
-        is_device_named: whether the device was chosen explicitly; if not, sharing one is no surprise.
+        is_device_named: whether the device was chosen explicitly; if not, a shared one is expected.
     """
     having = [(rank, report) for rank, report in enumerate(reports) if report.kind]
     if transport not in ("auto", "nccl") or not having:
@@ -233,7 +233,7 @@ def _obstacle(ranks: _Ranks) -> str | None:
 
 
 def _shared(ranks: _Ranks) -> str | None:
-    """The ranks that share a device, as a clause; None if there are none."""
+    """The ranks that share a device, as a clause; None without any."""
     for uuid, sharing in _by(ranks, lambda report: report.uuid).items():
         if len(sharing) > 1:
             return f"{ranks_in_words(sharing)} share one device ({uuid}), and NCCL refuses two ranks on one"

@@ -94,7 +94,7 @@ class Workspace(threading.local):
 
 @cache
 def workspace() -> Workspace:
-    """The workspace of all kernels, of which a thread runs one at a time."""
+    """The workspace of all kernels on a thread, which runs one at a time."""
     return Workspace()
 
 

@@ -22,25 +22,15 @@ from kfcomm.types import Op
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One op.
+    """One op."""
 
-    Attributes:
-        ufunc: of NumPy, which combines two arrays.
-        names: ours, and those of other libraries.
-        refused: kinds of dtypes (``numpy.dtype.kind``; V is bfloat16) for which it has no meaning.
-        refusal: the error for these, of ``{op}`` and ``{dtype}``.
-        logical_names: names that mean this op for bool alone.
-        nccl: NCCL's constant; None for an op that NCCL lacks.
-        is_accumulated: partial results of float16 and bfloat16 are float32.
-    """
-
-    ufunc: np.ufunc
-    names: tuple[str, ...]
-    refused: str
-    refusal: str
-    logical_names: tuple[str, ...] = ()
-    nccl: str | None = None
-    is_accumulated: bool = False
+    ufunc: np.ufunc  # of NumPy, which combines two arrays
+    names: tuple[str, ...]  # ours, and those of other libraries
+    refused: str  # kinds of dtypes (``numpy.dtype.kind``; V is bfloat16) for which it is not defined
+    refusal: str  # error for these, a template with ``{op}`` and ``{dtype}``
+    logical_names: tuple[str, ...] = ()  # names that mean this op for bool alone
+    nccl: str | None = None  # NCCL's constant; None for an op that NCCL lacks
+    is_accumulated: bool = False  # partial results of float16 and bfloat16 are float32
 
     @property
     def fold(self) -> Callable[..., object]:

@@ -52,17 +52,13 @@ class Wire:
     """Numbers of ``dtype`` that travel as ``wire_dtype``; what is folded is folded by ``op``, in float32.
 
     All arrays are one-dimensional and those of one call of one length. Several threads may use it at once.
-
-    Attributes:
-        dtype: of the caller's arrays.
-        wire_dtype: of what travels.
     """
 
     __slots__ = ("_math", "_quiet", "dtype", "wire_dtype")
 
     def __init__(self, op: Op, dtype: np.dtype[Any], wire_dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-        self.wire_dtype = wire_dtype
+        self.dtype = dtype  # of the caller's arrays
+        self.wire_dtype = wire_dtype  # of what travels
         self._math = half_math(op)
         self._quiet = Quiet()  # not its ``run``, which is that of this thread: another may use the wire meanwhile
 

@@ -28,15 +28,12 @@ class LocalStore(KeyValue):
     Reads never leave the process. A subclass writes elsewhere first, then to the contents, so that no process acts on a
     value that a restarted store would lack.
 
-    Attributes:
-        contents: the values; may be read directly.
-        identity: of the job: 16 bytes, the same whenever the same contents are served.
-
     Raises (all methods): `StoreClosed`, and `LocalProtocolError` for what is out of bounds.
     """
 
     def __init__(self) -> None:
-        self.contents = Contents()
+        self.contents = Contents()  # the values; may be read directly
+        # of the job: 16 bytes, the same whenever the same contents are served
         self.identity = secrets.token_bytes(IDENTITY_NBYTES)
 
     @override

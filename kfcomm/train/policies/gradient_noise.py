@@ -23,15 +23,12 @@ class GradientNoise:
 
     Args:
         decay: decay of the averages.
-
-    Attributes:
-        num_updates: number of steps in the averages.
     """
 
     def __init__(self, decay: float = DECAY) -> None:
         self._signal = MovingAverage(decay)
         self._noise = MovingAverage(decay)
-        self.num_updates = 0
+        self.num_updates = 0  # number of steps in the averages
 
     def update(self, metrics: StepMetrics) -> None:
         """Take one step's norms."""

@@ -60,16 +60,12 @@ class _Failed(Exception):
 
 
 class Gateway:
-    """Client of an etcd.
-
-    Attributes:
-        trouble: cause of the last failed attempt; empty after a success.
-        is_in_use: whether a job runs, which needs etcd for changes alone; before, it cannot begin without etcd.
-    """
+    """Client of an etcd."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.trouble = ""
+        self.trouble = ""  # cause of the last failed attempt; empty after a success
+        # whether a job runs, which needs etcd for changes alone; before, it cannot begin without etcd
         self.is_in_use = False
         self._at = 0
         self._token = ""
