@@ -31,9 +31,8 @@ class FakeFabric:
     """Fabric between the fake devices of one test; a `kfcomm.transports.base.BackendMaker` for all its ranks.
 
     Attributes:
-        violations: launches that a real backend would answer with wrong numbers or a hang: a correct test has
-            none.
-        launched: all launches, in order: the identity of the group, the rank, and what.
+        violations: launches that a real backend would answer with wrong numbers or a hang; empty in a correct test.
+        launched: all launches, in order: the identity of the group, the rank, and the launch.
     """
 
     name = "fake"
@@ -89,7 +88,7 @@ class FakeFabric:
             self._stopped.add(who)
 
     def break_down(self, message: str) -> None:
-        """Nothing runs any more, and ``failure`` says why; as when a cable breaks."""
+        """Stop all work, with ``failure`` as the reason, as when a cable breaks."""
         with SCHEDULER.lock:
             self._breakage = message
 
@@ -104,11 +103,11 @@ class FakeFabric:
 
     @property
     def breakage(self) -> str | None:
-        """Why nothing runs any more."""
+        """Reason why nothing runs any more."""
         return self._breakage
 
     def is_stuck(self, rank: int, device: FakeDevice) -> bool:
-        """Whether what is launched there does not run."""
+        """Whether launches there are stopped."""
         return self._breakage is not None or not self._stopped.isdisjoint((rank, device))
 
     def _check_not_refused(self, group: _Group | None) -> None:
@@ -134,7 +133,7 @@ class _Group:
         return len(self.backends) == self.size
 
     def join(self, rank: int, size: int, device: FakeDevice) -> None:
-        """A rank is here.
+        """Add a rank.
 
         Raises:
             TransportError: it cannot be of this group; those who wait for the others hear it, too.
@@ -150,16 +149,16 @@ class _Group:
         self.backends[rank] = FakeBackend(self, rank, device)
 
     def violation(self, said: str) -> TransportError:
-        """The ranks did what they must not: the group cannot be used any more."""
+        """Record a violation of the ranks, after which the group cannot be used any more."""
         self.wrong = f"{self.identity.decode()}: {said}"
         self.fabric.violations.append(self.wrong)
         return TransportError(self.wrong)
 
     def add(self, place: int, launch: _Launch) -> None:
-        """A rank has launched something at a place; under the lock of the scheduler.
+        """Add a launch of a rank at a place; under the lock of the scheduler.
 
         Raises:
-            TransportError: not what another did there.
+            TransportError: another rank has launched something else there.
         """
         self.fabric.launched.append((self.identity, launch.rank, launch.launched))
         here = self._places.setdefault(place, {})
@@ -172,7 +171,7 @@ class _Group:
         here[launch.rank] = launch
 
     def meet(self, place: int) -> None:
-        """Carry out what is at a place, if all have come to it; under the lock of the scheduler."""
+        """Carry out the work at a place, if all have come to it; under the lock of the scheduler."""
         here = [launch for _, launch in sorted(self._places[place].items())]
         if self.wrong is not None or len(here) < self.size or not all(launch.can_run for launch in here):
             return
@@ -209,7 +208,7 @@ class _Launch:
 
     @property
     def can_run(self) -> bool:
-        """Its stream has come to it, and nothing has stopped it since."""
+        """Whether its stream has come to it, and it was not stopped since."""
         return self._has_come and not self.is_over and not self._is_stuck
 
     def attempt(self, stream: FakeStream) -> bool:
@@ -226,7 +225,7 @@ class _Launch:
             self._targets[index][:] = result
 
     def end(self) -> None:
-        """Its stream can go on; under the lock."""
+        """Let its stream continue; under the lock."""
         self.is_over = True
         self.inputs, self._sources, self._targets = [], [], []
         self._backend.ended(self._place)
@@ -237,7 +236,7 @@ class _Launch:
         return self._backend.group.fabric.is_stuck(self.rank, self._backend.device)
 
     def _come(self, stream: FakeStream) -> None:
-        """From now on the memory for the result is written to, as the others come."""
+        """Enter the stream: copy the inputs, and poison the results until they are made."""
         self._has_come = True
         self._uses.happen(stream)
         nothing = np.empty(0, self.launched.dtype)
@@ -250,7 +249,7 @@ class FakeBackend:
     """One rank's end of a group; implements `kfcomm.transports.base.CollectiveBackend`.
 
     Attributes:
-        group: to which it belongs.
+        group: of all ranks.
         rank: in the group.
         device: of this rank.
         is_open: neither closed nor aborted.
@@ -268,7 +267,7 @@ class FakeBackend:
         """Launch work on a stream, in the place after the latest one.
 
         Raises:
-            TransportError: as there; what it should never have been asked for is a violation, too.
+            TransportError: as there; a launch that breaks the rules is a violation, too.
         """
         with SCHEDULER.entered():
             self._check_usable()
@@ -289,11 +288,11 @@ class FakeBackend:
         del self._under_way[place]
 
     def failure(self) -> str | None:
-        """Why the group cannot be used any more; None while it can."""
+        """Reason why the group cannot be used any more; None while it can."""
         return self.group.fabric.breakage or self.group.wrong
 
     def abort(self) -> None:
-        """End this rank's launches; those of the other ranks are stuck until these abort, too."""
+        """End this rank's launches; those of the other ranks block until these abort, too."""
         with SCHEDULER.entered():
             self.is_open = False
             for launch in list(self._under_way.values()):
@@ -313,7 +312,7 @@ class FakeBackend:
             raise TransportError(said)
 
     def _checked(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int) -> Launched:
-        """Describe a launch, which is as `kfcomm.transports.base` says that it has to be; else raise `Impossible`."""
+        """Describe a launch that obeys the rules of `kfcomm.transports.base`; else raise `Impossible`."""
         size = self.group.size
         if not parts:
             raise Impossible(f"{verb} of no part")
@@ -362,7 +361,7 @@ class Impossible(Exception):
 
 
 def supports(verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
-    """As NCCL, but for complex numbers: it moves anything, and reduces numbers."""
+    """Whether the fake supports it: as NCCL, it moves any type and reduces numbers, except complex ones."""
     if verb in MOVING:
         return op is None
     is_float = dtype.name in FLOATS

@@ -1,8 +1,7 @@
 """Arrays in the memory of a fake device, and the record of streams that touch them.
 
-Invariants: NumPy cannot read them, and nothing else than work on a stream does (but for ``get``).
-
-This module must not know what work that is.
+Invariants: NumPy cannot read them; only work on a stream, and ``get``, reads or writes them. This module knows
+nothing of that work.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class FakeKind:
         return x, x.dtype
 
     def check_writable(self, out: FakeArray) -> None:
-        """It always is."""
+        """Do nothing: fake memory is always writable."""
 
     def written(self, out: FakeArray) -> None:
-        """Counted, as torch does."""
+        """Count a write, as torch does."""
         out.version += 1
 
     def flat_view(self, native: FakeArray) -> FakeArray | None:
@@ -96,9 +95,9 @@ class FakeArray:
     """Memory of a fake device. Made by ``FakeDevice.array`` and ``FakeDevice.empty``; slices are views.
 
     Attributes:
-        device: where it is.
-        memory: the elements, in host memory: only for what runs on a stream.
-        allocation: in which it lies.
+        device: of the memory.
+        memory: the elements, in host memory: only for work on a stream.
+        allocation: that holds the elements.
         version: how often a result was written to it, as torch's ``_version``.
         shape, dtype, ndim, strides, size, nbytes: as of a NumPy array; strides in bytes.
     """
@@ -137,10 +136,10 @@ class FakeArray:
         return self._like(self.memory[index, ...] if not isinstance(index, tuple) else self.memory[(*index, ...)])
 
     def reshape(self, *shape: Any) -> FakeArray:
-        """A view.
+        """A view of another shape.
 
         Raises:
-            ValueError: it would have to be a copy, or the number of elements is another.
+            ValueError: it would have to be a copy, or the number of elements differs.
         """
         made = self.memory.reshape(*shape)
         if made.size and not np.may_share_memory(made, self.memory):
@@ -183,8 +182,8 @@ class FakeArray:
 class Uses:
     """Memory that an item on a stream will read and write.
 
-    The memory must still be there when its turn comes, unless that is on the stream for which it was made: as of CuPy's
-    and torch's, what is freed is used again in the order of that one.
+    The memory must be allocated when its turn comes, except on the stream for which it was made: as with CuPy's and
+    torch's, freed memory is used again in the order of that stream.
     """
 
     def __init__(self, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
@@ -192,7 +191,7 @@ class Uses:
         self._parts = [(weakref.ref(x.allocation), x.allocation.home, x.memory, is_written) for x, is_written in parts]
 
     def happen(self, stream: FakeStream) -> None:
-        """The turn has come, on this stream; under the lock of the scheduler."""
+        """Run in turn on this stream; under the lock of the scheduler."""
         for reference, home, memory, is_written in self._parts:
             allocation = reference()
             said = None

@@ -1,10 +1,8 @@
-"""A device in host memory, with arrays that only it can read: what a GPU is to the runtime, without one.
+"""A device in host memory, with arrays that only it can read: a GPU for the runtime, without hardware.
 
 Invariants: results depend on the order of the calls alone. It has no thread of its own (see `kfcomm.testing.streams`),
-so ``notify`` may call at once. Where the program does what a real device would answer with wrong numbers now and then,
-``FakeDevice.violations`` says so, every time.
-
-This module must not know collectives.
+so ``notify`` may call at once. A use that a real device would answer with wrong numbers now and then is recorded in
+``FakeDevice.violations``, every time. This module knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from kfcomm.testing.streams import (
 
 
 def _copy(source: Array, target: Array, uses: Uses, *, crosses: bool) -> Item:
-    """Bytes that go from one place to another; those that cross to or from the host wait while copies are held."""
+    """Copy of bytes; those to or from the host wait while copies are held."""
     given, wanted = source.view(np.uint8), target.view(np.uint8)
 
     def attempt(stream: FakeStream) -> bool:
@@ -61,13 +59,13 @@ class FakeDevice:
 
     Args:
         ordinal: its number in this process.
-        uuid: the same for two devices that are to be one and the same; left out, another than any other's.
-        backend: what runs whole collectives on it, as its report says; empty for nothing.
+        uuid: equal for two fakes of one device; by default another than any other's.
+        backend: runs whole collectives on it, as its report says; empty for none.
         backend_version: as its report says.
 
     Attributes:
-        default_stream: on which every thread works that has not chosen another (see ``working_on``).
-        violations: what the program did that a real device may answer with wrong numbers: a test ends with none.
+        default_stream: of every thread that has not chosen another (see ``working_on``).
+        violations: uses that a real device may answer with wrong numbers; empty in a correct test.
         copies_are_held: see ``hold_copies``.
         is_open: ``close`` has not been called.
     """
@@ -176,18 +174,18 @@ class FakeDevice:
     # ---------------------------------------------------------------- for tests
 
     def array(self, x: Any) -> FakeArray:
-        """New memory with these elements, there from the beginning for every stream."""
+        """Return new memory with these elements, valid for every stream at once."""
         return self._made(np.array(x, order="C"), self.current_stream)
 
     @property
     def current_stream(self) -> FakeStream:
-        """On which the calling thread works now."""
+        """Stream on which the calling thread works now."""
         stream: FakeStream = getattr(self._chosen, "stream", self.default_stream)
         return stream
 
     @contextmanager
     def working_on(self, stream: FakeStream) -> Iterator[None]:
-        """The calling thread works on this stream, as in ``with stream:`` of CuPy."""
+        """Let the calling thread work on this stream, as in ``with stream:`` of CuPy."""
         before = self.current_stream
         self._chosen.stream = stream
         try:
@@ -220,7 +218,7 @@ class FakeDevice:
             return tuple(self._streams)
 
     def hold(self, stream: FakeStream | None = None) -> None:
-        """Nothing on this stream is done any more: its kernels are slow. Left out: on all streams that there are."""
+        """Hold back the work of this stream, as if its kernels were slow; by default of all present streams."""
         for one in self.streams if stream is None else (stream,):
             self.check_stream(one)
             one.hold(True)
@@ -232,19 +230,19 @@ class FakeDevice:
             one.hold(False)
 
     def hold_copies(self) -> None:
-        """No copy between the device and the host is done any more, on any stream."""
+        """Hold back copies between the device and the host on all streams."""
         with SCHEDULER.lock:
             self.copies_are_held = True
 
     def release_copies(self) -> None:
-        """The copies that were held back are done, before this returns."""
+        """Execute the copies that were held back, before this returns."""
         with SCHEDULER.entered():
             self.copies_are_held = False
             for stream in self._streams:
                 stream.wake()
 
     def fail_next_allocation(self, count: int = 1) -> None:
-        """So many of the next requests for memory are refused, pinned memory included."""
+        """Refuse this number of the next requests for memory, pinned memory included."""
         with SCHEDULER.lock:
             self._allocations_to_fail = count
 
@@ -272,7 +270,7 @@ class FakeDevice:
         """Refuse a stream of another device.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it is one.
         """
         if not isinstance(stream, FakeStream) or stream.device is not self:
             raise ValueError(f"{stream!r} is no stream of {self}")

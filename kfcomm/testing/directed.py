@@ -1,7 +1,8 @@
-"""Worlds that a test directs: it says what every rank runs, and gets what became of it, by rank.
+"""Worlds that a test directs: it gives a function to every rank, and gets the outcomes by rank.
 
-One interface over ranks that are tasks, threads or processes, so that a test chooses by its mark. ``run`` is for what
-should succeed, ``outcomes`` for what should fail somewhere. For asynchronous tests both are awaited.
+One interface over ranks that are tasks, threads or processes, so that a test chooses by its mark. ``run`` is for
+functions that should succeed, ``outcomes`` for those that should fail somewhere. For asynchronous tests both are
+awaited.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class _InOneProcess(Sequence[Any]):
         return len(self._comms)
 
     def kill(self, rank: int) -> None:
-        """The process of ``rank`` dies, for the other ranks: its links break, they hear of it."""
+        """Kill ``rank`` in the view of the other ranks: its links break, and they hear of it."""
         self._plain.kill(rank)
 
     def unplug(self, rank: int) -> None:
-        """Every open link of ``rank`` breaks; the rank lives, and new links can be opened."""
+        """Break every open link of ``rank``, which lives; new links can be opened."""
         self._plain.unplug(rank)
 
     def _strike(self, rank: int, kind: FaultKind) -> None:

@@ -1,4 +1,4 @@
-"""Planned faults: each befalls a rank just before one of its own calls, so that every run of a test is the same.
+"""Planned faults: each strikes a rank just before one of its own calls, so that every run of a test is the same.
 
 A rank with a planned fault gets its communicator inside `watched`, which counts the calls. Other ranks get theirs
 plain.
@@ -16,7 +16,7 @@ FaultKind = Literal["kill", "unplug", "stop"]
 
 
 class Killed(BaseException):
-    """The rank was killed. Nothing that it runs is to catch this: a process that is killed runs nothing."""
+    """The rank was killed. Its program must not catch this: a killed process runs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        rank: whom it befalls.
+        rank: that it strikes.
         call: before which of its calls: a number, counted from 0, or a name (its first use). Calls of
             groups are not counted.
         kind: ``kill`` ends the process. ``unplug`` breaks every open link of the rank, which lives and may open new
-            ones: in one process. ``stop`` halts the process, which says nothing any more: in several.
+            ones: in one process. ``stop`` stops the process (SIGSTOP): in several processes.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class FaultPlan:
         return tuple(fault for fault in self.faults if fault.rank == rank)
 
     def check(self, size: int, kinds: tuple[FaultKind, ...]) -> None:
-        """Refuse what cannot happen.
+        """Refuse impossible faults.
 
         Raises:
             ValueError: a rank that the world does not have, or a kind that it cannot bring about.

@@ -35,7 +35,7 @@ class InMemory:
         self._network = MemoryNetwork(reactor)
 
     def add(self, rank: int, waiter: Waiter) -> None:
-        """``waiter`` hears what the others send to ``rank``."""
+        """Let ``waiter`` receive what the others send to ``rank``."""
         self._network.add(rank, waiter)
 
     async def connect(self, rank: int, peer: int) -> Link:
@@ -62,11 +62,7 @@ class InMemory:
 class InSharedMemory:
     """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections.
 
-    Args:
-        loop: where links are agreed on.
-        reactor: which drives them then.
-        births: of the ranks of this epoch.
-        latest: what each rank shared last, by birth: it goes over into this epoch, and is replaced.
+    ``latest`` has the latest endpoint of each process by uid: this epoch takes it over, and replaces it.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class InSharedMemory:
         self._cut: set[int] = set()
 
     def add(self, rank: int, waiter: Waiter) -> None:
-        """``waiter`` hears what the others send to ``rank``."""
+        """Let ``waiter`` receive what the others send to ``rank``."""
         birth, ranks = self._births[rank], tuple(range(len(self._births)))
         surroundings = Surroundings(
             self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(birth)
@@ -126,7 +122,7 @@ class MemoryWelcome(NamedTuple):
 
 
 class MemoryStore:
-    """Store of the membership, for all ranks of a world: who waits to be let in, how many are asked for. Never lost."""
+    """Store of the membership, for all ranks of a world: waiting processes and requested sizes. Never lost."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[MemoryWelcome]] = {}
@@ -140,26 +136,26 @@ class MemoryStore:
         return await self._waiting[birth]
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Processes that wait and are not known, as soon as there are any."""
+        """Return waiting processes that are not known, as soon as there are any."""
         while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
             await self.changed()
         return [Candidate(birth, b"") for birth in sorted(found)]
 
     async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
-        """Let these in."""
+        """Admit these processes."""
         for birth in births:
             waiting = self._waiting.get(birth)
             if waiting is not None and not waiting.done():
                 waiting.set_result(said)
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """Latest request for a size, as soon as it differs from the known one."""
+        """Return the latest request for a size, as soon as it differs from the known one."""
         while self._wanted in (Wanted(), known):
             await self.changed()
         return self._wanted
 
     async def want_size(self, size: int) -> None:
-        """Ask for so many ranks; who was asked to go is still to go."""
+        """Request this number of ranks; ranks that were asked to leave still have to."""
         self.set_size(size, self._wanted.leavers)
 
     async def want_replaced(self, birth: int) -> None:
@@ -167,12 +163,12 @@ class MemoryStore:
         self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
 
     def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
-        """Ask for so many ranks, and for these to go, from outside of the world."""
+        """Request this number of ranks, and that these leave, from outside of the world."""
         self._wanted = Wanted(size, leavers)
         self._tell()
 
     async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
-        """Whether ``birth`` and these others, half of all ranks, make this epoch: never, without more to go by."""
+        """Whether this uid and these others, half of all ranks, may make this epoch: never."""
         return False
 
     async def changed(self) -> None:
@@ -185,15 +181,11 @@ class MemoryStore:
 
 
 class Epoch:
-    """Links and control planes of the ranks of one epoch.
-
-    Attributes:
-        births: the ranks that they had in the first one.
-    """
+    """Links and control planes of the ranks of one epoch."""
 
     def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
         self.world = world
-        self.births = births
+        self.births = births  # uids of the ranks
         self.layout = layout
         self.job = job
         self.number = number
@@ -209,12 +201,12 @@ class Epoch:
             await self._arrival.wait()
 
     def arrived(self) -> None:
-        """A rank has joined, or died."""
+        """Note that a rank has joined, or died."""
         self._arrival.set()
         self._arrival = asyncio.Event()
 
     def kill(self, birth: int) -> None:
-        """The process that was this rank in the first epoch dies."""
+        """Kill the process that was this rank in the first epoch."""
         self.arrived()
         if birth in self.births:
             rank = self.births.index(birth)
@@ -225,11 +217,11 @@ class Epoch:
             one.kill(birth)
 
     def network_of(self, rank: int, num_old: int = 0) -> Network:
-        """Network of a rank; ``num_old``: of how many ranks that were there before, where it was admitted."""
+        """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
         return _RankNetwork(rank, self, num_old)
 
     def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
-        """The epoch of the ranks that survive, and of new ones; the same one for all of them."""
+        """The epoch of the surviving ranks and of new ones; the same object for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         if births not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
@@ -255,7 +247,7 @@ class _Door(Door):
         return self._epoch.next(members, joiners).network_of(members.index(self._rank))
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""
 
 
 class _Members(Membership):
@@ -267,7 +259,7 @@ class _Members(Membership):
         self._store = epoch.world.store
 
     def may_live(self, peer: int) -> bool:
-        """Never: ranks in memory do not search for others, see ``MemoryControl.linger``."""
+        """Return False: ranks in memory do not search for others, see ``MemoryControl.linger``."""
         return False
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:

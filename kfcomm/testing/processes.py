@@ -1,4 +1,4 @@
-"""A world of real processes on this host, and the program of each rank, which runs what the test asks for.
+"""A world of real processes on this host, and the program of each rank, which runs the functions of the test.
 
 Invariants: no process outlives its world. Where a rank has failed, was killed or stopped, the others are killed at the
 end: in an orderly end they would wait for it.
@@ -35,7 +35,7 @@ class ProcessWorld:
 
     Args:
         size: number of ranks.
-        faults: what befalls them.
+        faults: of the ranks.
         store: ``http://host:port`` of the store of the job.
         token: the secret of the job.
         is_blocking: whether the ranks use ``kfcomm.sync``.
@@ -69,7 +69,7 @@ class ProcessWorld:
         self._processes[rank].kill()
 
     def stop(self, rank: int) -> None:
-        """Halt the process of ``rank`` by SIGSTOP: it says nothing any more."""
+        """Stop the process of ``rank`` by SIGSTOP."""
         self._is_whole = False
         os.kill(self.pid(rank), signal.SIGSTOP)
 
@@ -96,7 +96,7 @@ class ProcessWorld:
         return said
 
     async def soon(self, rank: int) -> Any:
-        """As `outcome`, for an event loop."""
+        """Await `outcome` on an event loop."""
         loop, told = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._connections[rank].fileno(), told.set)
         try:
@@ -122,7 +122,7 @@ class ProcessWorld:
 
 
 def _started() -> tuple[Connection, subprocess.Popen[bytes]]:
-    """A process that waits to be told which rank it is; it finds the modules that this one finds."""
+    """Start a process that waits for its rank; it has the module path of this process."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -150,7 +150,7 @@ def process_world(size: int, faults: FaultPlan, *, is_blocking: bool, **options:
 
 @contextlib.contextmanager
 def _served(token: str) -> Iterator[str]:
-    """The address of a store on a thread of this process, where a launcher would have it."""
+    """Serve a store on a thread of this process, in place of a launcher; return its address."""
     ready: SimpleQueue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = SimpleQueue()
 
     async def serve() -> None:
@@ -175,7 +175,7 @@ Request = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def main(requests: Connection) -> None:
-    """Hear which rank this is, join, and serve ``requests``."""
+    """Receive the rank, join, and serve ``requests``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which ends this process
     settings, faults, is_blocking = requests.recv()
     try:
@@ -223,7 +223,7 @@ def _blocking(requests: Connection, settings: dict[str, Any], faults: tuple[Faul
 
 
 def _read(requests: Connection, put: Callable[[Request | None], object]) -> None:
-    """Hand on each request, and None for the last; end the process when the test is gone."""
+    """Pass on each request, and None at the end; end the process when the test is gone."""
     # on a thread, so that the process ends with the test's even in the midst of a call
 
     def read() -> None:
@@ -245,7 +245,7 @@ def _send(requests: Connection, answer: tuple[bool, Any]) -> None:
 
 
 def _told(error: Exception) -> Exception:
-    """The error as it can be sent: with the place where it was raised."""
+    """Return the error in a form that can be sent, with the place where it was raised."""
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  our own words

@@ -6,12 +6,12 @@
     async def test_mean(kfcomm_world):
         assert await kfcomm_world.run(mean, 3.0) == [3.0] * 4
 
-The mark says what ``kfcomm_world`` is:
+Options of the mark for ``kfcomm_world``:
 
-- ``ranks`` (2): how many.
-- ``processes`` (False): whether each rank is a process of its own, not a task (a thread, if the test is no coroutine).
+- ``ranks`` (2): their number.
+- ``processes`` (False): each rank is a process of its own, not a task of a coroutine or a thread of a function.
 - ``faults`` (none): a `kfcomm.testing.FaultPlan`.
-- all else: in one process the options of `kfcomm.testing.world`, or of `kfcomm.testing.sync_world`; in several the
+- all others: in one process the options of `kfcomm.testing.world`, or of `kfcomm.testing.sync_world`; in several the
   arguments of ``kfcomm.init``.
 
 A test of a coroutine with the mark runs under pytest-asyncio; it needs no mark of that.
@@ -31,7 +31,7 @@ MARK = "kfcomm(ranks=2, processes=False, faults=None, **options): the world that
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Explain the mark; with pytest-asyncio, know asynchronous worlds."""
+    """Register the mark and, with pytest-asyncio, the asynchronous worlds."""
     config.addinivalue_line("markers", MARK)
     if config.pluginmanager.hasplugin("asyncio"):
         config.pluginmanager.register(_asynchronous(), "kfcomm-asyncio")
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
-    """A marked coroutine is one of pytest-asyncio."""
+    """Mark a marked coroutine for pytest-asyncio, too."""
     if collector.config.pluginmanager.hasplugin("kfcomm-asyncio") and _is_coroutine(obj):
         marks = {mark.name for mark in (*getattr(obj, "pytestmark", ()), *collector.iter_markers())}
         if "kfcomm" in marks and "asyncio" not in marks:

@@ -1,13 +1,13 @@
-"""Streams of work without a device and without threads: what `kfcomm.testing.FakeDevice` runs its work on.
+"""Streams of work without a device and without threads: the execution of `kfcomm.testing.FakeDevice`.
 
 A stream is a queue of items. An item is done as soon as everything before it and every mark that it waits for is done:
-in whichever thread made that possible, before the call that did so returns. So a stream that nothing holds back is
-always empty, and a test that holds one back sees exactly what the rest of the program does meanwhile.
+in whichever thread made that possible, before the call that did so returns. So a stream that is not held back is always
+empty, and a test that holds one back sees the exact state of the rest of the program meanwhile.
 
 Invariants: items are done under one lock, `SCHEDULER`, which all fake devices of the process share because a
-collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
-device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
-without being done, and a stream that waits for a mark behind it fails with it, as a device's context does.
+collective joins any of them. Calls promised to ``notify`` are made outside of it, by one thread at a time for each
+device, in the order of the device. An item that fails fails its stream: items behind it are passed without being done,
+and a stream that waits for a mark behind it fails with it, as a device's context does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Known: TypeAlias = "dict[FakeStream, int]"
 
 
 def learn(known: Known, more: Known) -> None:
-    """Add to what is known."""
+    """Merge into what is known."""
     for stream, tick in more.items():
         if tick > known.get(stream, 0):
             known[stream] = tick
@@ -45,31 +45,26 @@ If it is not, somebody will ``wake`` the stream when it may be, and it is called
 
 
 class Promises:
-    """Promises of one device to ``notify``.
-
-    Attributes:
-        num_open: calls that have not come.
-        told: how far the program has been told that the streams are; never changed, but replaced.
-    """
+    """Promises of one device to ``notify``."""
 
     def __init__(self) -> None:
-        self.num_open = 0
-        self.told: Known = {}
+        self.num_open = 0  # promised calls that have not come
+        self.told: Known = {}  # what the program knows of the progress of streams; replaced, never changed
         self._due: deque[tuple[Promise, BaseException | None, Known]] = deque()
         self._is_speaking = False
 
     def put(self, done: Promise, error: BaseException | None, known: Known) -> None:
-        """Its turn has come; under the lock."""
+        """Add a due call; under the lock."""
         self._due.append((done, error, known))
         SCHEDULER.speakers.append(self)
 
     def tell(self, known: Known) -> None:
-        """The program learns how far streams are; under the lock."""
+        """Note what the program knows of the progress of streams; under the lock."""
         self.told = dict(self.told)
         learn(self.told, known)
 
     def keep(self) -> None:
-        """Call what is due, outside of the lock. A thread that finds another at it leaves the rest to that one."""
+        """Make the due calls, outside of the lock. If another thread is at it, leave the rest to that one."""
         while True:
             with SCHEDULER.lock:
                 if self._is_speaking or not self._due:
@@ -98,7 +93,7 @@ class Scheduler:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Change something; at the end everything is done that has become possible, and everybody told who is to be."""
+        """Hold the lock for a change; at its end, do all work that has become possible, and make the due calls."""
         speakers: list[Promises] = []
         with self.lock:
             self._depth += 1
@@ -137,7 +132,7 @@ class FakeMark:
         self._waiting: list[FakeStream] = []
 
     def attempt(self, stream: FakeStream) -> bool:
-        """Mark the stream as having come here, and wake the streams that wait for it."""
+        """Note that the stream has come here, and wake the streams that wait for it."""
         self.is_done, self.error, self.known = True, stream.error, dict(stream.known)
         for one in self._waiting:
             one.wake()
@@ -145,7 +140,7 @@ class FakeMark:
         return True
 
     def passed(self, stream: FakeStream) -> bool:
-        """Whether ``stream`` may go on past a wait for it; else the stream is woken when it may."""
+        """Whether ``stream`` may pass a wait for it; else the stream is woken when it may."""
         if not self.is_done:
             self._waiting.append(stream)
             return False
@@ -196,16 +191,16 @@ class FakeStream:
     # been told by ``notify`` when it put an item there: more may be done, but nothing promises it.
 
     def tick(self) -> int:
-        """The number of what is done now, on this stream."""
+        """Number of the item that is done now on this stream."""
         number = self.known[self] = self.known.get(self, 0) + 1
         return number
 
     def wake(self) -> None:
-        """The first item may have become possible; under the lock."""
+        """Check again whether the first item is possible; under the lock."""
         SCHEDULER.awake.append(self)
 
     def advance(self) -> None:
-        """Do what can be done; under the lock."""
+        """Do the possible items; under the lock."""
         if self._is_advancing:  # by the item itself, which has put something on its own stream
             return
         self._is_advancing = True
@@ -220,7 +215,7 @@ class FakeStream:
             self._is_advancing = False
 
     def hold(self, held: bool) -> None:
-        """Let nothing on it be done any more, or again."""
+        """Hold back its items, or release them."""
         with SCHEDULER.entered():
             self.is_held = held
             self.wake()
@@ -274,26 +269,21 @@ class StreamUse:
 
 
 class Allocation:
-    """Some memory of a device, which is free again when the last array in it is gone.
-
-    Attributes:
-        nbytes: of all of it.
-        home: the stream for which it was made.
-    """
+    """Some memory of a device, which is free again when the last array in it is gone."""
 
     def __init__(self, base: Array, home: FakeStream) -> None:
-        self.nbytes = base.nbytes
-        self.home = home
+        self.nbytes = base.nbytes  # of all of it
+        self.home = home  # the stream for which it was made
         self._at = byte_bounds(base)[0]
         self._uses: list[StreamUse] = []
 
     def touch(self, memory: Array, stream: FakeStream, *, writes: bool) -> str | None:
-        """``stream`` reads or writes ``memory``, which lies in this allocation; under the lock of the scheduler.
+        """Record that ``stream`` reads or writes ``memory`` in this allocation; under the lock of the scheduler.
 
-        What is not contiguous is taken to reach from its first byte to its last.
+        Memory that is not contiguous counts as reaching from its first byte to its last.
 
         Returns:
-            With whom it is not in order, in words, if there is one.
+            The access that is not ordered with this one, in words, if there is one.
         """
         if not memory.size:
             return None

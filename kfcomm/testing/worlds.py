@@ -36,22 +36,21 @@ T = TypeVar("T")
 class MemoryWorld(Sequence[Communicator]):
     """The communicators of all ranks, by rank, and the faults that can be brought about among them.
 
-    Ranks are those of the first epoch, whatever follows.
+    Ranks are those of the first epoch, in every epoch.
 
     Args:
         size: number of ranks.
-        hosts: number of hosts on which the ranks pretend to be.
+        hosts: number of hosts that the ranks simulate.
         num_cpus: processors of each; of this machine, if left out.
         strategy: see ``Communicator.set_strategy``.
         timeout: default timeout of the collectives, in seconds or as a ``timedelta``.
-        stall_after: after how long a wait is reported, likewise.
+        stall_after: a wait of this length is reported; likewise.
         transport: ``memory``, or ``shm`` for links through shared memory, as processes of one host have them.
-        monitor: whether the ranks count and time what they do, for ``Communicator.statistics``.
-        devices: the device of each rank, None for one that has none; closed with the communicators. No rank has one if
-            it is left out.
+        monitor: whether the ranks count and time their work, for ``Communicator.statistics``.
+        devices: the device of each rank, or None; closed with the communicators. By default no rank has one.
         maker: of the backends that run collectives on the devices.
         device_transport: the setting ``transport``, as far as it concerns the devices.
-        reactor: that of all ranks, driven by whoever gives it; by the running loop, if none is given.
+        reactor: of all ranks, driven by its owner; by default one that the running loop drives.
         elastic: the communicators are those of ``kfcomm.init(elastic=True)``.
 
     Raises:
@@ -109,15 +108,14 @@ class MemoryWorld(Sequence[Communicator]):
         return iter(self._comms)
 
     def kill(self, rank: int) -> None:
-        """The process of ``rank`` dies: its links break, the others hear of it, in whatever epoch they are."""
+        """Kill ``rank``: its links break, and the others hear of it, in any epoch."""
         self.dead.add(rank)
         self._first.kill(rank)
 
     async def join(self, birth: int) -> Communicator:
         """Add a process, without a device, and wait until an ``Elastic`` of the ranks admits it.
 
-        Args:
-            birth: its uid, which no other process of this world has or had.
+        ``birth`` is its uid, which no other process of this world has or had.
         """
         epoch, num_old, strategy = await self.store.ask_in(birth)
         rank = epoch.births.index(birth)
@@ -134,11 +132,11 @@ class MemoryWorld(Sequence[Communicator]):
         return Communicator(session, session.world, strategy)
 
     def _shown(self, comm: Communicator) -> Communicator:
-        """As the program has it."""
+        """Return the communicator as the program gets it."""
         return cast("Communicator", ElasticCommunicator(comm)) if self._is_elastic else comm
 
     def unplug(self, rank: int) -> None:
-        """Every open link of ``rank`` in the first epoch breaks; the rank lives, and new links can be opened."""
+        """Break every open link of ``rank`` in the first epoch; the rank lives, and new links can be opened."""
         self._first.links.unplug(rank)
 
     def new_links(self, births: tuple[int, ...]) -> Links:
@@ -148,7 +146,7 @@ class MemoryWorld(Sequence[Communicator]):
         return InMemory(self._reactor)
 
     def new_hub(self, births: tuple[int, ...]) -> MemoryHub:
-        """Make what joins the control planes of an epoch."""
+        """Make the hub of the control planes of an epoch."""
         return MemoryHub(len(births))
 
     def new_store(self) -> MemoryStore:

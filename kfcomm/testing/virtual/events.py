@@ -1,6 +1,6 @@
 """Events of a world in virtual time: faults, and requests for other ranks. A plan is a sequence of these.
 
-Ranks are those of the beginning, whatever follows; processes that come later have the next numbers. Times count from
+Ranks are those of the beginning, in every epoch; processes that join later have the next numbers. Times count from
 the beginning of the run, in virtual seconds.
 """
 
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of ``rank`` dies. The others hear of it; its last messages may be lost."""
+    """The process of ``rank`` is killed. The others hear of it; its last messages may be lost."""
 
     rank: int
     at_s: float
@@ -21,7 +21,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing comes from ``rank`` or reaches it, for ``for_s``; if that is longer than ``lost_after_s``, it is lost."""
+    """``rank`` neither sends nor receives for ``for_s``; if that is longer than ``lost_after_s``, it is lost."""
 
     rank: int
     at_s: float
@@ -30,9 +30,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nothing passes between the sides, for ``for_s``; if that is longer than ``lost_after_s``, each loses the others.
+    """Messages between the sides are lost for ``for_s``; if that exceeds ``lost_after_s``, each loses the others.
 
-    Ranks that are in none of ``sides`` are together on one more.
+    Ranks that are in none of ``sides`` form one more side.
     """
 
     sides: tuple[tuple[int, ...], ...]
@@ -71,7 +71,7 @@ class LostStore:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Another process, which has this number, asks to be let in by an ``Elastic``."""
+    """Another process, with this number, asks an ``Elastic`` to admit it."""
 
     rank: int
     at_s: float
@@ -79,7 +79,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """So many ranks are asked for; an ``Elastic`` heeds it."""
+    """A request for this number of ranks, which an ``Elastic`` heeds."""
 
     size: int
     at_s: float
@@ -87,7 +87,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``rank`` is asked to go, whatever number is asked for; an ``Elastic`` heeds it, and lets in who waits."""
+    """A request that ``rank`` leave, at any size; an ``Elastic`` heeds it, and admits waiting processes."""
 
     rank: int
     at_s: float
@@ -100,10 +100,10 @@ def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic:
     """Random events for a world of ``size`` ranks; at least one rank is neither killed nor stopped.
 
     Args:
-        random: where chance comes from.
+        random: source of chance.
         size: number of ranks in the beginning.
         horizon_s: all begin within this time.
-        elastic: processes may come, sizes be asked for, ranks be asked to go, and the store be lost, too.
+        elastic: with joining processes, requests for sizes and for ranks to leave, and loss of the store, too.
     """
 
     def when() -> float:

@@ -1,6 +1,6 @@
 """Clock and network in virtual time: latencies, delayed and lost messages, and links over them.
 
-Nothing here depends on anything but the seed, the events, and what ranks say. Ranks are those of the beginning here,
+Everything here follows from the seed, the events, and the messages of the ranks. Ranks are those of the beginning here,
 and never those of an epoch.
 """
 
@@ -34,11 +34,7 @@ class Stuck(AssertionError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Descriptors are not watched, and nothing runs beside it.
-
-    Attributes:
-        now_s: its clock.
-    """
+    """Descriptors are not watched, and nothing runs beside it."""
 
     def __init__(self) -> None:
         self.now_s = BEGIN_S
@@ -49,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """It is done when this returns."""
+        """Do it before this returns."""
         del executor
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -60,17 +56,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _NoDescriptors(selectors.SelectSelector):
-    """Instead of waiting for a time it makes it now."""
+    """Advance the time instead of waiting for it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Nothing is ready.
+        """Return nothing, after an advance of the time.
 
         Raises:
-            Stuck: nor ever will be.
+            Stuck: nothing will ever be due.
         """
         if timeout is None:
             raise Stuck("all ranks wait, and some have not ended")
@@ -104,18 +100,13 @@ class Timing(NamedTuple):
 
 
 class VirtualNetworkModel:
-    """Network between the ranks of a world.
-
-    Attributes:
-        lost: pairs that have lost each other.
-        num_sent: messages so far.
-    """
+    """Network between the ranks of a world."""
 
     def __init__(self, reactor: Reactor, random: Random, events: Sequence[Event], timing: Timing) -> None:
         self.timing = timing
         self.random = random
-        self.lost: set[tuple[int, int]] = set()
-        self.num_sent = 0
+        self.lost: set[tuple[int, int]] = set()  # pairs that have lost each other
+        self.num_sent = 0  # messages so far
         self._reactor = reactor
         self._began_s = reactor.time()
         self._slow = [one for one in events if isinstance(one, (Delay, SlowLink))]
@@ -125,16 +116,16 @@ class VirtualNetworkModel:
 
     @property
     def digest(self) -> str:
-        """Of who has told whom something, and when."""
+        """Digest of the messages: sender, receiver and time."""
         return self._digest.hexdigest()
 
     def carry(self, source: int, target: int, channel: str, deliver: Callback, *arguments: Any) -> None:
-        """Call ``deliver`` when it arrives, unless they have lost each other by then."""
+        """Deliver a message by a call on arrival, unless they have lost each other by then."""
         due_s = self.arrival_s(source, target, channel)
         self._reactor.call_at(due_s, self._arrived, (source, target), deliver, arguments)
 
     def tell(self, rank: int, within_s: float, deliver: Callback, *arguments: Any) -> None:
-        """Call ``deliver`` when ``rank`` has found something out, which it does within this time."""
+        """Call ``deliver`` when ``rank`` has detected something, which it does within this time."""
         now_s = self._reactor.time() + self.random.uniform(0, within_s)
         self._reactor.call_at(self._passes_s(rank, rank, now_s - self._began_s) + self._began_s, deliver, *arguments)
 
@@ -158,7 +149,7 @@ class VirtualNetworkModel:
         return (one, other) in self.lost
 
     def lose(self, one: int, other: int) -> bool:
-        """They lose each other; whether that is new."""
+        """Note that they have lost each other; return whether that is new."""
         is_new = (one, other) not in self.lost
         self.lost |= {(one, other), (other, one)}
         return is_new
@@ -246,7 +237,7 @@ class VirtualLinks(InMemory):
         return await super().connect(rank, peer)
 
     def lose(self, one: int, other: int) -> None:
-        """Break what joins these two."""
+        """Break the link between these two."""
         if one in self._births and other in self._births:
             rank, peer = self._births.index(one), self._births.index(other)
             self._network.part(rank, peer, reason=f"nothing passes between ranks {rank} and {peer}")

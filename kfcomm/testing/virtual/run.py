@@ -34,12 +34,12 @@ class VirtualRun:
     """Result of a run.
 
     Attributes:
-        results: of each rank that was admitted and not killed, what its program has returned, or its error.
+        results: result or error of the program of each rank that was admitted and not killed.
         killed: the others.
-        events: what happened to it.
+        events: of the world.
         unheard: errors of callbacks and tasks that were never awaited, in words.
-        time_s: how long it took, in virtual seconds.
-        digest: of who has told whom something, and when: the same for the same program, seed and events.
+        time_s: duration in virtual seconds.
+        digest: of all messages and their times: the same for the same program, seed and events.
     """
 
     results: dict[int, Any]
@@ -74,17 +74,17 @@ def run_in_virtual_time(
 ) -> VirtualRun:  # fmt: skip
     """Run ``main(comm)`` for every rank of a world, and for each process that joins, in virtual time.
 
-    It runs an event loop of its own: not to be called on another. Nothing in it is early or late because the machine
-    is. With the same arguments, and a deterministic ``main``, all is the same again.
+    It runs an event loop of its own: not to be called on another. The speed of the machine changes no result. With the
+    same arguments, and a deterministic ``main``, a run repeats exactly.
 
     Args:
-        main: the program. What it sleeps is virtual, what it computes takes no time; it may use ``asyncio.to_thread``,
+        main: the program. Its sleeps are virtual, its computations take no time; it may use ``asyncio.to_thread``,
             which blocks, but no threads of its own, and no sockets.
         size: number of ranks in the beginning.
         seed: of all chance.
-        events: what happens to the world.
+        events: faults and requests.
         lost_after_s: ranks that hear nothing of each other for so long have lost each other.
-        latency_s: how long anything takes from one rank to another, at least and at most.
+        latency_s: of any message from one rank to another, at least and at most.
         within_s: of virtual time.
         options: of ``MemoryWorld``: ``strategy``, ``timeout``, ``hosts``, ``elastic`` and the like.
 
@@ -128,11 +128,7 @@ async def _run(loop: VirtualLoop, plan: _Plan) -> VirtualRun:
 
 
 class _Ranks:
-    """The processes of a run: those of the beginning, and those that came.
-
-    Attributes:
-        world: what they live in.
-    """
+    """The processes of a run: those of the beginning, and those that came."""
 
     def __init__(self, main: Main, world: VirtualWorld) -> None:
         self.world = world
@@ -146,18 +142,18 @@ class _Ranks:
         return sorted(self._tasks.keys() - self.world.dead)
 
     def kill(self, rank: int) -> None:
-        """End one, unless it has come to its end."""
+        """Kill a rank, unless its program has ended."""
         if rank in self._tasks and not self._tasks[rank].done():
             self.world.kill(rank)
             self._tasks[rank].cancel()
 
     def join(self, rank: int) -> None:
-        """Begin one that is outside, and asks to be let in."""
+        """Start a process that asks to join."""
         self._outside.add(rank)
         self._tasks[rank] = asyncio.ensure_future(self._come(rank))
 
     async def end(self, until_s: float) -> None:
-        """Wait until all have come to their end that are inside.
+        """Wait until the programs of all joined ranks have ended.
 
         Raises:
             Stuck: they have not, by then.
@@ -207,7 +203,7 @@ def _told(context: dict[str, Any]) -> str:
 
 
 async def _happen(ranks: _Ranks, event: Event, lost_after_s: float) -> None:
-    """The part of an event that the network does not do by itself."""
+    """Carry out the part of an event beyond the network."""
     await asyncio.sleep(event.at_s)
     match event:
         case Kill(rank):
@@ -250,20 +246,20 @@ Planner: TypeAlias = Callable[[Random, int], Sequence[Event]]
 def search_in_virtual_time(
     main: Main, size: int, check: Check, *, seeds: Iterable[int], plan: Planner = random_events, **options: Any
 ) -> int:
-    """Run a program under the events of each seed, and check what came of it.
+    """Run a program under the events of each seed, and check each run.
 
-    Of a run that fails, events are left out, and times rounded, as long as it fails; the error repeats the rest.
+    The events of a failing run are reduced, and times rounded, as long as it fails; the error shows the rest.
 
     Args:
         main: see `run_in_virtual_time`.
         size: number of ranks in the beginning.
-        check: raises an error if a run is not as it should be.
+        check: raises an error for a faulty run.
         seeds: each is one run.
         plan: makes the events of a run, from chance and the size.
         **options: of `run_in_virtual_time`.
 
     Returns:
-        How many runs there were.
+        The number of runs.
 
     Raises:
         AssertionError: a run failed; its last line runs it again.
@@ -283,7 +279,7 @@ def search_in_virtual_time(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A seed, whatever happens."""
+    """Runs with one seed, under any events."""
 
     main: Main
     size: int
@@ -292,7 +288,7 @@ class _Trial:
     options: dict[str, Any]
 
     def failure(self, events: Sequence[Event]) -> Exception | None:
-        """Why a run with these events is not as it should be; None if it is."""
+        """Error of the check of a run with these events; None if it passes."""
         try:
             self.check(run_in_virtual_time(self.main, self.size, seed=self.seed, events=events, **self.options))
         except Exception as error:  # noqa: BLE001  whatever it is
@@ -301,7 +297,7 @@ class _Trial:
 
 
 def _shrunk(events: list[Event], error: Exception, trial: _Trial) -> tuple[list[Event], Exception]:
-    """The plainest events with which it fails, as far as one change at a time leads, and how."""
+    """Return the simplest failing events that single changes lead to, and the failure."""
     is_plainer = True
     while is_plainer:
         is_plainer = False
@@ -314,7 +310,7 @@ def _shrunk(events: list[Event], error: Exception, trial: _Trial) -> tuple[list[
 
 
 def _plainer(events: list[Event]) -> Iterator[list[Event]]:
-    """With one of them less; then with one time that has fewer digits."""
+    """Yield the events without one of them, then with one time rounded."""
     for place in range(len(events)):
         yield [*events[:place], *events[place + 1 :]]
     for place, event in enumerate(events):

@@ -77,7 +77,7 @@ class VirtualHub(MemoryHub):
             self.declare_lost(self._births.index(birth), "its process has ended", has_ended=True)
 
     def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
-        """Each of two ranks of the beginning finds out that it has lost the other; one that was stopped, of itself."""
+        """Let two initial ranks detect that they have lost each other; a stopped one, that it is lost itself."""
         if one in self._births and other in self._births:
             for birth, peer in ((one, other), (other, one)):
                 self._find_out(self._births.index(birth), self._births.index(peer), was_stopped=birth == stopped)
@@ -121,7 +121,7 @@ class VirtualStore(MemoryStore):
         self._back.set()
 
     async def lose(self, for_s: float) -> None:
-        """Be lost for so long."""
+        """Be lost for this time."""
         self._lost_by += 1
         self._num_losses += 1
         self._back.clear()
@@ -170,7 +170,7 @@ class VirtualStore(MemoryStore):
         await super().want_replaced(birth)
 
     async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
-        """Whether these were the first to ask for this epoch."""
+        """Return whether these were the first to ask for this epoch."""
         try:
             async with asyncio.timeout(WORD_WITHIN_S):
                 await self._reached()
@@ -233,13 +233,13 @@ class VirtualWorld(MemoryWorld):
         return VirtualStore(self._model)
 
     def ended(self, rank: int) -> None:
-        """The program of ``rank`` has ended: it enters no further epoch, even if others expect it there."""
+        """Note that the program of ``rank`` has ended: it enters no further epoch, even if others expect it there."""
         self._ended.add(rank)
         for hub in self._hubs:
             hub.ended(rank)
 
     def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
-        """These two have heard nothing of each other for too long, in whatever epochs they are."""
+        """Declare two ranks lost to each other, in any epoch, after a silence that was too long."""
         if self._model.lose(one, other):
             for links in self._links:
                 links.lose(one, other)
