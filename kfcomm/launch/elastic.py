@@ -76,7 +76,7 @@ class Elasticity:
     unreplaced: int = 0  # number of dead ranks without a replacement, for lack of restarts
     where: dict[int, int] = field(default_factory=dict)  # host of each process that was ever started, by uid
     stages: dict[int, Stage] = field(default_factory=dict)  # the stage of each of them
-    _later: dict[int, float] = field(default_factory=dict)
+    _later: dict[int, float] = field(default_factory=dict)  # start time of living ones that were started later
     _health: dict[str, Health] = field(default_factory=dict)
 
     def in_stage(self, *stages: Stage) -> set[int]:
@@ -144,14 +144,9 @@ class Elasticity:
         self.where[birth] = host
 
     def goes_on(self, starts: Mapping[int, int], exits: Mapping[int, Exit], size: int) -> None:
-        """Restore the state of a running job.
-
-        Args:
-            starts: host of each process that was ever started, by uid.
-            exits: exits so far. Processes that ended with code 0 count as released.
-            size: latest requested number of ranks.
-        """
+        """Restore the state of a running job; ``starts`` are the hosts of all processes ever started, by uid."""
         self.where = dict(starts)
+        # Processes that ended with code 0 count as released: FINISHED would end all replacements.
         self.stages = {birth: Stage.ENDED if birth in exits else Stage.RUNS for birth in starts}
         self.resize(size)
 
@@ -181,17 +176,15 @@ class Elasticity:
             self._later.pop(birth, None)
 
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> Stage:
-        """Note the end of a process; return its previous stage.
-
-        A host on which processes keep failing rests for 1 s, then for 2, and so on; those that had to leave do not
-        count.
-        """
+        """Note the end of a process; return its previous stage."""
         before = self.stages.get(birth, Stage.ENDED)
         if before not in LIVING:
             return before
         is_missed = before in COUNTED
         self._change(birth, Stage.FINISHED if code == 0 and before is not Stage.RELEASED else Stage.ENDED)
         begun_s = self._later.pop(birth, None)
+        # A host on which processes keep failing early rests for 1 s, then for 2, and so on. A process that had to leave
+        # says nothing about its host.
         if begun_s is not None and is_missed:
             health = self._health_of(self.places[self.where[birth]])
             health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
@@ -218,15 +211,7 @@ class Elasticity:
                 self.unreplaced += 1
 
     def resize(self, size: int, waiting: Collection[int] = ()) -> list[int]:
-        """Request a number of ranks, limited to the bounds.
-
-        Args:
-            size: number of ranks.
-            waiting: uids of the processes that run and have not joined yet.
-
-        Returns:
-            Waiting processes that are not wanted any more. The ranks release other surplus ones themselves.
-        """
+        """Request a number of ranks, within the bounds; return those of the ``waiting`` that are not wanted now."""
         self.asked = max(self.least, min(size, self.most))
         return self.fit(waiting)
 
@@ -236,27 +221,20 @@ class Elasticity:
         # A new request, or new slots, count from the ranks that live now: earlier losses are no longer missing.
         self.unreplaced = 0
         staying = self.in_stage(Stage.RUNS)
+        # Only waiting processes: the ranks release surplus ones that have joined themselves.
         idle = sorted(staying.intersection(waiting))
         unwanted = idle[::-1][: max(0, len(staying) - self.size - self.spares)]
         self.stages |= dict.fromkeys(unwanted, Stage.RELEASED)
         return unwanted
 
     def vacate(self, waiting: Collection[int] = ()) -> list[int]:
-        """Release the ranks whose hosts have no slots left, as long as enough stay.
-
-        Those of hosts without any slot go first, and of these the last.
-
-        Args:
-            waiting: uids of the processes that run and have not joined yet.
-
-        Returns:
-            Waiting processes among them.
-        """
+        """Release ranks of hosts that have no slots left, as long as enough stay; return the ``waiting`` among them."""
         found: list[int] = []
         if self.slots is None:
             return found
         staying = self.in_stage(Stage.RUNS)
         slots, spare = self.slots, len(staying.difference(waiting)) - self.least
+        # Hosts without any slot come first, and of these the last one. On each host, waiting processes go first.
         addresses = dict.fromkeys(one.address for one in self.places[::-1])
         for address in sorted(addresses, key=lambda one: slots.get(one, 0) > 0):
             here = sorted(self._at(address, staying), key=lambda birth: (birth in waiting, birth))
@@ -295,6 +273,7 @@ class Elasticity:
         return [host for host in found if self._fullness(self.places[host]) < 1]
 
     def _fullness(self, place: RankPlace) -> float:
+        # By address, not by place: the launchers that a host had one after the other share its slots.
         weight = place.num_ranks if self.slots is None else self.slots.get(place.address, 0)
         return len(self._at(place.address, self.in_stage(*LIVING))) / weight if weight else 1.0
 
@@ -306,14 +285,7 @@ class Elasticity:
 
 
 def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addresses: Sequence[str] = ()) -> Elasticity:
-    """Parse ``MIN`` or ``MIN:MAX``; with ``MIN`` alone there are no replacements.
-
-    Args:
-        text: the text.
-        ranks: initial number of ranks, by host.
-        restarts: largest number of replacements.
-        spares: number of spare processes.
-        addresses: of the hosts; their positions, if omitted.
+    """Parse ``MIN`` or ``MIN:MAX``; with ``MIN`` alone there are no replacements. ``ranks`` and ``addresses``: by host.
 
     Raises:
         ConfigError: the text is malformed, or does not fit the number of ranks.
@@ -332,5 +304,6 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addre
     for host, count in enumerate(ranks):
         found.places.append(RankPlace(addresses[host] if addresses else str(host), count))
         for _ in range(count):
+            # Of a job that begins, the uids are the ranks.
             found.begun(found.next_birth, host)
     return found

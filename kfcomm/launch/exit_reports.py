@@ -4,10 +4,10 @@ The launcher listens at an abstract Unix address, which needs no file and reache
 Only processes of this user are accepted. A rank's connection is never closed before the job is over: that would kill
 the rank (see `kfcomm.rendezvous.exit_report`).
 
-Order of exits alone is misleading: ranks that fail because of another often end before it. A rank that reports another
-as the cause is a *victim*, and passed over while another candidate exists or may appear: for a short time if none is
-known (a killed process reports nothing, and its end is seen as soon), longer if a rank has reported that it leaves with
-an error of its own. If none appears, the first victim stands.
+Order of exits alone is misleading: ranks that fail because of another often end before it. The failure of a rank that
+reports another one as the cause is *secondary*, and passed over while another candidate exists or may appear: for a
+short time if none is known (a killed process reports nothing, and its end is seen as soon), longer if a rank has
+reported that it leaves with an error of its own. If none appears, the first secondary failure stands.
 """
 
 from __future__ import annotations
@@ -30,23 +30,18 @@ _UNKNOWN = -1
 
 
 class ExitReports:
-    """Receives the exit reports of the ranks of this host.
-
-    Attributes:
-        address: value of ``KFCOMM_LAUNCHER`` for the ranks.
-        lived_s: time of the last sign of life of each rank that ever sent one, by the monotonic clock.
-        pids: process of each rank that has joined and not ended, which may be a child of the one that was started.
-    """
+    """Receives the exit reports of the ranks of this host."""
 
     def __init__(
         self, ranks: range, heard: Callable[[ExitReport], None], let_go: Callable[[int], None], *, is_elastic: bool
     ) -> None:
         self._is_elastic = is_elastic
         self._let_go = let_go
-        self.address = f"kfcomm-{secrets.token_hex(16)}"
+        self.address = f"kfcomm-{secrets.token_hex(16)}"  # value of ``KFCOMM_LAUNCHER`` for the ranks
         self._ranks = ranks
         self._heard = heard
-        self.lived_s: dict[int, float] = {}
+        self.lived_s: dict[int, float] = {}  # time of each rank's last sign of life, by the monotonic clock
+        # process of each rank that has joined and not ended; it may be a child of the one that was started
         self.pids: dict[int, int] = {}
         self._lines: dict[socket.socket, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,6 +65,7 @@ class ExitReports:
             self._hang_up(line)
 
     def _accept(self) -> None:
+        # The last call fails, which ends the loop: no connection is left.
         with contextlib.suppress(OSError):
             while True:
                 line, _ = self._listener.accept()
@@ -115,7 +111,7 @@ class ExitReports:
 
 
 CAUSE_WITHIN_S = 2.0
-"""Time to wait for the cause if only victims have ended."""
+"""Time to wait for the cause if all failures so far are secondary."""
 LEAVING_WITHIN_S = 6.0
 """The same if a rank has reported that it leaves: closing may take a rank 5 s."""
 
@@ -160,6 +156,7 @@ class Blame:
         if said is None or said.at_s is None:
             self._failed.append(Failure(end.rank, end.code, now_s, Why(end.why)))
         else:
+            # A rank begins to leave before its process ends: that time is nearer to the cause.
             self._failed.append(Failure(end.rank, end.code, min(said.at_s, now_s), Why(end.why), said.summary))
 
     def verdict(self, now_s: float) -> Failure | float | None:
@@ -172,6 +169,7 @@ class Blame:
             for said in self._said.values()
             if said.at_s is not None and not said.is_elsewhere and said.rank not in self._ended
         ]
+        # These have not ended, but began to leave with an error of their own before the first that has.
         leaving = [
             Failure(said.rank, said.code, at_s, summary=said.summary)
             for at_s, said in leavers

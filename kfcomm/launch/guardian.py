@@ -6,9 +6,6 @@ a line. When the pipe ends, the launcher is gone, in whatever way, and the guard
 in one of these groups or that carries ``KFCOMM_JOB=MARK`` in its environment: the former finds programs that cleared
 their environment, the latter those that made their own group, or were started while the launcher died.
 PR_SET_PDEATHSIG reaches children only, not their children; it covers the case that the guardian is killed, too.
-
-A process is killed through its descriptor, after a second check: by then its pid cannot have been reused. A process
-between fork and exec shows no environment: while such processes exist, the guardian looks again.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _ROUNDS = 60
 _ROUND_MS = 500
 _LOOKS = 40
 _LOOK_MS = 50
-_KERNEL_THREAD = 0x00200000
+_KERNEL_THREAD = 0x00200000  # PF_KTHREAD of include/linux/sched.h
 
 
 def main() -> None:
@@ -40,6 +37,7 @@ def main() -> None:
         if _kill_all(groups, mark):
             rounds -= 1
         elif any(_is_bare(pid) for pid in _pids()):
+            # A process between fork and exec shows no environment, and may be the job's: look again.
             looks -= 1
             select.poll().poll(_LOOK_MS)
         else:
@@ -72,6 +70,7 @@ def _opened(pid: int, groups: set[int], mark: bytes) -> Iterator[int]:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return
+    # Checked again: from now on the descriptor holds the process, so that its pid cannot be reused.
     if _belongs(pid, groups, mark):
         yield descriptor
     else:

@@ -207,11 +207,9 @@ class Discovery:
             raise ConfigError(f"--discover {self.command!r}: {error}") from error
 
     async def answers(self, known: Slots, say: Callable[[str], None]) -> AsyncIterator[Slots]:
-        """Yield the answer every second, or the last valid one; never ends.
+        """Yield the last valid answer (``known`` at first) every second; never ends.
 
-        Args:
-            known: last valid answer.
-            say: shows a message, once for each new error, and when answers are valid again.
+        Each new error is shown once by ``say``, and so are valid answers after it.
         """
         wrong = ""
         while True:
@@ -239,6 +237,7 @@ class Discovery:
         except TimeoutError:
             raise _NoAnswer(f"no answer within {WITHIN_S:g} s") from None
         finally:
+            # The whole group: nothing that the script has started outlives its answer.
             child.send(signal.SIGKILL)
             child.close()
         if code:
@@ -248,6 +247,7 @@ class Discovery:
             raise _NoAnswer(f"it says more than {MAX_ANSWER_NBYTES} bytes")
         try:
             async with asyncio.timeout(WITHIN_S):
+                # In a thread, since names are resolved, which blocks.
                 return await asyncio.to_thread(read_slots, out.decode(errors="replace"))
         except ConfigError as error:
             raise _NoAnswer(str(error)) from error
@@ -263,6 +263,7 @@ async def _all_of(descriptor: int) -> bytes:
         await readable(descriptor)
         if not (chunk := os.read(descriptor, MAX_ANSWER_NBYTES)):
             return found
+        # Read on past the limit, else the script would block and never end. One byte more shows that it is too long.
         found = (found + chunk)[: MAX_ANSWER_NBYTES + 1]
 
 
@@ -270,7 +271,7 @@ def read_slots(text: str) -> Slots:
     """Parse the output of a script: slots by address.
 
     Raises:
-        ConfigError: a line is malformed, a host appears twice, or there is none.
+        ConfigError: a line is malformed, a host appears twice, or no host is named.
     """
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

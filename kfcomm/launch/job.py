@@ -185,6 +185,7 @@ class Job:
         if self.elastic is not None:
             return self
         first = settings.metrics_port or 0
+        # Still free now, but used soon: by the store and by the metrics of the ranks.
         taken = {self.options.store_port(), *range(first, first + len(self.plan.ranks))}
         return replace(self, torch_port=free_port(self.mark, taken))
 
@@ -202,14 +203,7 @@ class Job:
         return replace(self, discovery=discovery)
 
     def environ_of(self, rank: int, place: int, store: str, launcher: str = "") -> dict[str, str]:
-        """Environment of a rank: the launcher's, with its place in the world.
-
-        Args:
-            rank: its uid.
-            place: local rank.
-            store: URL of the store.
-            launcher: address for its exit reports.
-        """
+        """Environment of the rank with this uid and local rank (``place``), based on the launcher's."""
         options, plan = self.options, self.plan
         # two tokens would contradict each other; passwords of backends are for launchers alone
         hidden = {"KFCOMM_TOKEN_FILE", *secret_variables()}
@@ -218,9 +212,11 @@ class Job:
         elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
         local_size = len(plan.ranks)
         if rank not in plan.ranks:
+            # Started later: it joins by its uid and has no rank before, but the settings need a valid one.
             elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start if plan.ranks else 0
             local_size = max(local_size, place + 1)
         return {
+            # Later entries win: the user's variables over torch's, and those of the job over all.
             "PYTHONUNBUFFERED": "1",
             **torch_variables(plan, rank, (place, local_size), self.torch_port),
             **kept,
@@ -232,7 +228,7 @@ class Job:
             "KFCOMM_LOCAL_RANK": str(place),
             "KFCOMM_LOCAL_SIZE": str(local_size),
             "KFCOMM_STORE": store,
-            "KFCOMM_SERVE": "0",
+            "KFCOMM_SERVE": "0",  # the launcher does
             "KFCOMM_TOKEN": as_text(self.token),
             JOB: self.mark,
             LAUNCHER: launcher,
@@ -259,7 +255,7 @@ class Job:
             )
 
     def check(self) -> Settings:
-        """Check here, once, all that every rank would check."""
+        """Check once, here, what every rank would check."""
         # which port it will be does not matter to the check
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
         settings = detect(self.environ_of(self.plan.ranks.start, 0, store_url(*store)))
@@ -297,14 +293,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def torch_variables(plan: HostPlan, rank: int, local: tuple[int, int], port: int | None) -> dict[str, str]:
-    """Variables to set for a rank, unless the user has set them.
-
-    Args:
-        plan: hosts and their initial ranks.
-        rank: in the world.
-        local: rank and number of ranks on its host.
-        port: for rank 0; None if the job is elastic.
-    """
+    """Variables to set for a rank, unless the user has set them. ``local``: rank and number of ranks on its host."""
     found = {LOCAL_RANK: str(local[0])}
     if port is not None:
         whole = (rank, plan.size, *local, plan.hosts[0].address, port)
@@ -327,6 +316,7 @@ def free_port(mark: str, taken: Collection[int]) -> int:
     Raises:
         ConfigError: no port is free.
     """
+    # In an order of its own for each job, so that jobs that look at the same time do not choose the same port.
     for port in Random(mark).sample(_PORTS, len(_PORTS)):
         if port not in taken and all(_is_free(family, port) for family in (socket.AF_INET, socket.AF_INET6)):
             return port
@@ -337,6 +327,7 @@ def _is_free(family: int, port: int) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             if family == socket.AF_INET6:
+                # Else the socket would take the IPv4 port as well.
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("", port))

@@ -133,11 +133,7 @@ class Launcher:
         self.passing = Passing(self.host, self.ranks.forward)
 
     async def watch(self, store: KeyValue) -> JobOutcome:
-        """Watch until the role says that all is over.
-
-        Args:
-            store: store for exits of this and other hosts.
-        """
+        """Watch until the role says that the job is over here; ``store`` has the exits of all hosts."""
         try:
             # A task that raises ends the whole watch: a launcher without one of its tasks would wait for ever.
             async with asyncio.TaskGroup() as self.tasks:
@@ -230,6 +226,7 @@ class Launcher:
     async def report(self, end: Exit, store: KeyValue) -> None:
         """Report an exit to the store, and to the first host's, in case a shared backend is unreachable."""
         stores = [store] if self.first in (None, store) else [store, self.first]
+        # At once, since one of them may be unreachable.
         await asyncio.gather(*(_reported(end, one) for one in stores))
 
     def note(self, end: Exit) -> None:
@@ -241,6 +238,7 @@ class Launcher:
 
     async def _watch_exits(self, store: KeyValue) -> None:
         async for end in self.role.exits(store):
+            # Exits of the ranks of this host are noted when their processes end.
             if end.rank not in self.ranks.children:
                 self.note(end)
             elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
@@ -299,6 +297,7 @@ class FixedRole:
         """Settle the first failure at the end, if it is not known yet."""
         del store
         if self.is_over() and self.launcher.verdict.is_open:
+            # All time to wait for a better candidate is over.
             self._settle(math.inf)
 
     def is_over(self) -> bool:
@@ -314,6 +313,7 @@ class FixedRole:
             self._judging.cancel()
             self._judging = None
         if self.launcher.phase is LauncherPhase.RUNS:
+            # A report that names the cause may be unread.
             self.launcher.ranks.reports.drain()
             due_s = self._settle(monotonic())
             if due_s is not None:

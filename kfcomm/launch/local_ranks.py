@@ -13,9 +13,8 @@ SIGCONT                      they go on
 ============================ ======================================================================================
 
 Ranks are started with SIGUSR1 and SIGUSR2 ignored, since by default these end a process, and a rank that has not come
-to ``kfcomm.init`` has no handler yet. What a rank starts before inherits that. After it has set a handler, what it
-starts has the default again (execve(2)), which is why such a signal goes to the process of the rank alone: the one that
-has joined, or, before, the one that was started.
+to ``kfcomm.init`` has no handler yet. Such a signal goes to the process of the rank alone: the one that has joined, or,
+before, the one that was started.
 """
 
 from __future__ import annotations
@@ -84,6 +83,8 @@ class LocalRanks:
         """Forward a signal that does not end the job."""
         for birth in self.living:
             if number in PASSED_ON:
+                # To one process alone: what a rank starts after it has set its handler has the default action again
+                # (execve(2)), and would end.
                 self.children[birth].notify(number, self.reports.pids.get(birth))
             else:
                 self.children[birth].send(signal.SIGSTOP if number == signal.SIGTSTP else number)
@@ -134,12 +135,7 @@ class LocalRanks:
                 timer.cancel()
 
     async def silences(self, lost_after_s: float, blame: Blame) -> AsyncIterator[set[int]]:
-        """Yield `silent` again and again: processes that are stopped, or have joined and send no sign of life.
-
-        Args:
-            lost_after_s: time without a sign of life after which a rank is silent.
-            blame: knows which ranks have reported that they leave.
-        """
+        """Yield `silent` again and again: processes stopped, or joined and without a sign of life, for that long."""
         heard_s = looked_s = monotonic()
         while True:
             await asyncio.sleep(lost_after_s / _LOOKS)
@@ -150,6 +146,7 @@ class LocalRanks:
             self.reports.drain()
             seen_s = {birth: self._seen_s(birth, looked_s, blame) for birth in self.living}
             self.silent = {birth for birth, at_s in seen_s.items() if max(at_s, heard_s) < looked_s - lost_after_s}
+            # The other ranks no longer watch a released one, so that none of them would give it up.
             self.send(signal.SIGKILL, self.silent & self.released)
             yield self.silent
 
@@ -193,6 +190,7 @@ class Passing:
                 await self._tell(store, number)
 
     async def _tell(self, store: KeyValue, number: int) -> None:
+        # Unique by its random part: `claim` returns the value that holds the key, and numbers have no gaps.
         mine: bytes = msgpack.packb([number, self._host, secrets.token_bytes(8)])
         while (count := len(await store.collect(FOLDER, 0, timeout_s=0.0))) < MAX_TOLD:
             if await store.claim(f"{FOLDER}/{count + 1}", mine) == mine:
@@ -215,6 +213,7 @@ class Passing:
                 number, host, _ = msgpack.unpackb(found[name])
                 if host != self._host and number in (*PASSED_ON, *HALTING):
                     self._deliver(number)
+            # The first answer only says what was sent before this launcher began to listen.
             known = set(found)
 
 
@@ -245,4 +244,5 @@ def heard(end: Callable[[int], None], pass_on: Callable[[int], None]) -> Iterato
         for number in handlers:
             loop.remove_signal_handler(number)
             if number in PASSED_ON:
+                # asyncio has restored the default, by which a late signal would end the launcher.
                 signal.signal(number, signal.SIG_IGN)

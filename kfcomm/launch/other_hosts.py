@@ -92,11 +92,7 @@ class NotNeeded(RendezvousError):
 async def arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float) -> int:
     """Report the arrival of this launcher, initial or later, to the first host's store; return its position.
 
-    Args:
-        job: with the plan of this host.
-        client: of that store.
-        store: the same one, or this host's mirror of it.
-        within_s: time for which a store of a finished job may still be there.
+    ``store`` is its client, or this host's mirror of it. The store of a finished job may be there for ``within_s``.
 
     Raises:
         NotNeeded: the job has ended.
@@ -107,6 +103,7 @@ async def arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float
     deadline_s, is_told = loop.time() + within_s, False
     while True:
         try:
+            # The store returns the value that holds the key: this launcher's, or that of one that was there before.
             held = b"" if plan.is_late else await store.claim(f"{LAUNCHED}/{plan.here}", me)
             if held == me:
                 await client.arrive(plan.here)
@@ -176,6 +173,7 @@ async def admit(job: Job, elastic: Elasticity, store: LocalStore) -> None:
         gone = _gone(store)
         for position, place in enumerate(elastic.places):
             if place.is_gone and str(position) not in gone and store.contents.heard_s.get(position, 0.0) > begun_s:
+                # It has asked since: it has arrived, or is back after a restart of this launcher.
                 place.is_gone = False
                 job.arrivals.put_nowait(place.address)
         for name in sorted(store.contents.folder(COMERS).keys() - store.contents.folder(ADMITTED).keys(), key=int):
@@ -199,8 +197,10 @@ def _refusal(store: LocalStore, elastic: Elasticity, address: str, since_s: floa
         if place.address != address or str(position) in gone:
             continue
         heard_s, who = store.contents.heard_s.get(position), store.contents.held(f"{LAUNCHED}/{position}")
+        # The previous launcher still asks, so it lives.
         if heard_s is not None and heard_s > since_s:
             return _taken(who or b"")
+        # It may be lost without being given up yet, or still be on its way to its position.
         if who is not None or now_s - since_s < _COMES_WITHIN_S:
             return None
     return ""
@@ -345,16 +345,13 @@ class HostRole:
 async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost_after_s: float) -> None:
     """Report the ranks of hosts without a live launcher as ended; returns when no host is left to watch.
 
-    Args:
-        job: if it is elastic, launchers may arrive later: then this never returns.
-        store: of the first host, which is this one.
-        come_within_s: time for a launcher to arrive.
-        lost_after_s: time without a request after which it is lost.
+    A launcher has to arrive within ``come_within_s``, and then to ask at least every ``lost_after_s``.
     """
     loop = asyncio.get_running_loop()
     since_s = dict.fromkeys(range(1, job.plan.num_first), loop.time())
     over: set[int] = set()
     looked_s = loop.time()
+    # Launchers of an elastic job may arrive later: then this never returns.
     while since_s or job.elastic is not None:
         await asyncio.sleep(min(LOOK_EVERY_S, lost_after_s / 4))
         now_s = loop.time()
@@ -368,6 +365,7 @@ async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost
         for host in list(since_s):
             heard_s = store.contents.heard_s.get(host)
             since_s[host] = max(since_s[host], heard_s or 0.0)
+            # A launcher that has ended in order has reported its ranks itself.
             if str(host) not in left:
                 if now_s - since_s[host] <= (come_within_s if heard_s is None else lost_after_s):
                     continue

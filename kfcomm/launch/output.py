@@ -95,6 +95,7 @@ class LauncherScreen:
         while len(pending.text) > MAX_LINE_NBYTES:
             lines.append(bytes(pending.text[:MAX_LINE_NBYTES]))
             del pending.text[:MAX_LINE_NBYTES]
+        # Before `_lines`, which wipes it.
         before = self._shown
         return [*self._lines(rank, stream, lines), *self._show((rank, stream), before)]
 
@@ -147,6 +148,7 @@ class LauncherScreen:
     def _incomplete(self, source: Source) -> str:
         """The incomplete line of a source, without escapes, cut to one row."""
         room = max(self._look.columns - len(f"[{self._look.size - 1}] ") - 1, 0)
+        # Cut before it is decoded: an incomplete line may have 16 MiB.
         begin = bytes(self._pending.get(source, _Line()).text[: _MAX_LETTER_NBYTES * room])
         text = _ESCAPE.sub("", _visible(begin).decode(errors="replace"))
         shown = text[:room]
@@ -198,7 +200,7 @@ class Output:
         self._broken = False
         self._abandoned = False
         self._dropped = {stream: Dropped(_NAMES[stream]) for stream in Stream}
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # writes leave in the order in which the screen made them
 
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Write output of a rank; empty data at its end."""
@@ -313,13 +315,10 @@ class Log:
 
 
 def open_standard_descriptors() -> None:
-    """Open descriptors 0, 1 and 2 if they are closed, so that no socket or file gets their numbers.
-
-    Reading them gives nothing, and writing fails, as before.
-    """
+    """Open descriptors 0, 1 and 2 if they are closed, so that no socket or file gets their numbers."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            # the lowest number that is free is this one
+            # The lowest free number is this one. Opened for reading only, so that writing fails as before.
             os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

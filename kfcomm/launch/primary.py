@@ -138,6 +138,7 @@ class Sizing:
                 self.launcher.say(f"--discover: {line}")
             self.elastic.slots = known = slots
             waiting = await self.waiting()
+            # Checked now: the job may have ended while the store answered.
             if self.is_quiet or self.launcher.phase > LauncherPhase.ALONE:
                 return
             self._make_fit(waiting)
@@ -147,6 +148,7 @@ class Sizing:
         elastic, before = self.elastic, self.elastic.size
         self.dismiss(elastic.vacate(waiting))
         now = (elastic.capacity, elastic.asked, *sorted(elastic.in_stage(Stage.LEAVING)))
+        # Only after a change, since `fit` forgets earlier losses.
         if now != self._fitted:
             self._fitted = now
             self.dismiss(elastic.fit(waiting))
@@ -185,11 +187,11 @@ class Sizing:
         return [birth for birth in sorted(self.elastic.running) if not await self.was_let_in(birth)]
 
     async def was_let_in(self, birth: int) -> bool:
-        """Whether a process takes part, or did. Processes not admitted before the store is gone end by themselves."""
+        """Whether a process takes part, or did."""
         try:
             return birth < self.launcher.blame.size or await self.store.was_let_in(birth)
         except StoreClosed:
-            return True
+            return True  # processes that were not admitted before end by themselves
 
     def dismiss(self, births: Iterable[int]) -> None:
         """Release processes that are not wanted any more."""
@@ -197,6 +199,7 @@ class Sizing:
             self.elastic.released(birth)
             self.launcher.ranks.dismiss(birth)
             if birth not in self.launcher.ranks.children:
+                # Its launcher is on another host.
                 self.launcher.spawn(claimed(self.store, f"{DISMISSED}/{birth}"))
 
 
@@ -237,7 +240,7 @@ class PrimaryRole:
         return self.launcher.phase is LauncherPhase.OVER and not (self.launcher.ranks.living or self.sizing.starting)
 
     async def act(self, store: KeyValue) -> None:
-        """Settle the outcome, and tell it, once no rank is left that goes on."""
+        """Settle and publish the outcome, once no rank continues."""
         launcher = self.launcher
         if self.sizing.is_quiet:
             self.sizing.give_up_starting()
@@ -252,15 +255,13 @@ class PrimaryRole:
             await claimed(store, f"{OUTCOME}/0", _outcome(launcher.verdict))
 
     async def fail_if_nobody_goes_on(self) -> None:
-        """End the job if no rank is left that could admit waiting processes.
-
-        If all ranks are silent and none has failed, only show a message: they were stopped, and may be continued.
-        """
+        """End the job if no rank is left that could admit waiting processes."""
         running = self.elastic.running
         if not running or not self.launcher.verdict.is_open:
             return
         members = running.difference(await self.sizing.waiting())
         is_silent = bool(members) and members <= await self._silent_ones()
+        # If all ranks are silent and none has failed, there is only a message: they were stopped, and may be continued.
         if is_silent and not self._is_silence_told:
             stuck = f"{these(members)} stopped or stuck"
             self.launcher.say(f"no rank that runs has shown a sign of life for {self.lost_after_s:g} s: {stuck}")
@@ -343,6 +344,7 @@ class PrimaryRole:
             self.launcher.advance(LauncherPhase.ALONE)
             self.sizing.give_up_starting()
             for birth, host in self.elastic.where.items():
+                # Their exits cannot be heard any more, and the job would wait for them for ever.
                 if host != (self.launcher.host or 0):
                     self.elastic.not_started(birth)
             self.launcher.say("the store is unreachable: automatic replacement is disabled")

@@ -68,8 +68,8 @@ class Child:
     """A started process, and the pipes that it writes to."""
 
     popen: subprocess.Popen[bytes]
-    descriptor: int
-    out: int
+    descriptor: int  # of the process
+    out: int  # ends to read from
     err: int
 
     @classmethod
@@ -132,6 +132,7 @@ class Child:
         return self._return_code()
 
     def _return_code(self) -> int:
+        # Left unreaped, so that its pid, which is that of its group, is not used again.
         found = os.waitid(os.P_PIDFD, self.descriptor, os.WEXITED | os.WNOWAIT)
         assert found is not None  # noqa: S101 - without WNOHANG there is an answer
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
@@ -142,11 +143,9 @@ class Child:
             os.killpg(self.pid, number)
 
     def notify(self, number: int, pid: int | None = None) -> None:
-        """Send a signal to the process alone, or to another one of its group, if that handles or ignores the signal.
-
-        A Python program that is ending has no handlers left: the signal would turn its end into a failure.
-        """
+        """Send a signal to the process alone, or to another one of its group, if that handles or ignores the signal."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # A Python program that is ending has no handlers left: the signal would turn its end into a failure.
             if pid is not None and os.getpgid(pid) == self.pid:
                 if _lives_through(pid, number):
                     os.kill(pid, number)
@@ -171,14 +170,13 @@ def _lives_through(pid: int, number: int) -> bool:
 
 
 def _bound_to_this() -> Callable[[], None] | None:
-    """Return a hook for a new process that has the kernel kill it when this one dies; see `local_ranks`.
-
-    It is for the case that the guardian is killed as well. Only the process itself is killed, not its children, and a
-    program that changes its user loses it (prctl(2)). The kernel watches the thread that forks: only the main thread
-    lives as long as the process.
-    """
+    """Return a hook for a new process that has the kernel kill it when this one dies."""
+    # For the case that the guardian is killed as well: this reaches the process itself, not its children, and a program
+    # that changes its user loses it (prctl(2)). The kernel watches the thread that forks, and only the main thread
+    # lives as long as the process.
     if threading.current_thread() is not threading.main_thread():
         return None
+    # Looked up before the fork: after it, another thread's lock on the dynamic loader would never be released.
     prctl = ctypes.CDLL(None).prctl
     this = os.getpid()
 
@@ -211,7 +209,7 @@ class Guardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # signals of the terminal are not for it
         )
 
     def watch(self, child: Child) -> None:

@@ -132,10 +132,7 @@ def jobs(listing: str | None = None) -> list[str]:
 
 
 def find(asked: str | None) -> str:
-    """Name of the requested job.
-
-    Args:
-        asked: its name, or how that begins; None for the only one, or for the one that was started nearest.
+    """Name of the job that ``asked`` names or begins; without it, of the only one or the one that was started nearest.
 
     Raises:
         ConfigError: no job or more than one matches; all jobs are listed.

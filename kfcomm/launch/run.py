@@ -117,6 +117,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
                     verdict = await launcher.watch(exits)
                     feeding.cancel()
                     await starter.guardian.finish()
+                    # Now no process of the job writes any more, though an escaped one may hold a pipe open.
                     for pump in starter.pumps:
                         pump.finish()
                 await streams.finish(verdict)
@@ -159,6 +160,7 @@ class _Starter:
         environ = job.environ_of(rank, self._places[rank], self.store_url, self.ranks.reports.address)
         with self.feed.open_for(rank) as stdin:
             child = self.ranks.children[rank] = Child.start(job.program, job.options.command, environ, stdin)
+        # Reaped at the end of the job: until then its pid, which is that of its group, is not used again.
         self.closing.callback(child.close)
         # At once: if the launcher dies in the next moment, the guardian knows the group.
         self.guardian.watch(child)
@@ -204,6 +206,7 @@ async def _answer(job: Job, role: PrimaryRole, line: str) -> dict[str, Any]:
         if launcher.phase is LauncherPhase.STOPPED:
             raise ConfigError(f"job {job.mark} has ended")
         asking = role.sizing.ask_size(size)
+        # Bounded, since the store may be unreachable; the client hears whether the size is saved.
         await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
         is_kept = asking.done()
     elif what != "status":
@@ -242,14 +245,12 @@ def _log(folder: Path, rank: int) -> Log:
 
 @contextlib.contextmanager
 def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Have signals end the ranks, or reach them (see `local_ranks`). Yields an event, set by the first that ends them.
-
-    The launcher waits for unread output as long as for the ranks.
-    """
+    """Have signals end or reach the ranks (see `local_ranks`); yields an event, set by the first that ends them."""
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
 
     def end(number: int) -> None:
+        # Unread output is waited for as long as the ranks are.
         loop.call_later(0 if interrupted.is_set() else launcher.ranks.grace_s, abandon)
         interrupted.set()
         launcher.interrupt(number)

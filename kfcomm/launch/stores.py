@@ -208,6 +208,7 @@ async def _mirrored(
         while True:
             position = await arrive(job, client, local, within_s)
             there = JobRecord.found(local)
+            # Else the mirror still shows the previous job of the backend.
             if there is not None and there.identity == client.identity:
                 break
             await asyncio.sleep(AGAIN_S)
@@ -275,17 +276,10 @@ class JobRecord(NamedTuple):
 async def take_up(
     server: StoreServer, address: str, plan: HostPlan, elastic: Elasticity, heard_within_s: float
 ) -> bool:
-    """Continue the job that a store holds, or begin a new one.
+    """Continue the job that a store holds, or begin a new one; return whether a job continues.
 
-    Args:
-        server: of that store, already serving.
-        address: of the store, as it was given.
-        plan: hosts and their initial ranks.
-        elastic: made for a new job; updated to the state of a continued one.
-        heard_within_s: time to wait for launchers of other hosts that have ranks of the job.
-
-    Returns:
-        Whether a job continues: then no initial rank is started.
+    ``elastic`` is made for a new job, and updated to the state of a continued one. Launchers of other hosts that have
+    ranks of the job are waited for ``heard_within_s``.
 
     Raises:
         ConfigError: the store holds another job.
@@ -306,6 +300,7 @@ async def take_up(
         await server.begin_anew(*([] if asked is None else [SIZES]))
         if asked is not None:
             await store.ask_size(asked)  # later limits concerned ranks that are gone
+        # Hosts that arrived later ask again.
         del elastic.places[plan.num_first :]
         logger.warning("--store %s holds a job of which no rank is left: it begins again", address)
     await store.claim(JOB_RECORD, mine._replace(identity=store.identity).to_wire())
@@ -332,6 +327,7 @@ def _survivors(store: LocalStore, elastic: Elasticity) -> Mapping[int, list[int]
     come = arrived - ended - leaving
     found: dict[int, list[int]] = {}
     for birth, host in _starts(store, elastic).items():
+        # Ranks of the first host have ended with its launcher.
         if host and str(host) in come and birth not in store.contents.exits:
             found.setdefault(host, []).append(birth)
     return found
@@ -351,6 +347,7 @@ async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[in
     store = server.store
     starts = _starts(store, elastic)
     living = {birth for births in survivors.values() for birth in births}
+    # These ended with a launcher that could not report them.
     for birth in sorted(starts.keys() - living - store.contents.exits.keys()):
         await store.report_exit(Exit(birth, _KILLED))
     for host in range(1, len(elastic.places)):

@@ -57,7 +57,7 @@ class OutputStreams:
         self._settling: asyncio.TimerHandle | None = None
         self._turn = asyncio.Lock()
         self._timers: list[asyncio.TimerHandle] = []
-        self._shows: set[asyncio.Task[None]] = set()
+        self._shows: set[asyncio.Task[None]] = set()  # begun by timers; `finish` waits for them
 
     def heard(self, report: ExitReport) -> None:
         """Handle an exit report."""
@@ -208,6 +208,7 @@ class Pump:
         while True:
             with contextlib.suppress(BlockingIOError):
                 return os.read(self._descriptor, _READ_NBYTES)
+            # Only when the pipe is empty: what was written before `finish` is not lost.
             if self._finishing:
                 return b""
             await self._readable()
@@ -268,6 +269,7 @@ class Feed:
                 if self._is_terminal and b"\n" in data:
                     self._answered()
                 for end in list(self._ends):
+                    # One after the other: the input is read no further than the slowest rank has taken it.
                     await self._write(end, data)
         finally:
             signal.signal(signal.SIGTTIN, before)

@@ -1,6 +1,6 @@
-"""Tracebacks on the error streams of ranks: equal ones are merged, and those of victims held back.
+"""Tracebacks on the error streams of ranks: equal ones are merged, and secondary ones held back.
 
-A *victim* is a rank that failed because of another one. A rank reports its traceback before it prints it (see
+The failure of a rank because of another rank is *secondary*. A rank reports its traceback before it prints it (see
 ``rendezvous.exit_report``); its output is searched for exactly this text, so that other output is shown unchanged.
 
 - `Repeats`: equal errors of several ranks; one is shown, and one line lists the other ranks. They are tracebacks, and
@@ -8,9 +8,10 @@ A *victim* is a rank that failed because of another one. A rank reports its trac
   While its error is recent, that of another rank is held back until it is complete. If it leads through the same lines
   of the program, it is not shown again; if its message differs, the message is shown. All else is shown after
   `HELD_FOR_S` at the latest, unless the rank is about to end.
-- `Victims`: tracebacks of victims, until it is known which rank failed first.
+- `Victims`: tracebacks of secondary failures, until it is known which rank failed first.
 
-Sans-IO: bytes and times in, bytes out. Memory: for each rank at most `MAX_NBYTES`, and of a victim twice its report.
+Sans-IO: bytes and times in, bytes out. Memory: for each rank at most `MAX_NBYTES`, and twice the report
+of a secondary failure.
 """
 
 from __future__ import annotations
@@ -159,16 +160,12 @@ class Repeats:
         return after
 
     def settle(self, now_s: float, *, is_ending: bool = False, is_over: bool = False) -> list[tuple[int, bytes]]:
-        """Output that is no longer held back, by rank.
-
-        Args:
-            now_s: the time.
-            is_ending: whether all ranks have been asked to end: each is waited for.
-            is_over: whether all have ended: then nothing is held back.
-        """
+        """Output that is no longer held back, by rank; all of it if the job ``is_over``."""
         for rank, block in self._blocks.items():
+            # A rank that leaves has printed its error by now.
             if block.is_late(now_s) and rank in self._leaving:
                 block.is_whole = True
+        # Ranks that were asked to end print soon: while the job is ending, each is waited for.
         due = {
             rank: block
             for rank, block in self._blocks.items()
@@ -179,6 +176,7 @@ class Repeats:
                 del self._blocks[rank]
                 if block.is_whole:
                     self._remember(rank, Error.of(block.text), now_s)
+        # The first error is not complete, so that the others cannot be compared with it yet.
         if any(block.is_shown for block in self._blocks.values()):
             return []
         freed: list[tuple[int, bytes]] = []
@@ -218,6 +216,7 @@ class Repeats:
     def _remember(self, rank: int, error: Error, now_s: float) -> None:
         self._shown[error.way] = _Shown(rank, error.message, now_s)
         while len(self._shown) > MAX_SHOWN:
+            # Not those that `tell` is going to name.
             unused = [one for one in self._shown if all(error.way != one for error in self._alike)]
             if not unused:
                 break
@@ -226,7 +225,7 @@ class Repeats:
 
 @dataclass(slots=True)
 class Victims:
-    """Held-back tracebacks of victims."""
+    """Held-back tracebacks of secondary failures."""
 
     _expected: dict[int, ExitReport] = field(default_factory=dict)
     _partly: dict[int, bytes] = field(default_factory=dict)
