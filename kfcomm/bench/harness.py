@@ -34,13 +34,8 @@ def run_job(
 ) -> str:  # fmt: skip
     """Run a program with `kfcomm run` on this host; returns what its ranks wrote to standard output.
 
-    Args:
-        size: number of ranks.
-        program: its command line after the interpreter, or the text of a program.
-        arguments: of the program.
-        options: of `kfcomm run`.
-        env: variables beside those of this process.
-        timeout_s: how long it may take; None for no limit.
+    ``program`` is a command line after the interpreter, or the text of a program; ``options`` are those of `kfcomm
+    run`; ``env`` has variables beside those of this process.
 
     Raises:
         JobFailed: it failed, or took too long.
@@ -90,11 +85,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Let works take turns, so that noise meets all alike; returns the seconds of each round, on the slowest rank.
 
-    Args:
-        comm: a ``kfcomm.sync.Communicator``.
-        works: do something on this rank and return how long it took.
-        rounds: that count.
-        warmup: rounds before them.
+    Each work returns how long it took on this rank; ``comm`` is a ``kfcomm.sync.Communicator``.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for number in range(warmup + rounds):

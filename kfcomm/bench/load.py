@@ -136,7 +136,7 @@ class _Maker:
         )  # fmt: skip
 
     def _given(self, count: int, start: int) -> LoadedPart | None:
-        """This rank's input, of ``count`` elements with all parts."""
+        """This rank's input; ``count`` elements are those of all parts together."""
         match self._verb:
             case Verb.GATHER | Verb.ALL_GATHER:
                 return LoadedPart(0, count // self._size, self._values[self._rank], start)
@@ -192,6 +192,7 @@ def contributions(dtype: np.dtype[Any], op: Op | None, size: int) -> Array:
 
 def reduced(values: Array, op: Op) -> Array:
     """One period of the reduction of the ranks' ``values``, computed exactly and rounded once."""
+    # Integers and complex numbers are exact as they are, and integers have to wrap as those of the ranks do.
     exact = values.astype(np.float64) if values.dtype.kind not in "biuc" else values
     match op:
         case Op.SUM:

@@ -36,11 +36,7 @@ class WrongResult(KfcommError):
 
 
 def run_rank(suite: Suite, emit: Emit) -> int:
-    """Run this process's part of the benchmark.
-
-    Returns:
-        Its exit code: 2 for wrong settings, 1 for another failure, 130 if it was interrupted.
-    """
+    """Run this process's part; return its exit code: 2 for wrong settings, 1 for a failure, 130 if interrupted."""
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run(suite, emit))
@@ -66,6 +62,7 @@ async def run(suite: Suite, emit: Emit) -> None:
         async with opened(suite, transport, number) as caller:
             suite.check(caller.size)
             cases = suite.cases(caller.size)
+            # The hosts are the same in each world: reported once.
             if number == 0:
                 hosts = await _hosts(caller)
                 _tell(caller, emit, Begun(caller.size, len(cases), hosts, _devices(caller, suite)))
@@ -144,17 +141,13 @@ Run = Callable[[], Awaitable[Sequence[Any]]]
 
 
 class Caller(ABC):
-    """The world of one rank, through one of the interfaces: coroutines, which never wait for the blocking one.
-
-    Attributes:
-        session: of the communicator; its ``devices`` are those of the ranks.
-    """
+    """The world of one rank, through one of the interfaces: coroutines, which never wait for the blocking one."""
 
     def __init__(self, comm: Any, session: Session) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.layout: Layout = comm.layout
-        self.session = session
+        self.session = session  # its ``devices`` are those of the ranks
         self._comm = comm
 
     def empty(self, shape: Any, dtype: Any) -> Any:
@@ -288,13 +281,11 @@ def _device(place: BenchPlace) -> str:
 
 
 def _store(number: int) -> tuple[str | None, bytes | None]:
-    """Store and token of the world; None for those of the environment.
-
-    A store that rank 0 serves ends with each world. Each is served at its own port, so that no early rank of the next
-    world joins the store of the last one.
-    """
+    """Store and token of the world; None for those of the environment."""
     settings = detect(os.environ)
     if settings.store is None or not settings.serve:
         return None, None
     host, port = host_and_port(settings.store)
+    # A store that rank 0 serves ends with its world. Each is served at a port of its own, so that an early rank of the
+    # next world does not join the store of the last one.
     return store_url(host, port + number), settings.token

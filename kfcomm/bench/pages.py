@@ -248,6 +248,7 @@ def _measured_over_sizes(results: Sequence[Result]) -> str:
             Line2D([], [], color=each.color, marker=each.mark, markersize=4, linewidth=LINE_WIDTH, label=each.label)
             for each in series
         ]
+        # About 130 characters fit side by side, of which each mark takes 10.
         rows = math.ceil(len(handles) * (10 + max(len(each.label) for each in series)) / 130)
         figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows), frameon=False)
         return as_svg(figure, f"sizes {results[0].case.collective}")
@@ -274,6 +275,7 @@ def _draw_latency(axes: Any, series: _Series) -> None:
 
 def _draw_band(axes: Any, sizes: Sequence[int], low: Sequence[float], high: Sequence[float], color: str) -> None:
     axes.fill_between(sizes, low, high, color=color, alpha=_BAND, linewidth=0)
+    # A band over one size has no width.
     if len(sizes) == 1:
         axes.vlines(sizes, low, high, color=color, linewidth=1)
 

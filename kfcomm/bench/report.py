@@ -205,6 +205,7 @@ class Files:
 def _try(path: Path) -> None:
     is_new = not path.exists()
     try:
+        # For appending: a report that is there stays until the new one is written.
         with path.open("ab"):
             pass
         if is_new:
@@ -231,7 +232,7 @@ def _as_json(result: Result) -> dict[str, Any]:
         "p99_s": result.p99_s,
         "algbw_gb_per_s": result.algbw,
         "busbw_gb_per_s": result.busbw,
-        "correct": True,
+        "correct": True,  # a wrong result ends the benchmark
         "times_s": result.times_s,
     }
 
@@ -279,6 +280,7 @@ class Watch:
         return exit_code
 
     def _tell(self) -> None:
+        # Before the report, which would begin on the live line.
         self._progress.close()
         sys.stdout.write(self._report.as_text())
         sys.stdout.flush()
@@ -287,10 +289,7 @@ class Watch:
 
 
 class Progress:
-    """Progress of a benchmark: one line that changes on a terminal, else a line for each case.
-
-    To be closed before the report is written.
-    """
+    """Progress of a benchmark: one line that changes on a terminal, else a line for each case."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

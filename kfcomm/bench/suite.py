@@ -170,7 +170,7 @@ class Suite:
                 )
         for element in map(dtype_of, self.dtypes):
             if self.workloads or any(COLLECTIVES[verb].reduces for verb in self.collectives):
-                kernel(self.op, element)
+                kernel(self.op, element)  # raises if they do not suit each other
         for verb, nbytes, dtype in itertools.product(self.collectives, self.sizes, self.dtypes):
             if not _rounded(verb, nbytes, dtype, size):
                 parts = f" for each of {size} ranks" if COLLECTIVES[verb].shares else ""
@@ -276,16 +276,12 @@ _TAG = "kfcomm-bench"
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The world is complete.
-
-    Attributes:
-        devices: those that hold the arrays, and their routes; None where the arrays are on the hosts.
-    """
+    """The world is complete."""
 
     size: int
     total: int  # number of cases
     hosts: tuple[dict[str, Any], ...]  # descriptions of the hosts, each with the ``ranks`` on it
-    devices: dict[str, Any] | None = None
+    devices: dict[str, Any] | None = None  # those that hold the arrays, and their routes; None for arrays on hosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class Advice:
         rules: list[TopologyRule] = []
         left = grid.sizes
         while left:
+            # The longest stretch each time gives the fewest rules.
             reach = {strategy: _reach(grid, strategy, left) for strategy in grid.strategies}
             most = max(reach.values())
             longest = [strategy for strategy in grid.strategies if reach[strategy] == most]
@@ -133,6 +134,7 @@ def _reach(grid: Grid, strategy: str, sizes: Sequence[int]) -> int:
 
 
 def _mean(values: Iterable[float]) -> float:
+    # Geometric, since the values are ratios.
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
 
@@ -305,14 +307,10 @@ class MeasuredTopologies(Report):
 
 @dataclass(slots=True)
 class SimulatedTopologies(Simulations):
-    """Topologies on a simulated network, with one world.
+    """Topologies on a simulated network, with one world."""
 
-    Attributes:
-        twins, left_out: as in `Findings`.
-    """
-
-    twins: Twins = field(default_factory=dict)
-    left_out: Sequence[str] = ()
+    twins: Twins = field(default_factory=dict)  # as in `Findings`
+    left_out: Sequence[str] = ()  # strategies that were not simulated
 
     def findings(self) -> Findings:
         """Findings of at least one result."""

@@ -138,6 +138,7 @@ class NameChoice(click.Choice[str]):
 
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        # Before click's own check, whose message suggests nothing.
         if isinstance(value, str) and value not in self.choices:
             listed = ", ".join(map(repr, self.choices))
             self.fail(f"{value!r} is not one of {listed}{hint(value, self.choices)}", param, ctx)
@@ -145,13 +146,9 @@ class NameChoice(click.Choice[str]):
 
 
 class Aliased(click.Command):
-    """Command that accepts the option names of other commands, and prints its own name for them.
+    """Command that accepts the option names of other commands, and prints its own name for them."""
 
-    Attributes:
-        aliases: option of this command by its name elsewhere; empty for an argument.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # option of this command by its name elsewhere; empty for an argument
 
     @override
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -75,6 +75,8 @@ def _measure_new(suite: Suite, num_ranks: int, files: Files, watch: Watch) -> in
 
 def own_module(module: str, *arguments: str) -> tuple[str, ...]:
     """Command of every rank: this interpreter and this package, regardless of the working directory."""
+    # -P keeps modules in the working directory from being imported in place of others. In a checkout, kfcomm itself may
+    # be found only there.
     is_here = Path(kfcomm.__file__).parents[1] == Path.cwd()
     return (sys.executable, *(() if is_here else ("-P",)), "-m", module, *arguments)
 

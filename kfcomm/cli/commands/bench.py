@@ -137,6 +137,7 @@ def _measure(files: Files, given: _Grid) -> int:
     asked = names_of(given.strategies) or _all()
     twins: dict[str, tuple[str, ...]] = dict.fromkeys(asked, ())
     num_ranks = given.num_ranks
+    # In a running job the layout is known only after the ranks have met: there all strategies are measured.
     if settings.size == 1:
         num_ranks = num_ranks or default_ranks()
         twins = distinct(asked, Layout.even(num_ranks))
@@ -164,6 +165,7 @@ def _simulate(files: Files, given: _Grid) -> None:
     asked = names_of(given.strategies)
     left_out: tuple[str, ...] = ()
     if not asked:
+        # With a pair for each rank, the work and memory of a simulation grow with the square of the ranks.
         has_many = layout.size > _MOST_RANKS_WITH_PAIR_EACH
         left_out = tuple(each.name for each in ALGORITHMS if has_many and each.pair_per_rank)
         asked = tuple(name for name in _all() if name not in left_out)
@@ -195,6 +197,7 @@ class _Collective(NameChoice):
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         word = value.replace("_", "-") if isinstance(value, str) else value
+        # A misspelt subcommand arrives here, as a collective.
         if word not in self.choices and meant(word, [*self.choices, _TOPOLOGIES])[:1] == [_TOPOLOGIES]:
             self.fail(f"unknown collective {value!r}; did you mean kfcomm bench {_TOPOLOGIES}?", param, ctx)
         return super().convert(word, param, ctx)
@@ -206,6 +209,7 @@ class _Bench(WithSizes):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        # Not a group, which would take every word for a subcommand: those of this command are collectives.
         if args and args[0] == _TOPOLOGIES:
             return topologies.make_context(f"{info_name} {_TOPOLOGIES}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)

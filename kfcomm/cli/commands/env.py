@@ -31,10 +31,7 @@ def env() -> None:
 
 
 def explain(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Text, and exit code: 2 if the environment cannot work.
-
-    The token is not shown, only its source.
-    """
+    """Text, without the token, and exit code: 2 if the environment cannot work."""
     fixed = [_section("links", _links()), _section("versions", _versions())]
     try:
         settings = detect(environ)

@@ -148,6 +148,7 @@ async def _take_part(nbytes: int, given: _ProbeOptions, files: Files) -> None:
         if given.keep:
             host, most, busy = await _busiest(comm)
             if most > MOST_BUSY and not given.force:
+                # Every rank knows the shares, so that all of them leave; rank 0 says why.
                 if comm.rank != 0:
                     return
                 raise ConfigError(
@@ -181,6 +182,7 @@ async def _take_part(nbytes: int, given: _ProbeOptions, files: Files) -> None:
 
 async def _busiest(comm: Communicator) -> tuple[str, float, float]:
     """Host with the busiest processors while the ranks wait; its share, and that of this host."""
+    # One rank of each host looks. The others wait for it in the collective, and use no processor meanwhile.
     own = await busy_share() if comm.local_rank == 0 else 0.0
     shares = await comm.all_gather_object([hostname(), own])
     host, most = max(shares, key=lambda one: one[1])
@@ -201,5 +203,6 @@ async def busy_share() -> float:
 def _ticks() -> tuple[int, int]:
     """Idle and total ticks of all processors since boot."""
     with open("/proc/stat", encoding="ascii") as file:
+        # Without the guest times that follow, which are part of user and nice.
         user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
     return idle + waiting, user + nice + system + idle + waiting + sum(rest)

@@ -66,6 +66,7 @@ def _check_is_meant(told: dict[str, Any], size: int) -> None:
     from kfcomm.launch.requests import Origin, titled
 
     origin = Origin.from_json(told.get("origin", {}))
+    # Started here, or asked for by a process of the job itself.
     if origin is None or origin.nearness or os.environ.get("KFCOMM_JOB") == told["job"]:
         return
     which = f"{titled(told)} was started at another terminal and in another directory"

@@ -126,6 +126,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
       kfcomm run -n 4 -m package.train --epochs 3
       kfcomm run -H 10.0.0.1:4,10.0.0.2:4 python train.py      (on both hosts, with one KFCOMM_TOKEN)
     """  # noqa: D301  click wants the character, not its name
+    # First: no other descriptor may get the number of a standard stream that is closed.
     open_standard_descriptors()
     if given["is_module"]:
         command = (sys.executable, "-m", *command)

@@ -158,6 +158,7 @@ def simulated(
     Raises:
         ConfigError: a strategy is unknown, a world does not fit the network, or a message has no element.
     """
+    # All worlds are checked before the first is simulated.
     sized = [network.of_hosts(*world) for world in worlds]
     for each in sized:
         layout = each.layout
