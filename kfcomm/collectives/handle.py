@@ -60,7 +60,8 @@ class Unawaited:
 def _title(handle: Any) -> str:
     """Title of its call, as far as that is known: a finished call has no operation."""
     verb, name = getattr(handle, "verb", ""), ""
-    series = getattr(getattr(handle, "operation", None), "series", None)
+    operation = getattr(handle, "operation", None)
+    series = getattr(getattr(operation, "collective", operation), "series", None)
     if series is not None:
         verb, name = getattr(series.signature, "verb", ""), f" {shown(series.key.name)}"
     return f"the handle of {verb or 'a collective'}{name}"
