@@ -46,16 +46,8 @@ def tokens(token: bytes) -> list[bytes]:
 
 
 def proof(token: bytes, challenge: bytes, context: bytes) -> bytes:
-    """Return the answer to ``challenge`` that proves knowledge of ``token``.
-
-    Args:
-        token: secret shared by the job; of several, the first is used.
-        challenge: random bytes of the verifier, at least 16, used once.
-        context: what is proven, for example who answers and for which connection.
-
-    Returns:
-        32 bytes.
-    """
+    """Return the 32 bytes that answer ``challenge`` (random, used once) and so prove knowledge of ``token``."""
+    # The length separates challenge and context: else bytes could move from one to the other under the same proof.
     message = struct.pack(">Q", len(challenge)) + challenge + context
     return hmac.digest(tokens(token)[0], message, hashlib.sha256)
 
@@ -78,11 +70,7 @@ MAX_SEAL_NBYTES = SEAL_NBYTES + DIGEST_NBYTES
 
 
 class Seal:
-    """Seal of one end in one direction.
-
-    Args:
-        key: 32 secret bytes, for this direction of this connection alone.
-    """
+    """Seal of one end in one direction, under 32 secret bytes for that direction of that connection alone."""
 
     __slots__ = ("_checks", "_tags")
 
@@ -93,6 +81,7 @@ class Seal:
 
     def check(self, number: int, prefix: bytes | memoryview) -> bytes:
         """Return the check of the prefix of a frame."""
+        # The number makes a frame that is repeated, left out or moved fail as a changed one does.
         state = self._checks.copy()
         state.update(number.to_bytes(8, "little"))
         state.update(prefix)
@@ -122,18 +111,13 @@ MAX_OF_ONE_ADDRESS = 32
 
 
 class Unauthenticated(Generic[K]):
-    """Unauthenticated connections at one port.
-
-    Args:
-        limit: how many there may be.
-        of_one: how many of one address.
-    """
+    """Unauthenticated connections at one port: at most ``limit`` of them, and ``of_one`` from one address."""
 
     def __init__(self, limit: int = MAX_UNAUTHENTICATED, of_one: int = MAX_OF_ONE_ADDRESS) -> None:
         self._limit = limit
         self._of_one = of_one
         self._open: dict[K, Hashable] = {}  # in the order of their arrival
-        self.is_flood = False  # another connection was closed for the latest one
+        self.is_flood = False  # the latest connection had another one closed
 
     def __len__(self) -> int:
         return len(self._open)

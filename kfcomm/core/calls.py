@@ -60,9 +60,9 @@ class Calls:
     """Table of calls of one rank."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.live: dict[Collective, CollectiveDriver] = {}  # posted and not complete, with their drivers
-        self.names = Names()  # keys and signatures, with their numbers on links
+        self.rank = rank  # in the world
+        self.live: dict[Collective, CollectiveDriver] = {}  # posted and not complete
+        self.names = Names()
         self._aborted = Aborted()
         # Aliases of the same tables: every post looks at them, and a call would cost more than the look.
         self.lost = self._aborted.lost  # causes by world rank
@@ -87,6 +87,7 @@ class Calls:
         if seq is not None:
             self._leave_out(key, seq, effects)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
+        # The number is taken now: an abort that another rank has sent for it would never be fetched.
         self._aborted.take(key, key.next_seq)
         self._bury(key, key.next_seq, effects)
         effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
@@ -95,17 +96,13 @@ class Calls:
         return cause
 
     def leave_out(self, group: GroupView, name: str, below: int, effects: Effects) -> None:
-        """Take all numbers of a key below this one that were not used, and drop what arrives for them.
-
-        Other ranks are not notified: their calls fail by other means, or leave the numbers out, too.
-        """
+        """Take all numbers of a key below this one that were not used, and drop what arrives for them."""
+        # Other ranks are not notified: their calls fail by other means, or leave the numbers out, too.
         self._leave_out(self.names.key(group.id, name), below, effects)
 
     def leave(self, group_id: bytes, effects: Effects) -> None:
-        """Leave a group in which nothing is in flight: this rank posts nothing more there. O(its names).
-
-        Its posts stay known for a while, see ``Names``, so that late peers can ask for them.
-        """
+        """Leave a group in which nothing is in flight: this rank posts nothing more there. O(its names)."""
+        # `Names` remembers its posts for a while, so that late peers can ask for them.
         for key in self.names.of_group(group_id):
             for seq in list(key.early):
                 self._bury(key, seq, effects)
@@ -216,24 +213,20 @@ MAX_ABORTED = 1 << 16
 
 
 class Aborted:
-    """Calls aborted, and peers lost, before the local call was posted.
-
-    It decides nothing and drops nothing: the router asks it. Memory is bounded: the oldest aborted calls are forgotten,
-    since most are of groups that this rank is not in.
-    """
+    """Calls aborted, and peers lost, before the local call was posted. It only records: the router asks and drops."""
 
     __slots__ = ("causes", "groups", "lost")
 
     def __init__(self) -> None:
-        # of collectives that are not posted yet and over, by group id, name and sequence number
-        self.causes: dict[tuple[bytes, str, int], Cause] = {}
+        self.causes: dict[tuple[bytes, str, int], Cause] = {}  # by group id, name and sequence number
         self.lost: dict[int, Cause] = {}  # by world rank
-        self.groups: dict[bytes, GroupView] = {}  # groups of this rank, by id, as far as it has used them
+        self.groups: dict[bytes, GroupView] = {}  # of this rank, by id, as far as it has used them
 
     def put(self, group_id: bytes, name: str, seq: int, cause: Cause) -> bool:
         """Record that a collective that is not posted is aborted; False if it was recorded before."""
         if (group_id, name, seq) in self.causes:
             return False
+        # Most of them are of groups that this rank is not in, and so are never taken: the oldest go.
         if len(self.causes) >= MAX_ABORTED:
             del self.causes[next(iter(self.causes))]
         self.causes[group_id, name, seq] = cause

@@ -40,13 +40,11 @@ class CauseKind(StrEnum):
 class Cause:
     """A failure of one collective."""
 
-    kind: CauseKind  # decides the type of the error
-    # world rank that found it; for ``LOST`` the rank that is gone; for ``EPOCH`` the number of the next epoch
-    rank: int
-    message: str  # text of the error, ranks of the group included
-    # arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: the survivors
-    arrived: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
+    kind: CauseKind
+    rank: int  # world rank that found it; LOST: the rank that is gone; EPOCH: the number of the next epoch
+    message: str
+    arrived: tuple[int, ...] = ()  # TIMEOUT: ranks known to have posted; EPOCH: the survivors
+    missing: tuple[int, ...] = ()  # TIMEOUT: ranks not known to have posted
 
     def to_wire(self) -> list[Any]:
         """Return msgpack-able fields."""
@@ -68,10 +66,8 @@ class Cause:
 
 
 def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> KfcommError:
-    """The error for a collective called ``name`` that failed for this cause; a new one at each call.
-
-    ``title`` is the name for people; ``story`` is used for defects only.
-    """
+    """Return a new error for a collective called ``name`` (for people: ``title``) that failed for this cause."""
+    # New at each call: every waiter raises its own, with its own traceback. Only a defect shows the story.
     message, key = cause.message, name_of(name)
     match cause.kind:
         case CauseKind.MISMATCH:

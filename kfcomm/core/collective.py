@@ -30,12 +30,12 @@ MAX_LEFT = 1 << 10
 
 @dataclass(frozen=True, eq=False)
 class GroupView:
-    """A group as one of its members sees it: world ranks in group order."""
+    """A group as one of its members sees it."""
 
-    id: bytes  # the same bytes on every member, different for every group of the job
-    members: tuple[int, ...]  # world rank of each group rank
-    rank: int  # this process's group rank
-    within: GroupView | None = None  # the group in which this pair carries messages: callers know its ranks
+    id: bytes  # the same on every member, different for every group that ever was
+    members: tuple[int, ...]  # world ranks, in group order
+    rank: int  # group rank of this process
+    within: GroupView | None = None  # for a pair that carries messages inside a group: that group, known to callers
     index: dict[int, int] = field(init=False)  # group rank by world rank
 
     def __post_init__(self) -> None:
@@ -80,16 +80,14 @@ class Key:
         self.group_id = group_id
         self.name = name
         self.next_seq = 0
-        self.spoilt = -1  # the latest use that failed here or was left out; see ``spoil``
+        self.spoilt = -1  # the latest use that failed here or was left out
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
-        self.series: Series | None = None  # common record of the latest uses
-        # series of earlier uses, by the number of their signature; None for most names: they have one signature
-        self.others: dict[int, Series] | None = None
-        # shared-memory slots offered for it, by signature, until they are taken; None before the first
-        self.offers: dict[AnySignature, tuple[Any, ...]] | None = None
-        # slots that were taken, by signature; they outlive the series
-        self.slots: dict[AnySignature, Any] | None = None
+        self.series: Series | None = None  # of the latest uses
+        # None at first: most names have one signature, and no slots.
+        self.others: dict[int, Series] | None = None  # of earlier uses with another signature, by its number
+        self.offers: dict[AnySignature, tuple[Any, ...]] | None = None  # shared-memory slots, until they are taken
+        self.slots: dict[AnySignature, Any] | None = None  # that were taken; they outlive the series
         self.begun: Any = None  # a use that runs outside the router; it becomes live when it is asked to ``enter``
         self.tally: Any = None  # reserved for the engine's counters; the core never reads it
         self.has_ended = False  # this rank has left the group, and uses the name no more
@@ -100,10 +98,8 @@ class Key:
         self.series = self.others = self.offers = self.slots = self.tally = None
 
     def spoil(self, seq: int) -> None:
-        """Retire the slots of this name: a use has failed on this rank, or was left out.
-
-        Peers that still wait for that use would mistake the word of a later use for it.
-        """
+        """Retire the slots of this name: a use has failed on this rank, or was left out."""
+        # Peers that still wait for that use would take the token of a later use for it.
         self.spoilt = max(self.spoilt, seq)
         for slot in (self.slots or {}).values():
             slot.is_dead = True
@@ -124,36 +120,23 @@ class ItemSizes:
 
 
 class Post(NamedTuple):
-    """A call as this rank posts it.
-
-    ``overlapping``: further uses of the name may begin before earlier ones are complete; otherwise a second use while
-    the first is in flight fails on every rank, and the first continues.
-    """
+    """A call as this rank posts it."""
 
     # A named tuple, not a dataclass: ten thousand names that are used once each make one of these each.
     group: GroupView
     name: str
-    signature: Signature  # value that all ranks must agree on
-    program: Program  # of this rank
-    sizes: ItemSizes  # bytes per element of its chunks
+    signature: Signature
+    program: Program
+    sizes: ItemSizes
     generation: int = 0  # of the strategy under which the program was made; the same on every rank
+    # Further uses of the name may begin before earlier ones are complete; else a second use while the first is in
+    # flight fails on every rank, and the first continues.
     overlapping: bool = False
-    seq: int | None = None  # take this number, which is not below the next, and leave out those before it
+    seq: int | None = None  # take this number, not below the next, and leave out those before it
 
 
 class Series:
-    """Common record of the uses of a name with one signature, prepared at the first use.
-
-    Attributes:
-        group, key: group and name of the uses.
-        signature, signature_id: value that all ranks must agree on, and its number on this rank's links.
-        key_id: number of the key.
-        program, sizes: what this rank does.
-        posted: the bit of this rank; see ``Collective``.
-        version: of the names, see ``names.Names``; if that has changed, the numbers must be looked up again.
-        slot: shared-memory slot that carries the uses without messages, one of ``key.slots``; None for links.
-        is_known: it was used before; maintained by the table of slots.
-    """
+    """Common record of the uses of a name with one signature, prepared at the first use."""
 
     __slots__ = (
         "group", "is_known", "key", "key_id", "posted", "program", "signature", "signature_id", "sizes", "slot",
@@ -169,10 +152,10 @@ class Series:
         self.signature_id, self.signature = signature
         self.program = program
         self.sizes = sizes
-        self.posted = 1 << group.rank
-        self.version = 0
-        self.slot: Any = None
-        self.is_known = False
+        self.posted = 1 << group.rank  # with which each use begins
+        self.version = 0  # of `Names`; once that differs, the numbers of key and signature may mean others
+        self.slot: Any = None  # of ``key.slots``, which carries the uses without messages; None for links
+        self.is_known = False  # it was used before; maintained by the table of slots
 
 
 class Shortcut(Protocol):
@@ -189,29 +172,20 @@ class Shortcut(Protocol):
 
 
 class Collective(Machine):
-    """A machine with a name: posted, and not complete.
+    """A machine with a name: posted, and not complete."""
 
-    Attributes:
-        seq: number of this use of the name.
-        stamp: twice the generation of the strategy; a chunk's header has one more if the chunk is charged to the
-            sender's credit. The generation is not part of the signature, so that a strategy can be set repeatedly
-            without new definitions on links.
-        posted: bit r is set once group rank r is known to have posted it.
-        deferred: by rank, arguments of sends that wait until that rank has posted; None before the first.
-        heard_s: reserved for the engine's counters; the core never reads it.
-        shortcut: in use now, if any.
-    """
-
-    deferred: dict[int, list[tuple[Any, ...]]] | None = None
-    heard_s = 0.0
+    deferred: dict[int, list[tuple[Any, ...]]] | None = None  # sends that wait until a rank has posted, by that rank
+    heard_s = 0.0  # reserved for the engine's counters; the core never reads it
     shortcut: Shortcut | None = None
 
     def __init__(self, series: Series, seq: int, stamp: int, driver: CollectiveDriver) -> None:
         # The constructor of ``Machine`` is repeated here: one is made for each call, and a second frame costs 0.2 µs.
         self.series = series
         self.seq = seq
+        # Twice the generation of the strategy; a chunk's header has one more if it is charged to the sender's credit.
+        # The generation is not in the signature: else each new strategy would need new definitions on all links.
         self.stamp = stamp
-        self.posted = series.posted
+        self.posted = series.posted  # bit r is set once group rank r is known to have posted it
         self.driver = driver
         self.program = program = series.program
         self.remaining = program.num_slots
@@ -323,13 +297,10 @@ ALONE = {"strategy": "set_strategy", "probe": "probe"}
 
 
 class GroupTable:
-    """Groups that one rank is in, by id.
-
-    ``known`` has name and members, by world rank, of every group that this rank is in, by id; of those that it has
-    left, the latest.
-    """
+    """Groups that one rank is in, by id."""
 
     def __init__(self, world: GroupView) -> None:
+        # Name and world ranks of every group that this rank is in, and of the latest that it has left.
         self.known = {world.id: ("world", world.members)}
         self._rank = world.rank
         self._num_created: dict[bytes, int] = {}
@@ -339,6 +310,7 @@ class GroupTable:
         """The view of a further group; ``members`` are ranks of the parent, this rank among them."""
         world_ranks = tuple(parent.members[rank] for rank in members)
         kind = hashlib.blake2b(repr((parent.id, name, world_ranks)).encode(), digest_size=16).digest()
+        # Members make groups of one parent, name and membership in one order: a count gives equal ids, unsent.
         number = self._num_created.get(kind, 0)
         self._num_created[kind] = number + 1
         identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()

@@ -42,10 +42,10 @@ class Due(IntEnum):
 class Waiting(Protocol):
     """Item with a deadline."""
 
-    posted_s: float  # beginning of the wait
-    timeout_s: float  # seconds until it expires; ``NEVER`` for a part of something that has a deadline
-    due_s: float  # next stage; see ``first_due_s``
-    told: int  # sum of the reported stages (``Due``)
+    posted_s: float
+    timeout_s: float  # from ``posted_s``; ``NEVER`` for a part of something that has a deadline
+    due_s: float  # next; at first ``posted_s + first_due_s(...)``
+    told: int  # stages that were reported, a sum of ``Due``; 0 at first
 
 
 W = TypeVar("W", bound=Waiting)
@@ -57,10 +57,8 @@ def first_due_s(timeout_s: float, stall_after_s: float) -> float:
 
 
 def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list[tuple[W, Due]], float]:
-    """Return the stages that are due, each once and in order of time, and when to look again at the latest.
-
-    Cost: 0.1 µs for each item with nothing due.
-    """
+    """Return the stages that are due, each once and in order of time, and when to look again at the latest."""
+    # With nothing due an item costs 0.1 µs; the stages are computed once for each timeout.
     due: list[tuple[float, int, W, Due]] = []
     next_s, again_s = NEVER, now_s + QUIET_AGAIN_S
     num_quiet = 0

@@ -118,10 +118,7 @@ def batches(ops: Iterable[CollectiveId]) -> list[list[list[Any]]]:
 
 
 class Gossip:
-    """Gossip of one rank in a world of ``size``: floods, answers and neighbours.
-
-    The caller carries out returned effects in order. Methods are O(neighbours).
-    """
+    """Gossip of one rank in a world of ``size``; the caller carries out returned effects in order."""
 
     def __init__(self, rank: int, size: int) -> None:
         if not 0 <= rank < size:
@@ -149,11 +146,9 @@ class Gossip:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The neighbours to which no link is up.
-
-        Those with `is_dialler` false are expected to dial this rank. They may not know yet, or be dead and not
-        detected: after a while without a link, dial them as well.
-        """
+        """The neighbours to which no link is up."""
+        # Those with `is_dialler` false should dial this rank, but may not know yet, or be dead and not detected: the
+        # caller dials them as well after a while.
         return tuple(rank for rank in self.neighbours if rank not in self._linked)
 
     def is_dialler(self, neighbour: int) -> bool:
@@ -179,11 +174,7 @@ class Gossip:
         self._linked.pop(rank, None)
 
     def flood(self, body: Sequence[Any]) -> tuple[int, Effects]:
-        """Flood a body. Returns the number of the flood (its answers carry it) and the effects.
-
-        Raises:
-            LocalProtocolError: the body does not fit its row, or is not for flooding.
-        """
+        """Flood a body; returns the number of the flood, which its answers carry, and the effects."""
         fault = _fault(self.rank, body, self.size)
         if fault or body[0] == Body.STATUS:
             raise LocalProtocolError(fault or "a STATUS is sent with answer()")
@@ -205,6 +196,7 @@ class Gossip:
             return [(Effect.FAIL, neighbour, fault)]
         if body[0] == Body.STATUS:
             return self._pass_back(header)
+        # Only the first copy is passed on, which ends the flood; an answer takes its path back.
         if origin == self.rank or not self._seen[origin].add(number):
             return []
         if body[0] == Body.QUERY:
@@ -254,6 +246,7 @@ class _Seen:
         if number < self.mark or number in self.above:
             return False
         self.above.add(number)
+        # Numbers that never come, as their origin has died, must not let the set grow.
         if number >= self.mark + WINDOW:
             self.mark = number - WINDOW + 1
             self.above = {kept for kept in self.above if kept >= self.mark}

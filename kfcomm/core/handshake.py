@@ -122,11 +122,7 @@ _LENGTHS = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message. A reason that is too long is cut.
-
-    Raises:
-        LocalProtocolError: a field does not fit.
-    """
+    """Return the bytes of a message; a reason that is too long is cut, any other field that is too long an error."""
     kind = _KINDS.index(type(message)) + 1
     try:
         body = _body(message)
@@ -151,11 +147,8 @@ def _body(message: Message) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
-    """Return the kind and nbytes of the body that follows, from exactly `PREFIX_NBYTES` bytes.
-
-    Raises:
-        RemoteProtocolError: not the beginning of a handshake message.
-    """
+    """Return the kind and nbytes of the body that follows, from exactly `PREFIX_NBYTES` bytes."""
+    # Checked before the body is read: an unauthenticated peer can make this rank wait for no more than a message.
     magic, kind, nbytes = _PREFIX.unpack(data)
     if magic != MAGIC:
         raise RemoteProtocolError("expected a kfcomm handshake, got other bytes")
@@ -165,11 +158,7 @@ def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def decode(kind: int, body: bytes | bytearray) -> Message:
-    """Return the message of a kind and length that `decode_prefix` has accepted.
-
-    Raises:
-        RemoteProtocolError: a field is out of range.
-    """
+    """Return the message of a kind and length that `decode_prefix` has accepted."""
     body = bytes(body)
     match kind:
         case 1:
@@ -291,16 +280,7 @@ class _Machine:
 
 
 class Dialler(_Machine):
-    """Side that opened the connection. Send ``hello``, then feed it what arrives.
-
-    Args:
-        me: identity of this process.
-        peer: identity that must answer; any other process is refused.
-        purpose: purpose of the connection.
-        epoch: the epoch both must be in.
-        token: secret of the job.
-        nonce: 32 random bytes, used once.
-    """
+    """Side that opened the connection: send ``hello``, then feed it what arrives. Only ``peer`` may answer."""
 
     def __init__(self, me: Identity, peer: Identity, *, purpose: int, epoch: int, token: bytes, nonce: bytes) -> None:
         super().__init__({Challenge: self._on_challenge, Refused: self._on_refused})
@@ -324,16 +304,7 @@ class Dialler(_Machine):
 
 
 class Answerer(_Machine):
-    """Side that accepted the connection: it speaks second, and decides who gets in.
-
-    Args:
-        me: identity of this process.
-        accept: returns why the peer of this ``Hello`` is rejected, or None. It is asked before any proof, so it must
-            change nothing.
-        epoch: the epoch both must be in.
-        token: secret of the job.
-        nonce: 32 random bytes, used once.
-    """
+    """Side that accepted the connection: it speaks second, and may reject a peer for what ``accept`` returns."""
 
     def __init__(
         self, me: Identity, *, accept: Callable[[Hello], str | None], epoch: int, token: bytes, nonce: bytes
@@ -341,13 +312,14 @@ class Answerer(_Machine):
         super().__init__({Hello: self._on_hello})
         self._me, self._accept = me, accept
         self._epoch, self._token, self._nonce = epoch, token, _checked(nonce)
-        self.hello: Hello | None = None  # hello of the peer; None until it is proven
+        self.hello: Hello | None = None  # of the peer; None until it is proven
 
     def _on_hello(self, hello: Hello) -> HandshakeStep:
         if hello.protocol != PROTOCOL_VERSION:
             return _refuse(f"protocol {hello.protocol} is not spoken here, only {PROTOCOL_VERSION}")
         if hello.epoch != self._epoch:
             return _refuse(f"epoch {hello.epoch} is not the epoch here, {self._epoch}")
+        # Asked before any proof, so it must change nothing: the hello may be anybody's.
         unwanted = self._accept(hello)
         if unwanted is not None:
             return _refuse(unwanted)

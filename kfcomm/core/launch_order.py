@@ -80,12 +80,12 @@ class LaunchOrder(ABC):
     """Launch order of one group as one of its ranks sees it. Made by ``launch_order``."""
 
     def __init__(self, rank: int, size: int, patience_s: float) -> None:
-        self.mode = Mode.LEARNING  # see the table of the module
+        self.mode = Mode.LEARNING
         self.num_messages = 0  # sent by this rank so far; one to every other rank counts as one
         self._rank = rank
         self._size = size
         self._patience_s = patience_s
-        self._era = 0
+        self._era = 0  # one more at each freeze: what was said in an earlier era is ignored
         self._waiting: dict[str, deque[Any]] = {}
         self._done = 0  # places where this rank has launched
         self._ahead: deque[str] = deque()  # whose the next places are, before any pass
@@ -108,10 +108,8 @@ class LaunchOrder(ABC):
         self._advance(now_s, effects)
 
     def withdraw(self, key: str, token: Any) -> None:
-        """Withdraw a use that has arrived and failed, here and on all other ranks.
-
-        No rank may have launched it: its place belongs to the next use of the key.
-        """
+        """Withdraw a use that has arrived and failed, here and on all other ranks."""
+        # No rank may have launched it: its place goes to the next use of the key, on all ranks alike.
         waiting = self._waiting[key]
         waiting.remove(token)
         if not waiting:
@@ -144,11 +142,7 @@ class LaunchOrder(ABC):
 
     @abstractmethod
     def _hear(self, sender: int, kind: int, era: int, fields: list[Any], effects: Effects) -> None:
-        """Carry out a message.
-
-        Raises:
-            ValueError, TypeError, IndexError: it is invalid.
-        """
+        """Carry out a message; a ValueError, TypeError or IndexError shows that it is invalid."""
 
     @abstractmethod
     def _claim(self, key: str, effects: Effects) -> None:
@@ -190,6 +184,7 @@ class LaunchOrder(ABC):
         """Learn anew behind the farthest launch of any rank, up to which all ranks launch the known places."""
         if len(done) != self._size or max(done) < self._done:
             raise ValueError(f"launches by rank are {done}, on {self._size} ranks with {self._done} launched here")
+        # A library's launches cannot be taken back: what one rank has launched, all launch, before anything is learned.
         owed = [self._at(place) for place in range(self._done, max(done))]
         self._ahead, self._num_ahead = deque(owed), Counter(owed)
         self._history.clear()
@@ -293,6 +288,7 @@ class _Leader(LaunchOrder):
     def _doubt(self, effects: Effects) -> None:
         if self.mode is Mode.FROZEN:
             return
+        # A pass that never repeated was found too early: the next one must be longer, or it would be found again.
         has_held = self._done >= self._pass_begins + len(self._pass)
         self._cycles = Cycles(is_first=False, shortest=1 if has_held else len(self._pass) + 1)
         self._freeze(self._era + 1)
@@ -317,11 +313,11 @@ def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S, *, follow
     Args:
         rank: in the group.
         size: of the group.
-        patience_s: how long the use of the next place may be overdue, while others wait, before the pass is doubted.
-            It doubles each time, up to a minute.
-        follows: whether a repeated pass is followed. Else the leader announces every place: for uses that arrive as
-            a consequence of others, in another order each time. The same on every rank.
+        patience_s: how long the next use may be overdue while others wait, before the pass is doubted; doubles each
+            time, up to a minute.
+        follows: follow a repeated pass; else the leader announces every place. The same on every rank.
     """
+    # Without passes: for uses that arrive as a consequence of others, in another order each time.
     if rank == LEADER:
         return _Leader(rank, size, patience_s, follows=follows)
     return _Follower(rank, size, patience_s)
@@ -336,28 +332,20 @@ _MODULUS = (1 << 61) - 1
 
 
 class Cycles(Generic[Name]):
-    """Detector that reports the length of a pass once the sequence repeats it.
-
-    Args:
-        is_first: the first repeated name is taken for the start of a second pass. Else two whole passes are required,
-            with the same names equally often.
-        shortest: fewest names of a cycle that two whole passes have shown.
-
-    Cost: O(1) for each name with ``is_first``; else O(names so far), a few additions each, up to ``2 * MAX_CYCLE``.
-    """
+    """Detector that reports the length of a pass, ``shortest`` at least, once the sequence repeats it."""
 
     def __init__(self, *, is_first: bool = True, shortest: int = 1) -> None:
-        self.names: list[Name] = []  # the sequence so far
+        self.names: list[Name] = []  # so far
+        # Take the first repeated name for the start of a second pass, in O(1) for each name. Else two whole passes
+        # with the same names equally often are required, in O(names so far).
         self._is_first = is_first
         self._shortest = shortest
         self._seen: set[Name] = set()
-        self._sums = [0]
+        self._sums = [0]  # of the names' hashes: equal sums show in O(1) which passes are worth a comparison
 
     def add(self, name: Name) -> int:
-        """Add a name; returns how many of the latest names are one pass, else 0.
-
-        With ``is_first`` this name is the first of the next pass, and is not stored; else it is the last of the second.
-        """
+        """Add a name; returns how many of the latest names are one pass, else 0."""
+        # With ``is_first`` this name begins the next pass, and is not stored; else it is the last of the second.
         if len(self.names) >= 2 * MAX_CYCLE:
             return 0
         if self._is_first:

@@ -56,11 +56,9 @@ ALL_CREDIT_NBYTES = 64 << 20
 
 
 def credit_of(size: int) -> Credit:
-    """Return the credit of each link in a world of ``size`` ranks; both ends compute the same.
-
-    Few peers get more each: a rank that posts a whole model's gradients at once runs out of a small window, and a chunk
-    without credit costs a question, an answer and a second try.
-    """
+    """Return the credit of each link in a world of ``size`` ranks; both ends compute the same."""
+    # Few peers get more each: a rank that posts a whole model's gradients at once runs out of a small window, and a
+    # chunk without credit costs a question, an answer and a second try.
     nbytes = ALL_CREDIT_NBYTES // max(1, size - 1)
     return Credit(max(DEFAULT_CREDIT.nbytes, nbytes), DEFAULT_CREDIT.headers)
 
@@ -102,7 +100,7 @@ class ReceiveWindow:
         self._spent_nbytes = 0
         self._spent_headers = 0
         self._owed_nbytes = 0
-        self.owed_headers = 0  # headers owed; while it is 0, ``settle`` returns None
+        self.owed_headers = 0  # while it is 0, ``settle`` returns None: hot paths look here first
 
     def charge(self, nbytes: int) -> bool:
         """Charge a header and ``nbytes`` to the peer; False if it overdraws."""
@@ -124,10 +122,8 @@ class ReceiveWindow:
         return self._spent_nbytes <= self._credit.nbytes and self._spent_headers <= self._credit.headers
 
     def settle(self) -> Credit | None:
-        """Return everything owed, once it is a quarter of the window: fewer, larger answers; else None.
-
-        Waiting for a quarter is safe: a sender without credit asks for the post instead of waiting for credit.
-        """
+        """Return everything owed, once it is a quarter of the window: fewer, larger answers; else None."""
+        # Waiting for a quarter is safe: a sender without credit asks for the post instead of waiting for credit.
         credit = self._credit
         if self.owed_headers * 4 < credit.headers and self._owed_nbytes * 4 < credit.nbytes:
             return None
@@ -148,7 +144,7 @@ CHUNK, ASK, LEFT = int(Kind.CHUNK), int(Kind.ASK), int(Kind.LEFT)
 
 
 class Arrival:
-    """Checked facts about the chunks of one series on one link and lane, by the numbers in their headers."""
+    """Checked facts about the chunks of one series that one link brings on one lane."""
 
     __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "sender", "series")
 
@@ -156,11 +152,10 @@ class Arrival:
         program, sizes, lane = series.program, series.sizes, route.lane
         item = sizes.partial if route.is_partial else sizes.item
         self.series = series
-        self.live = series.key.live  # uses of its name in flight
-        self.route = route  # in the program
-        self.sender = sender  # group rank; ``posted``: its bit, see ``Collective``
-        self.posted = 1 << sender
-        # number of the last chunk; ``last_nbytes``: its size; ``nbytes``: that of the others
+        self.live = series.key.live
+        self.route = route
+        self.sender = sender  # group rank
+        self.posted = 1 << sender  # its bit in ``Collective.posted``
         self.last = lane.num_chunks - 1
         self.nbytes = program.chunk_elements * item
         self.last_nbytes = lane.count * item - self.last * self.nbytes
@@ -177,10 +172,9 @@ class Incoming:
         self.window = ReceiveWindow(credit)
         self.keys: dict[int, Key] = {}
         self.signatures: dict[int, AnySignature] = {}
-        # checked facts about chunks, by the numbers of key, signature and lane, and the phase
-        self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}
+        self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}  # by numbers of key, signature, lane and phase
         self.asks = 0
-        self.given_up = 0  # numbers of keys below this one may have meant other keys, of groups that the peer has left
+        self.given_up = 0  # lower numbers may have meant keys of groups that the peer has left
 
     def forget(self, group_id: bytes) -> None:
         """Forget the names of a group that the peer has left. O(names on this link)."""
@@ -200,13 +194,12 @@ class Outgoing:
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
         self.peer = peer
-        self.number = number  # of this link among all to this peer
+        self.number = number  # among all links to this peer
         self.window = SendWindow(credit)
         self.keys: dict[int, Key] = {}
         self.former: list[Key] = []  # keys that were defined on it, and whose numbers mean other keys now
-        self.known: set[Series] = set()  # series that may be sent without a definition first
-        # latest groups that this rank has left, as the peer was informed
-        self.left: deque[bytes] = deque(maxlen=MAX_LEFT)
+        self.known: set[Series] = set()  # may be sent without a definition first
+        self.left: deque[bytes] = deque(maxlen=MAX_LEFT)  # groups that this rank has left, as the peer knows
         self.signatures: dict[int, AnySignature] = {}
 
     def forget(self, group_id: bytes) -> bool:
@@ -307,11 +300,8 @@ def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
 def admit(
     outgoing: Outgoing, collective: Collective, to: int, chunk: tuple[Any, ...], nbytes: int
 ) -> tuple[list[Header], Header | None]:
-    """Return frames for one destination of a chunk: definitions to send first, and the chunk's header.
-
-    ``chunk`` are the arguments of ``CollectiveDriver.send`` after ``to``. Without credit the header is None: it is held
-    back, and the router emits RESUME once its receiver has posted.
-    """
+    """Return the definitions to send before a chunk to one destination, and its header; None if it has to wait."""
+    # A chunk without credit waits for the post of its receiver, upon which the router emits RESUME.
     lane, index, phase, _, _ = chunk
     series = collective.series
     key_id, number = series.key_id, series.signature_id
@@ -340,12 +330,9 @@ def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -
 
 
 def announce(outgoing: Outgoing, collective: Collective) -> list[Header]:
-    """Return frames that announce this rank's post to one of ``collective.unheard()``.
-
-    For a collective that has waited a while: ranks that disagree about the graph can all wait for each other without a
-    chunk between them (two ranks that both believe to be the root). The neighbours of all ranks connect the group, so
-    if each rank announces its post to its own neighbours, at least two that differ meet.
-    """
+    """Return frames that announce this rank's post of a collective that waits to one of ``collective.unheard()``."""
+    # Ranks that disagree about the graph can wait for each other without a chunk between them, such as two that both
+    # believe to be the root. The neighbours of all ranks connect the group, so at least two that differ meet.
     series = collective.series
     ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)
     return [*definitions(outgoing, collective), ask]

@@ -79,11 +79,10 @@ Effects = list[Effect]
 
 
 class CollectiveDriver(Protocol):
-    """Carries out the decisions of one machine.
+    """Carries out the decisions of one machine."""
 
-    Called, not handed a list of events: events would cost three times as much for each chunk (a tuple, a list and a
-    dispatch), and a chunk in shared memory takes microseconds.
-    """
+    # Called, not handed a list of events: events would cost three times as much for each chunk (a tuple, a list and a
+    # dispatch), and a chunk in shared memory takes microseconds.
 
     def begin(self, machine: Any) -> None:
         """Call ``machine.start``, now or later: it has its place among those in flight."""
@@ -122,10 +121,10 @@ class CollectiveDriver(Protocol):
 
 
 class Machine:
-    """The state of one collective on one rank: ``driver`` carries out its decisions."""
+    """State of one collective on one rank."""
 
     # Class attributes: most machines never change them, and pay neither time nor memory for them.
-    sends = _gate = 0  # chunks handed out by ``send``, one for each destination, and not yet reported by ``was_read``
+    sends = _gate = 0  # sends: chunks handed out, one for each destination, and not yet reported by ``was_read``
     _held: dict[tuple[int, int], Any] | None = None
     driver: CollectiveDriver
 
@@ -236,11 +235,9 @@ class Machine:
             self._held = held or None
         return True
 
-    def arrived(self, route: LaneRoute, index: int, payload: Any) -> None:
-        """Take a chunk that ``accepts`` has admitted.
-
-        A chunk may be admitted twice, on two links at a time: the first to be complete counts.
-        """
+    def arrived(self, route: Route, index: int, payload: Any) -> None:
+        """Take a chunk that ``accepts`` has admitted."""
+        # It may have been admitted on two links at a time: the first to be complete counts.
         if not self.take(route, index, payload):
             self.driver.release(payload)
 

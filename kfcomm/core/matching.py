@@ -36,11 +36,9 @@ class Matching(Calls):
     def receive(
         self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects
     ) -> Collective | None:
-        """Give a whole chunk like earlier ones to its collective at once: the fast path.
-
-        None if it must go through ``match`` and ``arrived``: the first of its kind, early, late, or wrong. Then nothing
-        has changed, except that its sender may be recorded as having posted, which is true in any case.
-        """
+        """Give a whole chunk like earlier ones to its collective at once; None if ``match`` and ``arrived`` must."""
+        # None for the first of its kind, an early, a late and a wrong one. Then nothing has changed, except that its
+        # sender may be recorded as having posted, which is true in any case.
         _, key_id, seq, number, lane, phase, index, stamp = header
         arrival = incoming.arrivals.get((key_id, number, lane, phase))
         if arrival is None:
@@ -157,6 +155,7 @@ class Matching(Calls):
     def _match_early(self, key: Key, chunk: Shown, effects: Effects) -> Ticket | None:
         incoming, signature, header, nbytes = chunk
         seq, charged = header[2], header[7] & 1
+        # Late chunks are no fault of the sender, which hears of the end later: it gets its credit back.
         if self._aborted.is_over(key, seq):
             if charged:
                 incoming.window.matched(nbytes)
@@ -188,6 +187,7 @@ class Matching(Calls):
         early = collective.key.early.pop(collective.seq, None)
         if early is None:
             return
+        # Before the items: payloads of others may still be under way, and go to the collective when they are whole.
         early.collective = collective
         for incoming, signature, header in early.asks or ():
             incoming.asks -= 1

@@ -66,11 +66,7 @@ class Tag(IntEnum):
 
 
 class EpochDecision:
-    """One decision, as one of ``size`` ranks takes part in it. Methods return messages for all others.
-
-    Attributes:
-        value: the decision; None until then.
-    """
+    """One decision, as one of ``size`` ranks takes part in it. Methods return messages for all others."""
 
     def __init__(self, rank: int, size: int, gone: Iterable[int] = (), ended: Iterable[int] = ()) -> None:
         self.value: Value | None = None
@@ -79,9 +75,10 @@ class EpochDecision:
         self._parts: dict[int, bytes] = {}
         self._ended = set(ended)
         self._gone = self._ended | set(gone)
-        self._unheard: set[int] = set()
+        self._unheard: set[int] = set()  # ended by a ballot that this rank has promised or accepted: ignored
         self._promised = 0
         self._accepted: tuple[int, Value] = (-1, ())
+        # Rank 0 leads ballot 0 without promises, as no ballot can come before it: one round less without a loss.
         self._led = 0 if rank == 0 else -1
         self._led_ended: frozenset[int] = frozenset()
         self._has_proposed = False
@@ -203,11 +200,13 @@ class EpochDecision:
         if self._led == self._promised and self._is_quorum(living, self._led_ended):
             if not self._has_proposed and (self._led == 0 or all(rank in self._promises for rank in living)):
                 self._has_proposed = True
+                # What was accepted in the highest ballot may be decided already: it must be proposed again.
                 accepted, value = max(self._promises.values(), default=(-1, ()))
                 if accepted < 0:
                     value = tuple((rank, self._parts[rank]) for rank in living)
                 self._say(said, (Tag.ACCEPT, self._led, sorted(self._led_ended), value))
         elif self._is_quorum(living, self._ended):
+            # The next number above what was promised that is this rank's alone: no two ranks lead one ballot.
             self._led = (self._promised // self._size + 1) * self._size + self._rank
             self._led_ended = frozenset(self._ended)
             self._has_proposed = False
@@ -277,17 +276,13 @@ LONGEST_INTERVAL_S = 5.0
 class Look(NamedTuple):
     """Findings of one look at all peers."""
 
-    gone: list[tuple[int, float]]  # each with the seconds of its silence
-    quiet: list[int]  # to be sent a heartbeat
+    gone: list[tuple[int, float]]  # lost peers, each with the seconds of its silence
+    quiet: list[int]  # peers to be sent a heartbeat
     next_s: float  # when to look again
 
 
 class FailureDetector:
-    """Silence of the peers that one rank watches.
-
-    Args:
-        lost_after_s: silence after which a peer is lost; infinite for never.
-    """
+    """Silence of the peers that one rank watches; after ``lost_after_s`` a peer is lost (infinite: never)."""
 
     def __init__(self, lost_after_s: float) -> None:
         self._lost_after_s = lost_after_s
@@ -306,6 +301,7 @@ class FailureDetector:
 
     def look(self, now_s: float) -> Look:
         """Look at all watched peers."""
+        # A late look means that this process was stopped, and has not yet read what peers sent meanwhile.
         late_s = now_s - self._due_s
         if late_s > self._interval_s:
             self._heard_s = {peer: min(now_s, heard_s + late_s) for peer, heard_s in self._heard_s.items()}

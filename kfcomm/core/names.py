@@ -79,11 +79,7 @@ class Names:
                 del self._by_name[key.group_id, key.name]
 
     def used(self, group_id: bytes, name: str) -> Key:
-        """Return the key of a name that is about to be used; it owns its number.
-
-        Raises:
-            LocalProtocolError: every number belongs to a key in flight.
-        """
+        """Return the key of a name that is about to be used; it owns its number."""
         key = self._by_name.get((group_id, name))
         if key is None:
             key = self.key(group_id, name)
@@ -148,10 +144,7 @@ class Names:
         return known
 
     def same(self, signature: AnySignature) -> AnySignature:
-        """Return the representative of this signature, or itself if this rank has not used it (lately).
-
-        Raises:
-            TypeError: it is not made of plain values.
-        """
+        """Return the representative of this signature, or itself if this rank has not used it (lately)."""
+        # Chunks are then compared by identity. A peer's value may be unhashable: the TypeError is for the caller.
         known = self._signatures.get(signature)
         return signature if known is None else known[1]

@@ -42,33 +42,22 @@ MAX_BYTE = 255
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One part of the data on one graph pair, as seen from one rank. Ranks are those of the group.
+    """One part of the data on one graph pair, as seen from one rank. Ranks are those of the group."""
 
-    Attributes:
-        number: the lane's number, the same on every rank.
-        up: the lane has an up phase. ``children`` are folded in order; ``leaf_children[i]`` means that child ``i``
-            sends its own input, not a partial result; ``parent`` is -1 (``ABSENT``) at the root.
-        down: the lane has a down phase from ``source`` (-1 where it begins) to ``targets``.
-        keeps: this rank needs the result of this lane.
-        gated: it begins here, once every lane that is not gated is complete.
-        input_offset, result_offset, count: elements in the caller's buffers.
-        base: number of the first chunk among all chunks of the program.
-    """
-
-    number: int
-    count: int
+    number: int  # the same on every rank
+    count: int  # elements, as are the offsets in the caller's buffers
     up: bool = False
-    children: tuple[int, ...] = ()
-    leaf_children: tuple[bool, ...] = ()
-    parent: int = ABSENT
+    children: tuple[int, ...] = ()  # folded in this order
+    leaf_children: tuple[bool, ...] = ()  # whether a child sends its own input, not a partial result
+    parent: int = ABSENT  # at the root
     down: bool = False
-    source: int = ABSENT
+    source: int = ABSENT  # where it begins
     targets: tuple[int, ...] = ()
-    keeps: bool = False
-    gated: bool = False
+    keeps: bool = False  # this rank needs the result of this lane
+    gated: bool = False  # it begins here, once every lane that is not gated is complete
     input_offset: int = 0
     result_offset: int = 0
-    base: int = 0
+    base: int = 0  # number of its first chunk among all chunks of the program
     num_chunks: int = 1
 
     @property
@@ -78,35 +67,32 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneRoute:
+class Route:
     """Arrivals on one lane in one direction from one sender."""
 
     lane: Lane
     phase: int  # 0 up, 1 down
-    position: int  # number of the lane's children that are folded before it; all of them for direction down
+    position: int  # how many of the lane's children are folded before it; all of them for direction down
     is_partial: bool = False  # the sender sends a partial result, not its input
     is_last: bool = False  # it comes from the last of the children
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The lanes of one rank for one verb, by number.
-
-    ``first_sends``: if the program begins by sending parts of the input up, and does nothing else at once: these
-    chunks, each as destinations, lane and number; else None.
-    """
+    """The lanes of one rank for one verb, by number."""
 
     lanes: dict[int, Lane]  # only those in which this rank takes part
-    chunk_elements: int  # elements per chunk; the last of a lane may be shorter
+    chunk_elements: int  # per chunk; the last of a lane may be shorter
     num_slots: int  # chunks of all lanes together, each of which must complete
     gate: int  # number of chunks that must complete before gated lanes begin; 0 if none begin here
     neighbours: frozenset[int] = field(default_factory=frozenset)  # ranks with which this rank exchanges chunks
-    # for each chunk a zero, to be copied and counted in
-    no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)
-    first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)  # lanes that begin here at once
+    no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)  # a zero for each chunk, to copy
+    first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)  # begin here at once
+    # If the program begins by sending parts of the input up, and does nothing else at once: these chunks, each as
+    # destinations, lane and number.
     first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
-    # by lane number, direction (0 up, 1 down) and sender
-    routes: dict[tuple[int, int, int], LaneRoute] = field(init=False, repr=False, compare=False)
+    # By lane number, direction (0 up, 1 down) and sender
+    routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Derived once here, since every collective with this program reads them.
@@ -251,11 +237,9 @@ def broadcast(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Pr
 
 
 def gather(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
-    """Gather ``counts[r]`` elements of every rank ``r`` at the root, one after the other.
-
-    They go up the broadcast graph: nothing is folded on the way, and a reduce graph, made for folding, may be long.
-    """
+    """Gather ``counts[r]`` elements of every rank ``r`` at the root, one after the other."""
     builder = Builder(rank, chunk_elements)
+    # Up the broadcast graph: nothing is folded on the way, and a reduce graph, made for folding, may be long.
     for sender, (offset, count) in enumerate(_offsets(counts)):
         builder.path(tuple(reversed(pair.broadcast.path(sender))), count, result_offset=offset)
     builder.tree(pair, 0, down=True, gated=True)
@@ -325,10 +309,8 @@ def barrier(rank: int, pair: GraphPair) -> Program:
 
 @lru_cache(64)
 def elsewhere(rank: int, size: int) -> Program:
-    """Exchange no chunks: the call is carried out outside the core, and ends with ``Machine.done_elsewhere``.
-
-    Neighbours on a ring compare signatures, so that ranks that disagree find out.
-    """
+    """Exchange no chunks: the call is carried out outside the core, and ends with ``Machine.done_elsewhere``."""
+    # Neighbours on a ring compare signatures, so that ranks that disagree find out.
     neighbours = frozenset({(rank - 1) % size, (rank + 1) % size}) - {rank}
     return Program({}, 1, 1, 0, neighbours)
 

@@ -40,13 +40,7 @@ class Router(Matching):
     # ---------------------------------------------------------------- what this rank does
 
     def post(self, post: Post, driver: CollectiveDriver, effects: Effects) -> Collective | Cause:
-        """Begin a collective under the name's next sequence number, or return why it cannot begin.
-
-        The driver is asked to ``begin``; the router's own consequences are appended to ``effects``.
-
-        Raises:
-            LocalProtocolError: ``2**20`` names are in flight.
-        """
+        """Begin a collective under the name's next sequence number, or return why it cannot begin."""
         group, name, signature, program, sizes, generation, overlapping, seq = post
         key = self.names.used(group.id, name)
         self._groups.setdefault(group.id, group)
@@ -68,10 +62,7 @@ class Router(Matching):
         return collective
 
     def post_again(self, series: Series, stamp: int, driver: CollectiveDriver, effects: Effects) -> bool:
-        """Begin the next use of a series as ``post`` does; False, with no effect, if anything is unusual.
-
-        A second use in flight is unusual. ``stamp``: see ``Collective``.
-        """
+        """Begin the next use of a series as ``post`` does; False, with no effect, if anything is unusual."""
         key = series.key
         # Anything unusual takes the path of ``post``, which knows every reason and error.
         if key.live or key.begun or self.dead or self.lost or series.version != self.names.version:
@@ -95,10 +86,8 @@ class Router(Matching):
         return Incoming(peer, self.credit)
 
     def broke(self, outgoing: Outgoing) -> list[Collective]:
-        """Record that a link of this rank broke; returns the collectives in flight that it may have carried.
-
-        The caller aborts them. The first frames of the next link cover those that have completed, see ``owes``.
-        """
+        """Record that a link of this rank broke; returns the collectives that it may have carried, to be aborted."""
+        # Those that have completed here may wait elsewhere: the first frames of the next link are for them.
         peer = outgoing.peer
         if peer in self.lost:
             return []
@@ -118,6 +107,7 @@ class Router(Matching):
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
             return
+        # The number means another name now: facts about chunks under the old one would let wrong chunks through.
         if number in incoming.keys or number < incoming.given_up:
             incoming.arrivals.clear()
         key = incoming.keys[number] = self.names.key(group_id, name)

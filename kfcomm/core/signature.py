@@ -19,12 +19,7 @@ MAX_NESTING = 3
 
 
 class Signature(NamedTuple):
-    """Everything that must be the same on every rank. Fields that do not apply are empty, or -1 for ranks.
-
-    ``memory`` says where the arrays are, if not in host memory, and if it must be the same everywhere. ``arrays`` holds
-    name, dtype and shape of each of several arrays that travel together; where that would be too much, ``counts``
-    holds their number and a digest.
-    """
+    """Everything that must be the same on every rank. Fields that do not apply are empty, or -1 for ranks."""
 
     verb: str
     dtype: str = ""
@@ -36,7 +31,9 @@ class Signature(NamedTuple):
     chunk_elements: int = 0
     counts: tuple[Any, ...] = ()
     wire_dtype: str = ""
-    memory: str = ""
+    memory: str = ""  # of the arrays, if not the host's, and if it must be the same everywhere
+    # Name, dtype and shape of each of several arrays that travel together; where that is too much for a frame,
+    # ``counts`` holds their number and a digest.
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
 
@@ -54,11 +51,7 @@ _DERIVED = ("generation", "chunk_elements", "graphs", "strategy")
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
-    """Return fields that a peer sent as a value to compare with a ``Signature``. They may be anything.
-
-    Raises:
-        ValueError: nested too deep.
-    """
+    """Return fields that a peer sent, which may be anything, as a value to compare with a ``Signature``."""
     return tuple(_frozen(field, MAX_NESTING) for field in fields)
 
 
@@ -178,10 +171,8 @@ def split(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def share_out(count: int, shares: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ``(offset, length)`` of parts in proportion to ``shares``, each less than one element off.
-
-    A part may be empty. Shares multiplied by one number give the same parts.
-    """
+    """Return ``(offset, length)`` of parts, some maybe empty, in proportion to ``shares``."""
+    # Ends are rounded, not lengths: each part is less than one element off, and they add up.
     total = sum(shares)
     ends = [count * upto // total for upto in accumulate(shares)]
     return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
@@ -193,10 +184,8 @@ def num_chunks(count: int, chunk_elements: int) -> int:
 
 
 def pair_of(key: str, num_pairs: int, shares: Sequence[int] = ()) -> int:
-    """Return the pair of a buffer that travels whole: the same on every rank and run.
-
-    Keys are spread evenly over the pairs, or in proportion to ``shares``, one for each pair.
-    """
+    """Return the pair of a buffer that travels whole; keys spread over the pairs in proportion to ``shares``."""
+    # By CRC, since ``hash`` of a text differs between processes.
     if not shares:
         return crc32(key.encode()) % num_pairs
     return bisect_right(list(accumulate(shares)), crc32(key.encode()) % sum(shares))
