@@ -235,7 +235,7 @@ class Machine:
             self._held = held or None
         return True
 
-    def arrived(self, route: Route, index: int, payload: Any) -> None:
+    def arrived(self, route: LaneRoute, index: int, payload: Any) -> None:
         """Take a chunk that ``accepts`` has admitted."""
         # It may have been admitted on two links at a time: the first to be complete counts.
         if not self.take(route, index, payload):

@@ -67,7 +67,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class LaneRoute:
     """Arrivals on one lane in one direction from one sender."""
 
     lane: Lane
