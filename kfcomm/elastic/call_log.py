@@ -73,12 +73,8 @@ class CallOutcome(NamedTuple):
 
 
 def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Mapping[Key, CallOutcome]:
-    """Decide the outcome of each call that is over on some rank and not, in the same way, on all.
-
-    A call that is done on one rank is done on all: the lowest rank that has the result sends it. A call that has failed
-    on one rank, and is done on none, has failed on all. Any other call is repeated. ``said`` has, for each of these
-    ranks, the step that it is in, and the standings of its calls.
-    """
+    """Decide, from each rank's step and rows, the outcome of calls that are over on some ranks and not alike on all."""
+    # Done on one rank is done on all, failed on one and done on none is failed on all; any other call is repeated.
     # A rank enters a step only after all ranks have ended the calls of the step before, so rows of older steps are
     # over everywhere and need no outcome. A boundary that a rank has ended counts for the step that it begins.
     latest = max(step for step, _ in said)
@@ -92,6 +88,7 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Ma
                 done.setdefault((name, number), []).append(CallOutcome(step, uid, tuple(contributors)))
             elif standing == Standing.FAILED:
                 failed.setdefault(((name, number), step), []).append(why)
+    # The lowest rank that has the result sends it: the first, since ``uids`` is in the order of ranks.
     outcomes = {key: having[0] for key, having in done.items() if len(having) < len(uids)}
     # Done wins over failed: a caller somewhere has the result already, and cannot take it back.
     for (key, step), reasons in failed.items():
@@ -187,12 +184,9 @@ class ElasticCall:
 
 
 class ElasticHandle(Handle[Any]):
-    """Handle of a call that survives the loss of ranks.
+    """Handle of a call that survives the loss of ranks."""
 
-    Attributes:
-        withdraw: ends the call on all ranks where it is not over; says whether it was not over on this one.
-    """
-
+    # Ends the call on all ranks where it is not over; False if it is over on this one.
     withdraw: Callable[[], bool] | None = None
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -277,10 +271,7 @@ class Entry:
 
 
 class CallLog:
-    """Calls of one rank while an ``Elastic`` is open, with the state of its epoch, which its users share.
-
-    Runs in the engine's thread, except ``add``.
-    """
+    """Calls of one rank while an ``Elastic`` is open. Runs in the engine's thread, except ``add``."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -340,7 +331,7 @@ class CallLog:
         number = self._uses.get(name, 0)
         self._uses[name] = number + 1
         entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
-        # kfcomm's own calls between steps have no deadline: repeated losses must not end a job that goes on
+        # kfcomm's own calls between steps have no deadline: repeated losses must not end a job that survives them
         if not entry.is_own:
             entry.deadline_s = self.reactor.time() + self._limit_s(call)
         entry.inner = threading.get_ident() if outer is None else None
@@ -367,6 +358,7 @@ class CallLog:
         last = self.entries.pop(next(key for key in self.entries if key[0] == BOUNDARY))
         released = self.all_entries()
         self.kept, self.entries = [last], {}
+        # The program's names count from 0 in each step; kfcomm's own count on: the kept boundary and the next one differ.
         self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
         self.shown = last.contributors
         self.step += 1

@@ -320,10 +320,7 @@ class Checkpoint:
         return about.place
 
     def look(self, number: int, place: Any, epoch: int = 0) -> None:
-        """Begin to write, at a boundary, if a checkpoint is due and the last one is written.
-
-        Cost: a copy of the state, if it writes.
-        """
+        """Begin to write, at a boundary, if a checkpoint is due and the last one is written; costs a copy then."""
         is_due = number >= self._begun + self.every if self._begun >= 0 else number > 0
         if not is_due or (self._written is not None and not self._written.done()):
             return

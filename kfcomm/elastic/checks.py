@@ -42,15 +42,8 @@ class Unfit(Exception):
 
 
 def check(value: Any, name: str, *, is_quick: bool = False) -> None:
-    """Refuse a value that cannot be in a state, or that contains such a value.
-
-    Args:
-        value: value for a state.
-        name: its name.
-        is_quick: check only the type and dtype of arrays.
-
-    Cost: about 1 µs for each array; if it is quick, about 0.2 µs for each value.
-    """
+    """Refuse a value that cannot be in a state, or that contains such a value."""
+    # The quick check, of the type and dtype of arrays, takes 0.2 µs for each value; the full one 1 µs for each array.
     try:
         if not _is_known(value, is_quick):
             _check(value, MAX_DEPTH, is_quick)
@@ -60,11 +53,7 @@ def check(value: Any, name: str, *, is_quick: bool = False) -> None:
 
 
 def plain_key(key: Any) -> Any:
-    """Return a key as a plain value for msgpack: the text or number of a subclass of ``str`` or ``int``.
-
-    Raises:
-        Unfit: the key is not text, bytes, a number, a bool or None.
-    """
+    """Return a key as a plain value for msgpack: the text or number of a subclass of ``str`` or ``int``."""
     if type(key) is str or isinstance(key, (bool, bytes, type(None))):
         return key
     for kind in (str, int, float):

@@ -287,10 +287,8 @@ class ElasticCommunicator:
 
 
 def is_of_step(name: str) -> bool:
-    """Whether a method concerns the ranks of the step and does not survive a loss: it ends with their epoch.
-
-    Otherwise a rank that comes to it later would be alone in the next epoch, or reach other ranks than it has named.
-    """
+    """Whether a method concerns the ranks of the step and does not survive a loss: it ends with their epoch."""
+    # Else a rank that comes to it later would be alone in the next epoch, or reach other ranks than it has named.
     return name in _OF_STEP or name.endswith("_init")
 
 

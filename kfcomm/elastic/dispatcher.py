@@ -36,11 +36,7 @@ TELL_WITHIN_S = 2.0
 
 
 class EpochReports:
-    """Reports of one rank's epochs to the store, in the background: which ranks have joined, and which are lost.
-
-    Joining ranks wait until a report admits them, and the next change of the epoch does not end without them: so
-    surviving ranks report as soon as the ranks that should have reported are lost, also during a change.
-    """
+    """Reports of one rank's epochs to the store, in the background: which ranks have joined, and which are lost."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,6 +46,8 @@ class EpochReports:
     def begin(self, comm: Communicator, former: Uids, plan: EpochPlan) -> None:
         """Report an epoch that has begun by this plan; ``former`` are the uids of the ranks of the one before."""
         self._news, self._comm = (former, plan), comm
+        # Joining ranks wait for a report, and the next change does not end without them: so this rank reports as soon
+        # as those that should have are lost, also during a change.
         comm._session.engine.loss_listeners.append(partial(self._tell, comm))
         self._tell(comm)
 
@@ -75,10 +73,7 @@ class EpochReports:
 
 
 class Recovery:
-    """Changes of the epoch of one rank while an ``Elastic`` is open. Runs in the engine's thread.
-
-    Arguments as for `Dispatcher`.
-    """
+    """Changes of the epoch of one rank while an ``Elastic`` is open. Runs in the engine's thread."""
 
     def __init__(
         self, log: CallLog, moved: Callable[[Communicator], None], reports: EpochReports, *, finishes: bool
@@ -103,11 +98,7 @@ class Recovery:
             await asyncio.wait([self._task])
 
     async def change(self, plan: EpochPlan) -> None:
-        """Carry out a plan that all ranks know, or will know.
-
-        Raises:
-            EpochChanged: the plan releases this rank.
-        """
+        """Carry out a plan that all ranks know, or will know; ``EpochChanged`` if it releases this rank."""
         self._plan = plan
         # A loss on the way begins a change without the plan; the plan is then carried out by the next one.
         while self._plan != NO_PLAN:
@@ -231,9 +222,6 @@ class Recovery:
 class Dispatcher:
     """Calls of one rank while an ``Elastic`` is open. Runs in the engine's thread, except ``enter`` and ``done``.
 
-    A blocking caller may execute a call itself, on its own thread: then ``enter`` begins it, and one of ``done``,
-    ``take_over`` and ``abandon`` ends it.
-
     ``moved`` is called with the communicator of each new epoch. With ``finishes`` the remaining ranks repeat what no
     rank has finished when one is lost; else it fails on all.
     """
@@ -284,12 +272,13 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- calls that the caller executes itself
 
-    def enter(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Communicator) -> Entry | None:
-        """Record a call that the caller executes in ``comm``, on any thread; None where only ``begin`` can.
+    # A blocking caller may execute a call on its own thread, to save two switches: ``enter`` begins it, and one of
+    # ``done``, ``take_over`` and ``abandon`` ends it.
 
-        A change of the epoch that begins meanwhile waits for its end; if the change was first, ``comm`` refuses it.
-        """
+    def enter(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Communicator) -> Entry | None:
+        """Record a call that the caller executes in ``comm``, on any thread; None where only ``begin`` can."""
         log = self.log
+        # No lock: a change that begins after this look waits for the call's end; if it was first, ``comm`` refuses it.
         if comm is not log.comm or log.is_changing or log.outcomes or log.error is not None:
             return None
         return log.add(ElasticCall(verb, args, kwargs), None) if comm.births == log.shown else None
@@ -359,11 +348,7 @@ class Dispatcher:
             await asyncio.wait(unfinished)
 
     def end_step(self) -> Uids:
-        """Release the step's calls, which are all over; other ranks may still need the boundary after it.
-
-        Returns:
-            The ranks that took part in the boundary, and so take part in the next step.
-        """
+        """Release the step's calls, which are all over; returns the ranks of the next step."""
         if any(one.is_void for one in self.log.entries.values()):
             for entry in self.log.entries.values():
                 entry.heard()  # the caller has heard of the void step from one call, and left the others

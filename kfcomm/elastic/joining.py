@@ -84,23 +84,16 @@ class Handover:
     async def carry_out(
         self, place: Any, having: Uids | None = None, *, wrong: str | None = None, are_new: bool = False
     ) -> Any:
-        """Bring all ranks, which all call it, to the same state.
+        """Bring all ranks, which all call it, to the same state; returns the position of those that have it.
 
         Args:
             place: position of training of this rank.
             having: uids of the ranks that have the state; None if each has one, and that of the lowest rank is taken.
             wrong: fault for which this rank cannot send its state.
-            are_new: all ranks begin together: a fault of one is an error on all.
-
-        Returns:
-            The position of the ranks that have the state.
-
-        Raises:
-            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks; a
-                fault of a joining rank is an error on that rank alone, also if it runs another program.
-            PeerLost: all ranks that have the state are lost.
-            CollectiveError: the transfer has failed, though no rank is lost.
+            are_new: all ranks begin together.
         """
+        # Among ranks that begin together the fault of one is an error on all; that of a joining rank is an error on
+        # that rank alone, as training must not end by it.
         are_new = are_new or having is None
         while True:
             rows, uids = await self.calls.gather(list(self._offer(place, wrong)), "plans")
@@ -152,6 +145,7 @@ class Handover:
         rows, present = await self.calls.gather([why, list(sums.items())], "state")
         seen = {(number, value) for _, found in rows for number, value in found}
         failures = [text for text, _ in rows if text is not None]
+        # Each stripe has one checksum if giver and takers have seen the same bytes.
         if not failures and len(seen) > len({number for number, _ in seen}):
             failures = ["what came is not what was sent"]
         if failures and len(present) == len(uids):
@@ -209,10 +203,7 @@ def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bo
 
 
 def program_digest() -> str:
-    """Return a digest of the file with which this process was started, read now; empty without a file.
-
-    The modules that it imports may still differ.
-    """
+    """Return a digest of the file with which this process was started, read now; empty without a file."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
@@ -346,10 +337,7 @@ class SizeRequests:
                 self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
 
     def plan(self, comm: Communicator) -> EpochPlan:
-        """Plan the next change: waiting ranks join, as far as the size allows; ranks that are to be replaced leave.
-
-        If too many ranks remain, the last ones leave. At least one rank that has the state stays.
-        """
+        """Plan the next change: waiting ranks join, as far as the size allows; replaced and surplus ranks leave."""
         size, leavers = self._wanted
         # The state would be lost with its last owner.
         staying = [uid for uid in comm.births if uid not in leavers] or [comm.births[0]]

@@ -73,13 +73,8 @@ def cut(sizes: Sequence[int], num_givers: int) -> list[list[StripePart]]:
 
 
 def checksum(pieces: Sequence[Array]) -> int:
-    """Return a checksum of 64 bits that detects a page that is missing, stale or at another place.
-
-    A Fletcher checksum over words of 64 bits: a sum for each page, and a weighted sum of these. A cryptographic digest
-    would take longer than the transfer.
-
-    Cost: one pass over memory.
-    """
+    """Return a checksum of 64 bits that detects a page that is missing, stale or at another place."""
+    # Fletcher's, over words of 64 bits, in one pass over memory: a cryptographic digest takes longer than the transfer.
     found = 0
     for piece in pieces:
         whole = piece.size // PAGE_NBYTES * PAGE_NBYTES
@@ -95,22 +90,10 @@ def checksum(pieces: Sequence[Array]) -> int:
 async def spread(
     comm: Communicator, arrays: Sequence[Array], givers: Sequence[int], takers: Sequence[int]
 ) -> dict[int, int]:
-    """Transfer arrays from givers to takers, which all call this, with arrays of equal number and sizes.
+    """Transfer flat arrays of equal number and sizes from givers, which hold the same bytes, to takers.
 
-    Args:
-        comm: communicator of all ranks.
-        arrays: flat; those of a taker are written to.
-        givers: ranks that hold the same bytes.
-        takers: ranks that receive them.
-
-    Returns:
-        The checksum of each stripe that this rank has sent or received, by its number.
-
-    Raises:
-        CollectiveError: a transfer has failed, such as by a lost rank; arrays of a taker are undefined then, those of a
-            giver intact.
-
-    Cost: with S bytes, g givers and t takers a giver sends t·S/g bytes at most and a taker receives S; all at once.
+    Returns the checksum of each stripe that this rank has sent or received, by its number. If it fails, the arrays of
+    a taker are undefined. With S bytes, g givers and t takers a giver sends t·S/g bytes at most, and a taker gets S.
     """
     data = [one.view(np.uint8) for one in arrays]
     mine = {
@@ -180,10 +163,7 @@ class Replicas:
         self._spare: list[Array] = []
 
     async def commit(self) -> bool:
-        """Commit the local states of all ranks, which all call it; returns whether the commit is complete.
-
-        Cost: a copy of the state, ``num_copies`` messages of it, and two small gathers.
-        """
+        """Commit the local states of all ranks, which all call it; returns whether the commit is complete."""
         wrong, mine, small = self._copied()
         said = [self._number, mine.plan, mine.tree, checksum([mine.data]), wrong]
         offers, uids = await self._calls.gather(said, "commit")
@@ -221,10 +201,7 @@ class Replicas:
         load(self._own, copy.arrays(), self._last.small)
 
     def heirs(self) -> dict[int, int | None]:
-        """Uid of the heir of each lost rank of the last complete commit, by its uid; None if all copies are lost.
-
-        The same on all ranks that took part in the commit.
-        """
+        """Uid of the heir of each lost rank of the last complete commit, by its uid; None if all copies are lost."""
         if self._last is None:
             return {}
         living = self._comm.births

@@ -69,10 +69,8 @@ class State:
 
 
 def fault_of(state: State) -> str | None:
-    """Return the fault of a state that cannot be sent to other ranks, or cannot be read; else None.
-
-    Cost: about 0.2 µs for each value; arrays are not read.
-    """
+    """Return the fault of a state that cannot be sent to other ranks, or cannot be read; else None."""
+    # Arrays are not read: 0.2 µs for each value, so that each boundary can look.
     try:
         for name, value in state._values.items():
             check(value, name, is_quick=True)
@@ -99,12 +97,9 @@ def outline_of(state: State) -> list[Any]:
 
 
 def make_ready() -> None:
-    """Populate the memory of all states of this process, so that no other rank waits for page faults later.
-
-    Values do not change. May be called by any thread.
-
-    Cost: about as much as writing zeros to new memory.
-    """
+    """Populate the memory of all states of this process, from any thread; values do not change."""
+    # While this rank waits to be let in. Else all ranks would wait for its page faults, which take as long as writing
+    # zeros to new memory.
     for state in list(_made):
         for _, array in arrays_of(state):
             if not is_on_device(array):
@@ -131,10 +126,8 @@ def load(state: State, arrays: list[Array], small: Any) -> None:
 
 
 def described(state: State) -> Any:
-    """Describe it without the contents of arrays, for ``rebuilt`` on a rank with another form; msgpack can carry it.
-
-    A leaf is ``[0, value]``, an array ``[1]``, a list ``[2, items]`` and a mapping ``[3, pairs]``, sorted by key.
-    """
+    """Describe it without the contents of arrays, for ``rebuilt`` on a rank with another form; msgpack can carry it."""
+    # A leaf is [0, value], an array [1], a list [2, items] and a mapping [3, pairs], sorted by key.
     return _described(state._values)
 
 
@@ -157,10 +150,7 @@ class Kept:
         self.small: Any = None  # see ``small_of``
 
     def keep(self, place: Any) -> None:
-        """Copy the state now.
-
-        Cost: a copy of its arrays; memory for that is allocated the first time only.
-        """
+        """Copy the state now."""
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
         # Page faults of new memory take longer than the copy, so buffers are reused.
         if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
@@ -290,15 +280,13 @@ def _place_of(array: Any) -> Array:
 
 
 def _written(array: Any, now: Array) -> Any:
-    """Write new contents to an array; returns it, or a new one of its kind if it is not writeable.
-
-    ``now`` may be the memory of the array itself, as from ``places_of``: then nothing is copied.
-    """
+    """Write new contents to an array; returns it, or a new one of its kind if it is not writeable."""
     view = adapt(array)
     try:
         out = adapt_out(array, view.shape, view.dtype)
     except ConfigError:
         return view.restore(np.array(now, view.dtype).reshape(-1))
+    # What was received into ``places_of`` is there already.
     if not same_memory(out.flat, now):
         out.flat[:] = now.reshape(-1)
     return out.finish()

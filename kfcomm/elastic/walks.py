@@ -234,16 +234,12 @@ class Walks:
     def _meet(
         self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None, rows: list[Any]
     ) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
-        """Carry out the all_reduce of a boundary.
+        """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
 
-        Returns:
-            The uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank on
-            the steps that are over; only those of this rank where all are the same.
-
-        Raises:
-            CollectiveMismatch: the ranks are at different positions; on all of them.
-            ConfigError: a rank reports a fault; on all of them.
+        Returns the uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank
+        on the steps that are over; only those of this rank where all are the same.
         """
+        # One all_reduce of numbers for all of this: mostly positions and reports are equal, and need not be gathered.
         # The hash travels in halves: squares of 32 bits, summed over ranks, would not fit in 64.
         number = _number_of([self._calls.log.step, *where])
         at = [number >> 16, number & 0xFFFF]
@@ -269,11 +265,8 @@ class Walks:
         told[:] = found
 
     async def _tell(self, number: int, text: str, fault: str | None) -> None:
-        """Exchange positions and faults after a rank has signalled one. If that rank is lost, none may be left.
-
-        Raises:
-            CollectiveMismatch, ConfigError: one is left; on all ranks.
-        """
+        """Exchange positions and faults after a rank has signalled one, and raise the error on all ranks."""
+        # If that rank is lost meanwhile, nothing may be wrong any more.
         rows, _ = await self._calls.gather([number, sendable(text), fault], "place")
         for rank, (_, _, wrong) in enumerate(rows):
             if wrong is not None:
