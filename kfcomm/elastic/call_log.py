@@ -358,7 +358,8 @@ class CallLog:
         last = self.entries.pop(next(key for key in self.entries if key[0] == BOUNDARY))
         released = self.all_entries()
         self.kept, self.entries = [last], {}
-        # The program's names count from 0 in each step; kfcomm's own count on: the kept boundary and the next one differ.
+        # The program's names count from 0 in each step. kfcomm's own count on: the kept boundary and the next one must
+        # not have one key.
         self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
         self.shown = last.contributors
         self.step += 1

@@ -143,10 +143,8 @@ class Adapter(Generic[A_co]):
 def blocking(
     verb: Callable[Concatenate[A_co, P], Awaitable[T]],
 ) -> Callable[Concatenate[Adapter[A_co], P], T]:
-    """Return the form of ``verb`` that waits for its result.
-
-    A coroutine, which has several steps of its own, runs on the I/O thread; everything else is done by the caller.
-    """
+    """Return the form of ``verb`` that waits for its result."""
+    # A coroutine, which has several steps of its own, runs on the I/O thread; the caller does everything else.
     is_coroutine, given = inspect.iscoroutinefunction(verb), _given_to(verb, is_awaited=True)
 
     @outermost
@@ -235,10 +233,7 @@ def again(loop: asyncio.AbstractEventLoop, compiled: Compiled, *call: *tuple[Any
 
 
 def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Callable[P, T]:
-    """Return a form of a verb that takes the fast path where it can, and ``long_form`` otherwise.
-
-    It waits for the result if that ``is_awaited``, else it returns a handle.
-    """
+    """Return a form of a verb, waiting or with a handle, that takes the fast path where it can, else ``long_form``."""
     found = inspect.signature(long_form).parameters
     takes = {name: found[name] for name in PARAMETERS if name in found}
     parameters = [f"{name}=defaults[{name!r}]" if name != "x" else name for name in takes]
@@ -274,13 +269,8 @@ def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Ca
 
 
 def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str] = ()) -> None:
-    """Give a class the blocking forms of everything in an asyncio class that is awaited, prepared or a property.
-
-    Args:
-        cls: gets ``verb``, ``verb_async`` and ``verb_init``; what it has already stays.
-        inner: the class of what an instance wraps.
-        by_hand: names of coroutines that have no blocking form here: their results need one of their own.
-    """
+    """Give ``cls`` blocking forms of all that is awaited, prepared or a property in ``inner``, which it wraps."""
+    # What the class has already stays. Coroutines ``by_hand`` have no form here: their results need one of their own.
     for name in dict.fromkeys(name for one in reversed(inner.__mro__) for name in vars(one)):
         member = inspect.getattr_static(inner, name)
         if name.startswith("_") or name in by_hand:

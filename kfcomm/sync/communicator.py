@@ -238,13 +238,7 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
 def join(
     settings: Settings, exchange: Exchange | None = None, *, signals: Signals | None = None
 ) -> Communicator:  # fmt: skip
-    """As ``init``, with settings that are there.
-
-    Args:
-        settings: what was found.
-        exchange: how the ranks learn of each other, if not by a store of kfcomm's.
-        signals: that the caller holds; None to have them held here.
-    """
+    """Join with given settings; by ``exchange``, not kfcomm's store, if given; ``signals`` may be held already."""
     signals = Signals() if signals is None else signals
     if signals.hold():
         return signals.holding(lambda: join(settings, exchange, signals=signals))

@@ -133,10 +133,8 @@ class ElasticCommunicator(Adapter[Async]):
 
 
 def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the verb by the fast path of a plain communicator, while nothing is unusual.
-
-    Only where a new array is made of one: a result in place needs the full path.
-    """
+    """Return a verb that takes a plain communicator's fast path while nothing is unusual."""
+    # Only where a new array is made of one: a result in place needs the buffer that the long form provides.
     short: Callable[..., Any] = getattr(Communicator, verb)
     has_array = verb != "barrier"
 

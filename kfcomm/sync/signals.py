@@ -52,23 +52,19 @@ class Signals:
 
     def __init__(self) -> None:
         self.noted: list[int] = []  # signals whose handlers have not run yet
-        self.raised: BaseException | None = None  # exception of a handler, until the call is over
-        # called if a handler raises after the call is over; set by the call
-        self.undo: Callable[[], object] = do_nothing
-        self.is_kept = False  # the call has a result that cannot be undone
-        self.harmless: list[Any] = []  # handlers of ``NUMBERS`` at the last time that there was nothing to hold
+        self.raised: BaseException | None = None  # by a handler, until the call is over
+        self.undo: Callable[[], object] = do_nothing  # if a handler raises after the call is over; set by the call
+        self.is_kept = False  # the call has a result that nothing can undo
+        self.harmless: list[Any] = []  # handlers of ``NUMBERS``, as they were when there was nothing to hold
         self._seen: list[Any] = []
-        self._handlers: dict[int, Handler] = {}
-        """To be held, of those ``_seen``."""
+        self._handlers: dict[int, Handler] = {}  # to be held, of those ``_seen``
         self._is_held = False
         self._wake: Callable[[], object] = do_nothing
         self._main = main_thread().ident
 
     def hold(self) -> bool:
-        """Hold the handlers, until ``let_go``; False if there is nothing to hold, or they are held already.
-
-        Callers that cannot afford this call compare ``[*map(getsignal, NUMBERS)]`` to ``harmless`` first.
-        """
+        """Hold the handlers, until ``let_go``; False if there is nothing to hold, or they are held already."""
+        # Callers that cannot afford this call compare ``[*map(getsignal, NUMBERS)]`` to ``harmless`` first.
         # First: what another thread finds in force may be the recording handlers of a call on the main thread.
         if self._is_held or get_ident() != self._main:
             return False
@@ -119,12 +115,9 @@ class Signals:
         return self._is_held and get_ident() == self._main
 
     def sleep(self, fall_asleep: Callable[[], object], wake: Callable[[], object]) -> None:
-        """Sleep until a signal comes, or for as long as that lasts; not at all if one was noted.
-
-        Args:
-            fall_asleep: returns once ``wake`` was called, before it or meanwhile.
-            wake: takes no lock that the sleeper may have.
-        """
+        """Sleep by ``fall_asleep``, until it returns or a signal calls ``wake``; not at all if one was noted."""
+        # A signal may come just before: so ``fall_asleep`` returns also if ``wake`` was called before it. And it may
+        # interrupt the sleeper at any line: so ``wake`` takes no lock that the sleeper may have.
         if not self.is_here():
             fall_asleep()
             return

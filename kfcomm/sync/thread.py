@@ -39,20 +39,18 @@ CLOSED_MEANWHILE = "the communicator was closed while this was under way"
 
 
 class EngineLock:
-    """Lock of the engine: a thread holds the inner lock ``gate`` while it waits for the outer one.
-
-    Hot functions are attributes that are implemented in C: they execute no bytecode.
-    """
+    """Two locks; a thread holds the first one, the gate, while it waits for the second."""
 
     __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "is_working", "release")
 
     def __init__(self) -> None:
-        # its holder, a caller, is in the engine's own work, where an interrupt leaves unknown state; else false
+        # Its holder, a caller, is inside the engine's work, where an interrupt leaves unknown state behind; false
+        # whenever no caller holds it.
         self.is_working = False
         self.gate = threading.Lock()  # held while waiting for the lock
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
-        # with the gate held, or without waiting; never by the holder, see ``take``
-        self.acquire: Callable[..., bool] = lock.acquire
+        # Attributes, as each collective calls them: nothing of Python's runs in them.
+        self.acquire: Callable[..., bool] = lock.acquire  # with the gate held, or to try once; else see ``take``
         self.release: Callable[[], None] = lock.release
         self.is_wanted: Callable[[], bool] = self.gate.locked  # a thread waits for it
         # this thread holds it
@@ -139,25 +137,19 @@ class IoLoop(asyncio.SelectorEventLoop):
 
 
 class IoThread:
-    """The thread, a daemon: it keeps no process alive.
-
-    Attributes:
-        lock: the engine lock.
-        signals: what calls on the main thread hold while they wait for it.
-        loop: what it runs.
-        listen: called when something begins here that may wait for what peers send; set by the driver.
-        pending: futures of callers that are under way, here or in the engine; with the lock held.
-    """
+    """Thread of the event loop that drives an engine; a daemon, so that it keeps no process alive."""
 
     def __init__(self, signals: Signals | None = None) -> None:
         self.lock = EngineLock()
         self.signals = Signals() if signals is None else signals
         self.loop = IoLoop(self.lock)
+        # Called when something begins here that may wait for what peers send; set by the driver.
         self.listen: Callable[[], object] = do_nothing
         self._pid = os.getpid()
         self._stop = asyncio.Event()
         self._ended = False
         self._ending = threading.Lock()
+        # Futures of callers that are under way, here or in the engine; changed with the engine lock held.
         self.pending: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kfcomm-io", daemon=True)
         self._thread.start()
@@ -198,10 +190,8 @@ class IoThread:
             self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
 
     def start(self, call: Callable[[], Awaitable[T]], begun: Callable[[asyncio.Future[T]], object]) -> None:
-        """Run what ``call`` gives, here; returns when its first step is done, so that it has its place in the program.
-
-        ``begun`` is called on this thread with the future of it, which has failed if ``call`` itself has.
-        """
+        """Run what ``call`` gives, here; ``begun`` gets its future, which has failed if ``call`` itself has."""
+        # Returns once the first step is done: what begins has its place in the order of the program's calls.
         has_begun = threading.Event()
 
         def begin() -> None:
@@ -257,9 +247,9 @@ class IoThread:
         self, future: concurrent.futures.Future[Any], inner: asyncio.Future[Any], deadline_s: float,
         cancel: Callable[[], object],
     ) -> None:  # fmt: skip
-        """Wait until a future is over, which follows one of this thread, or it is time; its own error is not raised.
+        """Wait until a future is over, which follows ``inner`` of this thread, or it is time; it raises no error of it.
 
-        If a signal handler raises before the ``inner`` one is over, ``cancel`` is called, with the lock held.
+        If a signal handler raises before ``inner`` is over, ``cancel`` is called, with the lock held.
         """
 
         def fall_asleep() -> None:

@@ -58,19 +58,14 @@ class Awaited(Protocol[T_co]):
 
 
 class IoDriver(LoopDriver):
-    """Drives the engine on the I/O thread, except while a caller leads.
-
-    Attributes:
-        calls: after which nothing was in flight.
-        has_lull: it will look by itself whether to park.
-        is_masked: its thread does not hear of the engine's descriptors.
-    """
+    """Drives the engine on the I/O thread, except while a caller leads."""
 
     def __init__(self, turns: Turns, io: IoThread) -> None:
         self._turns = turns
         self._io = io
-        self.calls = self._calls_then = 0
-        self.has_lull = self.is_masked = False
+        self.calls = self._calls_then = 0  # calls after which nothing was in flight
+        self.has_lull = False  # this looks by itself, later, whether to park
+        self.is_masked = False  # the thread is not woken by the engine's descriptors
         super().__init__(turns.reactor, io.loop)
 
     def mask(self, *, is_masked: bool) -> None:
@@ -129,27 +124,17 @@ class IoDriver(LoopDriver):
 
 
 class Turns:
-    """The callers of one engine, or of several that share a reactor, who wait: each has the lock when it is called.
-
-    Attributes:
-        reactor: of the engine.
-        lock: the engine lock.
-        io_driver: drives it otherwise.
-        leader: number of the thread of the caller who drives; 0 if none does.
-        is_resting: the leader has laid down the lock and sleeps.
-        followers: what they wait for and what wakes them, by the number of their thread.
-    """
+    """The callers of one engine, or of several that share a reactor, who wait; called with the lock held."""
 
     def __init__(self, io: IoThread) -> None:
         self.reactor = Reactor()
         self.lock = io.lock
-        self.leader = 0
-        self.is_resting = False
-        self.followers: dict[int, tuple[Awaited[Any], Bell]] = {}
+        self.leader = 0  # number of the thread of the caller who drives; 0 if none does
+        self.is_resting = False  # the leader has laid down the lock and sleeps
+        self.followers: dict[int, tuple[Awaited[Any], Bell]] = {}  # by the number of their thread
         self._io = io
         self._signals = io.signals
-        self._awaited: Awaited[Any] | None = None
-        """By the leader."""
+        self._awaited: Awaited[Any] | None = None  # by the leader
         self.io_driver: IoDriver = io.run(IoDriver, self, io)
         io.listen = self.io_driver.wake
         self.reactor.woken = self._wake
@@ -248,10 +233,7 @@ class Turns:
     def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
         """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
 
-        Without pollers it rests now: a rest ends at once if there is something, and what it finds is known then.
-
-        Returns:
-            Since when it is quiet; 0 if it is not, infinity if the time is up.
+        Returns since when it is quiet; 0 if it is not, infinity if the time is up.
         """
         reactor = self.reactor
         if self.lock.is_wanted():
@@ -265,6 +247,7 @@ class Turns:
             return math.inf
         if reactor.pollers and now_s - (quiet_since_s or now_s) <= QUIET_S:
             return quiet_since_s or now_s
+        # Without pollers it rests at once: a rest ends if there is something, and what it has found is known then.
         self._rest(min(deadline_s, now_s + LOOK_EVERY_S, reactor.next_deadline_s) - now_s)
         if not reactor.pollers:
             reactor.progress()
@@ -275,8 +258,10 @@ class Turns:
         reactor = self.reactor
         if not reactor.park():
             return
+        # Else each arrival would wake two threads, of which one finds nothing.
         self.io_driver.mask(is_masked=True)
         try:
+            # Before the lock is laid down: a thread that gets it must know to ring.
             self.is_resting = True
             self._step_out()
             self._signals.sleep(lambda: reactor.wait(timeout_s), reactor.ring)
@@ -291,6 +276,7 @@ class Turns:
         """Sleep until the leader has brought the result, or goes."""
         me, bell = threading.get_ident(), Bell()
         try:
+            # With the lock held: the leader may end the call as soon as it is laid down, and must find the bell.
             self.followers[me] = handle, bell
             if self.is_resting and self.reactor.deferred:
                 self.reactor.ring()
