@@ -18,19 +18,12 @@ THRESHOLD = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of `Interference` for one step.
+    """Result of `Interference` for one step."""
 
-    Attributes:
-        votes: ranks whose throughput was low, ascending.
-        references: by rank, the reference of the throughput, in its unit; nan while it is unknown.
-        is_majority: more than half of all ranks voted.
-        is_interference: they did in each of the last ``patience`` steps.
-    """
-
-    votes: tuple[int, ...]
-    references: tuple[float, ...]
-    is_majority: bool
-    is_interference: bool
+    votes: tuple[int, ...]  # ranks whose throughput was low, ascending
+    references: tuple[float, ...]  # of the throughput, by rank, in its unit; nan while it is unknown
+    is_majority: bool  # more than half of all ranks voted
+    is_interference: bool  # they did in each of the last ``patience`` steps
 
 
 class Interference:
@@ -96,6 +89,7 @@ class Interference:
             ConfigError: it is another number of ranks.
         """
         _check_size(self.size, throughputs)
+        # Votes before the references move: a step must not be compared with itself.
         references = tuple(self._references)
         votes = tuple(
             rank
@@ -108,6 +102,7 @@ class Interference:
         is_majority = 2 * len(votes) > self.size
         if is_majority:
             self._running += 1
+        # A step in which nothing was measured neither confirms nor ends a majority.
         elif any(map(math.isfinite, throughputs)):
             self._running = 0
         return Verdict(votes, references, is_majority, is_majority and self._running >= self.patience)

@@ -39,11 +39,7 @@ OWN_NAMES = "kfcomm/adaptation/"
 
 
 class MeetingPlace:
-    """Communicator in which the ranks of one ``Adaptation`` meet.
-
-    In an open ``Elastic`` it is the world, with the program's strategy. Otherwise it is a group of all ranks, along a
-    binary tree, so that neither the program's names nor its strategy matter.
-    """
+    """Communicator in which the ranks of one ``Adaptation`` meet."""
 
     def __init__(self, comm: Communicator, *, is_world: bool) -> None:
         self.comm = comm
@@ -53,6 +49,8 @@ class MeetingPlace:
     @classmethod
     async def of(cls, comm: Communicator) -> MeetingPlace:
         """Make the place of all ranks, which all call it."""
+        # In an open ``Elastic`` the world, whose calls survive a loss. Otherwise a group of its own, so that neither
+        # the program's names nor its strategy matter.
         if comm.outlives:
             return cls(comm, is_world=True)
         return cls(await comm.group(range(comm.size), "adaptation", strategy="binary_tree"), is_world=False)
@@ -110,21 +108,12 @@ class Meetings:
         self._meeting: Handle[Any] | None = None
 
     async def introduce(self, every: int, *, knows: bool, wrong: str | None = None) -> list[int]:
-        """Check that all ranks have the same policies and options.
-
-        Hyperparameters may differ if a rank has met others before: the ranks that have not take over its values.
+        """Check that all ranks have the same policies and options; returns those that have met others before.
 
         Args:
             every: number of steps between meetings.
             knows: this rank has met others before.
-            wrong: reason for which this rank cannot begin.
-
-        Returns:
-            The ranks that have met others before.
-
-        Raises:
-            ConfigError: a rank cannot begin.
-            CollectiveMismatch: the ranks have different policies, hyperparameters, or values of ``every``.
+            wrong: reason for which this rank cannot begin; then no rank begins.
         """
         names, given = [runner.name for runner in self._runners], self._host.hyperparameters.as_json()
         mine = self.place.comm.rank
@@ -133,6 +122,7 @@ class Meetings:
             if why is not None:
                 raise ConfigError(why if rank == mine else f"rank {rank}: {why}")
         knowing = [rank for rank, knew, *_ in said if knew]
+        # Hyperparameters may differ then: ranks that have joined take over the values of those that know.
         alike = [one[3:5] if knowing else one[3:] for one in said]
         other = next((place for place, one in enumerate(alike) if one != alike[0]), None)
         if other is not None:
@@ -141,11 +131,7 @@ class Meetings:
         return knowing
 
     async def meet(self, measured: Reading) -> None:
-        """Meet the other ranks at the end of a step, and let policies act on its metrics.
-
-        Raises:
-            CollectiveMismatch: the ranks are at different steps.
-        """
+        """Meet the other ranks at the end of a step, and let policies act on its metrics."""
         host, observed = self._host, self._host.observed.take()
         table = await self._exchange(measured, observed)
         if table is None:
@@ -199,10 +185,8 @@ class Meetings:
         return table.metrics(host.comm.strategy, host.hyperparameters, shared)
 
     async def _follow(self, table: MeetingTable, before: Done) -> Done:
-        """Carry out the requests of all ranks; switch off policies that have failed, or whose requests differ.
-
-        ``before``: what was done by the meeting before, at the end of the same step.
-        """
+        """Carry out the requests of all ranks; switch off policies that have failed, or whose requests differ."""
+        # ``before`` is what the previous meeting at the end of this step has done: undone for a failed policy.
         signs = {runner: table.signs_of(number) for number, runner in enumerate(self._runners)}
         # Derived from the table, which is the same on all ranks: all switch off the same policies.
         bad = [runner for runner, of_ranks in signs.items() if FAILED in of_ranks or len(set(of_ranks)) > 1]

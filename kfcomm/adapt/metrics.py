@@ -161,23 +161,16 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class MeetingTable:
-    """Reports of all ranks at a meeting: measurements, observations, and a sign for each policy.
+    """Reports of all ranks at a meeting: measurements, observations, and a sign for each policy."""
 
-    It travels as one all_reduce in which every rank fills a row of its own: 2(n - 1) messages, where an all_gather
-    takes n(n - 1). Adding zeros does not change a number.
+    # It travels as one all_reduce in which every rank fills a row of its own: 2(n - 1) messages, where an all_gather
+    # takes n(n - 1). Adding zeros does not change a number.
 
-    Attributes:
-        rows: ``(size, 6)``: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed a name without a
-            column.
-        signs: ``(size, number of policies)``: whole numbers below ``2**53``.
-        observed: ``(size, number of columns)``: nan where a rank has not observed the name.
-        waited_s: ``(size,)``.
-    """
-
+    # By rank: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed a name without a column
     rows: Row
-    signs: Row
-    observed: Row
-    waited_s: Row
+    signs: Row  # (size, number of policies): whole numbers below 2**53, which float64 holds
+    observed: Row  # (size, number of columns): nan where a rank has not observed the name
+    waited_s: Row  # (size,)
 
     @staticmethod
     def fill(
@@ -235,13 +228,11 @@ class MeetingTable:
 
 
 class Observed:
-    """Numbers that the program of one rank has observed since the last meeting.
-
-    A name gets a column on all ranks after one of them has observed it for the first time, by one more exchange.
-    """
+    """Numbers that the program of one rank has observed since the last meeting."""
 
     def __init__(self) -> None:
-        self.columns: tuple[str, ...] = ()  # names that all ranks know, in the same order
+        # Names that all ranks know, in the same order; a new one costs one more exchange, the first time.
+        self.columns: tuple[str, ...] = ()
         self._values: dict[str, float] = {}
         self._names: set[str] = set()
 
@@ -276,10 +267,7 @@ class StepMeter(Protocol):
 
 
 class EngineMeter(StepMeter):
-    """Totals of the engine below a communicator: all collectives of the rank, in all groups.
-
-    Without monitoring, ``waited_s`` is 0; the other numbers are measured all the same.
-    """
+    """Totals of the engine below a communicator, of all groups; without monitoring ``waited_s`` is 0."""
 
     def __init__(self, comm: Communicator) -> None:
         comm = getattr(comm, "current", comm)  # of this epoch, where it lives through several

@@ -57,19 +57,13 @@ class Decision:
 
 
 class Request(Generic[T]):
-    """Request of a policy to all ranks. It is carried out whether it is awaited or not.
+    """Request of a policy to all ranks. It is carried out whether it is awaited or not."""
 
-    Attributes:
-        words: the request in words, which the ranks compare.
-        subject: subject that can have one value only: of the requests of several policies the first one wins.
-        runner: runner of the policy.
-    """
-
-    runner: Runner
+    runner: Runner  # of the policy
 
     def __init__(self, words: str, call: Callable[[], Awaitable[T]], subject: str = "") -> None:
-        self.words = words
-        self.subject = subject
+        self.words = words  # which the ranks compare
+        self.subject = subject  # can have one value only: of the requests of several policies the first one wins
         self.is_awaited = False
         self._call = call
         self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -81,11 +75,7 @@ class Request(Generic[T]):
         return self._outcome.__await__()
 
     async def carry_out(self) -> None:
-        """Carry it out. An error is raised where the request is awaited.
-
-        Raises:
-            Exception: the error, if the request is not awaited.
-        """
+        """Carry it out; an error is raised where the request is awaited, and here if it is not."""
         try:
             result = await self._call()
         except Exception as error:
@@ -116,12 +106,7 @@ def sign_of(requests: Sequence[Request[Any]]) -> int:
 
 
 def overruled(asked: Sequence[Sequence[Request[Any]]]) -> list[tuple[Request[Any], Request[Any]]]:
-    """Return the overruled requests, each with the request that overrules it.
-
-    Args:
-        asked: requests of each policy, in the order of the policies. Of the requests for one subject that of the first
-            policy wins; others are overruled, unless they are the same.
-    """
+    """Return the overruled requests, of those of each policy in order, each with the request that overrules it."""
     winners: dict[str, Request[Any]] = {}
     lost = []
     for requests in asked:

@@ -166,12 +166,7 @@ def numbers(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the lines of a record.
-
-    Raises:
-        ConfigError: the file is not a record; the message names the file and the line.
-        OSError: the file cannot be read.
-    """
+    """Read the lines of a record; an error names the file and the line."""
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -397,17 +392,11 @@ def _tuples(evidence: Line) -> dict[str, Any]:
 
 @dataclass
 class StaticWorld:
-    """Stand-in for a communicator, for policies without ranks: a replay or a simulation, as rank 0 sees it.
-
-    Attributes:
-        layout: hosts of the ranks.
-        strategy: set or asked for last.
-        outlives: whether the number of ranks can change.
-    """
+    """Stand-in for a communicator, for policies without ranks: a replay or a simulation, as rank 0 sees it."""
 
     layout: Layout
     strategy: AnyStrategy
-    outlives: bool = True
+    outlives: bool = True  # the number of ranks can change
     rank: int = 0
 
     @property

@@ -35,11 +35,7 @@ ALONE = "x"
 
 
 def leaves(tree: Tree) -> dict[str, Any]:
-    """The arrays of a tree by name: keys and positions on the way to each, joined by slashes.
-
-    Raises:
-        ConfigError: the tree has no arrays, or two have one name.
-    """
+    """Return the arrays of a tree, at least one, by name: keys and positions on the way to each, joined by slashes."""
     found: dict[str, Any] = {}
     _collect(tree, "", found)
     if not found:

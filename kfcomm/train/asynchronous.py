@@ -29,15 +29,11 @@ DIGEST_NBYTES = 16
 
 
 class Packing:
-    """Encoding of models of one form as blobs: a head, and the bytes of all arrays end to end.
-
-    Args:
-        like: a tree of arrays in host memory; what is packed has the same names, shapes and dtypes.
-        num_head: numbers of float64 in the head of each blob.
-    """
+    """Encoding of models of the form of ``like`` as blobs: a head of float64, and the bytes of all arrays."""
 
     def __init__(self, like: Tree, num_head: int = 0) -> None:
         self._like = {name: adapt(x) for name, x in sorted(leaves(like).items())}
+        # In front of each blob: bytes of another model would be averaged without an error if their number fits.
         told = [(name, one.shape, str(one.flat.dtype)) for name, one in self._like.items()]
         self._digest = np.frombuffer(hashlib.blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8)
         self._num_head = num_head

@@ -240,10 +240,7 @@ class NoiseScale:
 def gain(variance: float, signal: float, scale: float) -> float:
     """AdaScale's gain r = (σ² + μ²) / (σ²/S + μ²), between 1 and S; 1 if both parts are zero.
 
-    Args:
-        variance: σ², of a gradient at scale 1.
-        signal: μ², the squared norm of the true gradient.
-        scale: S, the batch in batches of the schedule; above 0.
+    σ² is of a gradient at scale 1, μ² the squared norm of the true gradient, S the batch in batches of the schedule.
     """
     if not scale > 0:
         raise ConfigError(f"the scale of a batch is above 0, not {scale!r}")

@@ -241,10 +241,8 @@ def _free(observations: Sequence[Observation]) -> list[bool]:
 
 
 def _start(observations: Sequence[Observation], gamma: float) -> list[float]:
-    """Start of the search; parameters that are not free keep these values.
-
-    With one batch size half of a gradient's time is taken for what its samples do not cost, as adaptdl does.
-    """
+    """Start of the search; parameters that are not free keep these values."""
+    # With one batch size half of a gradient's time is taken for what its samples do not cost, as adaptdl does.
     computed = [
         (one.accumulation_s or one.step_s / (one.shape.accumulations + 1), one.shape.batch) for one in observations
     ]

@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 def report(comm: Comm, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
-    """Show the latest value of each figure; nothing where monitoring is off.
-
-    Args:
-        comm: a communicator of either interface.
-        values: by name, in the words of a metric: ``noise_scale``.
-        units: of those that have one, for the timeline.
-    """
+    """Show the latest value of each figure, as ``noise_scale``, where monitoring is on; units are for the timeline."""
     engine = comm._session.engine
     if engine.meter is not None:
         engine.meter.gauges.update(values)
@@ -49,9 +43,9 @@ class ProcedureCall(NamedTuple):
     """A call of a verb."""
 
     verb: str
-    args: tuple[Any, ...]  # by position
-    options: dict[str, Any]  # by name
-    is_begun: bool = False  # the procedure continues at once with a handle, which it yields later to be sent the result
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    is_begun: bool = False  # the procedure continues at once with a handle, which it yields later for the result
 
 
 Procedure: TypeAlias = Generator[Any, Any, T]
@@ -177,7 +171,7 @@ class Pending(Generic[T]):
         return self._told()
 
     def _abandon(self, _: asyncio.Future[T]) -> None:
-        """A task that is cancelled before its first turn has not come to its handle."""
+        # A task that is cancelled before its first turn has not come to its handle, and so has not cancelled it.
         if self._under_way is not None:
             self._under_way.cancel()
 

@@ -13,11 +13,8 @@ from kfcomm.types import override
 
 
 def towards(x: Any, mean: Any, alpha: float) -> Any:
-    """Move a rank's model towards the mean of all: x − α(x − mean).
-
-    [1, 3, 5, 7] with α = 0.1 becomes [1.3, 3.1, 4.9, 6.7]. With α = 1 it is the mean; with 1/2, and another model in
-    place of the mean, AD-PSGD's.
-    """
+    """Move a rank's model towards the mean of all: x − α(x − mean)."""
+    # AD-PSGD's with α = 1/2 and another model in place of the mean. In place, on one temporary of the model's size.
     moved = mean - x
     moved *= alpha
     moved += x
@@ -43,13 +40,7 @@ class Rule:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
 
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:
-        """The array to continue with, and the arrays kept until the next meeting.
-
-        Args:
-            x: array of this rank's model.
-            mean: of all ranks' arrays.
-            kept: what was kept at the last meeting.
-        """
+        """Return the array to continue with, and the arrays kept until the next meeting."""
         return (mean,)
 
 
@@ -72,10 +63,7 @@ class MoveToMean(Rule):
 
 @dataclass(frozen=True)
 class MoveToCenter(Rule):
-    """x ← x − α(x − z) and z ← z + αΣ(x_i − z), both from the old ones; keeps z, the same bits on every rank.
-
-    The sum is n(mean − z), so that only the mean travels.
-    """
+    """x ← x − α(x − z) and z ← z + αΣ(x_i − z), both from the old ones; keeps z, the same bits on every rank."""
 
     num_kept: ClassVar[int] = 1
     alpha: float
@@ -90,6 +78,7 @@ class MoveToCenter(Rule):
     @override
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:
         (center,) = kept
+        # The sum is n(mean − z), so that only the mean travels.
         return towards(x, center, self.alpha), towards(center, mean, self.alpha * self.size)
 
 
@@ -102,11 +91,7 @@ class Mean(Rule):
 
 @dataclass(frozen=True)
 class OuterStep(Rule):
-    """Δ = θ − mean(x); v ← μv + Δ; θ ← θ − lr(Δ + μv); x ← θ at every H-th step; keeps θ and v.
-
-    A step of ``torch.optim.SGD(nesterov=True)``: with lr 0.7 and μ 0.9 a constant Δ of 1 takes 0 to −1.33, −3.227,
-    −5.6343.
-    """
+    """Δ = θ − mean(x); v ← μv + Δ; θ ← θ − lr(Δ + μv); x ← θ at every H-th step; keeps θ and v."""
 
     num_kept: ClassVar[int] = 2
     every: int
@@ -126,6 +111,7 @@ class OuterStep(Rule):
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:
         model, velocity = kept
         change = model - mean
+        # As ``torch.optim.SGD(nesterov=True)``: with lr 0.7 and μ 0.9 a constant Δ of 1 takes 0 to −1.33, −3.227.
         faster = self.momentum * velocity + change
         moved = model - self.lr * (change + self.momentum * faster)
         # A copy for the program, which updates its model in place; θ must not follow.

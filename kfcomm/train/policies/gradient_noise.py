@@ -17,21 +17,15 @@ LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"
 
 
 class GradientNoise:
-    """Moving averages of |G|² and tr(Σ), by the norms of each step; see ``kfcomm.train.NoiseScale``.
-
-    The batch may change from step to step. A step is skipped if a norm is unknown or not finite, or for one rank.
-
-    Args:
-        decay: decay of the averages.
-    """
+    """Moving averages of |G|² and tr(Σ), by the norms of each step; see ``kfcomm.train.NoiseScale``."""
 
     def __init__(self, decay: float = DECAY) -> None:
         self._signal = MovingAverage(decay)
         self._noise = MovingAverage(decay)
-        self.num_updates = 0  # number of steps in the averages
+        self.num_updates = 0  # steps in the averages
 
     def update(self, metrics: StepMetrics) -> None:
-        """Take one step's norms."""
+        """Take one step's norms; the batch may change from step to step."""
         batch, size = metrics.hyperparameters.batch_size, metrics.size
         local_sq_norm, global_sq_norm = norms(metrics)
         if batch is None or size < 2 or not math.isfinite(local_sq_norm + global_sq_norm):
