@@ -94,14 +94,7 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
 
 
 def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
-    """Make a call on arrays, or for traced ones a callback that makes it.
-
-    Args:
-        comm: of the call; it is not closed before the callbacks of computations that were begun have run.
-        call: from arrays to arrays.
-        leaves: its arguments.
-        ranks: size of an additional first axis of the results; None for no such axis.
-    """
+    """Make a call on arrays, or for traced ones a callback; ``ranks`` is the size of a new first axis, if any."""
     if not leaves:
         return []
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -112,6 +105,7 @@ def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any],
     def callback(given: list[Any]) -> list[Any]:
         return call([np.asarray(one) for one in given])
 
+    # JAX runs computations behind the program: their callbacks need the communicator until they have run.
     before_close(comm, jax.effects_barrier)
     # Ordered, since a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10
     # runs two of many independent callbacks at a time, in an order that changes from run to run. Ranks could then hold

@@ -74,57 +74,34 @@ class NoState(NamedTuple):
 
 
 class Elastic(NamedTuple):
-    """State of elastic averaging.
+    """State of elastic averaging."""
 
-    Attributes:
-        count: steps so far.
-        center: z.
-    """
-
-    count: Any
-    center: Tree
+    count: Any  # steps so far
+    center: Tree  # z
 
 
 class Outer(NamedTuple):
-    """State of DiLoCo.
+    """State of DiLoCo."""
 
-    Attributes:
-        count: steps so far.
-        model: θ.
-        velocity: v.
-    """
-
-    count: Any
-    model: Tree
-    velocity: Tree
+    count: Any  # steps so far
+    model: Tree  # θ
+    velocity: Tree  # v
 
 
 class Accumulated(NamedTuple):
-    """State of Local AdaAlter.
+    """State of Local AdaAlter."""
 
-    Attributes:
-        count: steps so far.
-        shared: B².
-        own: A².
-        inner: of the optimizer.
-    """
-
-    count: Any
-    shared: Tree
-    own: Tree
-    inner: Any
+    count: Any  # steps so far
+    shared: Tree  # B²
+    own: Tree  # A²
+    inner: Any  # of the optimizer
 
 
 class Counted(NamedTuple):
-    """State of a transformation that counts steps.
-
-    Attributes:
-        count: so far.
-        inner: state of the optimizer, if there is one.
-    """
+    """State of a transformation that counts steps."""
 
     count: Any
-    inner: Any = NoState()
+    inner: Any = NoState()  # of the optimizer, if there is one
 
 
 def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transformation:

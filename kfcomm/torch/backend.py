@@ -48,12 +48,8 @@ class TorchMessages:
         return self._receive(tensors, None, tag)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """Implement ``dist.monitored_barrier``; with the group's timeout, unless it is given another.
-
-        Raises:
-            CollectiveTimeout: on rank 0, naming the first missing rank, or with ``wait_all_ranks`` all of them; and on
-                the ranks that have arrived, as soon as rank 0 knows.
-        """
+        """Implement ``dist.monitored_barrier``; with the group's timeout, unless it is given another."""
+        # A timeout names the first missing rank on rank 0, or with ``wait_all_ranks`` all, and then fails the others.
         timeout_s = (opts.timeout if opts.timeout >= timedelta(0) else self._timeout).total_seconds()
         tag = f"monitored_barrier/{self._num_monitored}"
         self._num_monitored += 1
@@ -193,15 +189,8 @@ class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         return made
 
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> Backend:
-        """The backend of the remaining ranks, which alone call it; see ``dist.shrink_group``.
-
-        Excluded ranks may be dead or alive. Calls in flight need not be aborted (``shrink_flags``), as calls match by
-        name.
-
-        Raises:
-            CollectiveTimeout: not all remaining ranks have called it with the same arguments.
-            PeerLost: further ranks are lost: exclude them too, and call it again.
-        """
+        """The backend of the remaining ranks, which alone call it; see ``dist.shrink_group``."""
+        # ``shrink_flags`` ask to abort calls in flight: needless, as calls match by name.
         uids = [uid for rank, uid in enumerate(self._comm.births) if rank not in ranks_to_exclude]
         try:
             self._latest = without_others(self._latest, uids, self._timeout.total_seconds())
@@ -231,12 +220,7 @@ class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         return str(own.handle(self.rank(), address_of(self._store)))
 
     def reconfigure(self, opts: Any) -> Any:
-        """Continue with these processes; see ``dist._reconfigure``. Complete when it returns.
-
-        Raises:
-            ConfigError: their number, or this one's rank among them, is not the group's.
-            RendezvousError: processes are missing at the timeout; names all of them.
-        """
+        """Continue with these processes; see ``dist._reconfigure``. Complete when it returns."""
         timeout = self._timeout if opts.timeout is None else opts.timeout
         try:
             self._check_ranks(in_order(opts.handles))
@@ -315,22 +299,14 @@ SHRUNK = "shrunk"
 
 
 def without_others(comm: Communicator, uids: Collection[int], timeout_s: float) -> Communicator:
-    """The communicator of the surviving ranks, which alone have to call it.
-
-    They make a group of their own first. If they are the rest of a world, and all of them know of the losses, the next
-    epoch follows, so that nothing is kept for the lost ranks any more.
-
-    Args:
-        comm: of the surviving ranks and others; returned as it is if it has no others.
-        uids: uids of the surviving ranks, this one's among them.
-        timeout_s: for which they wait for each other.
-    """
+    """The communicator of the surviving ranks of ``comm``, which alone have to call it, within the timeout."""
     if len(uids) == comm.size:
         return comm
     excluded = {rank for rank, uid in enumerate(comm.births) if uid not in uids}
     left = comm.group([rank for rank in range(comm.size) if rank not in excluded], SHRUNK, timeout=timeout_s)
     if comm.size < comm._session.layout.size:  # comm is a group: its world continues
         return left
+    # If all of them know of the losses, the next epoch follows: then nothing is kept for the lost ranks any more.
     knows = comm._session.engine.router.lost.keys() >= excluded
     if not left.all_reduce(np.array([knows], np.uint8), f"{SHRUNK}/known", op="min")[0]:
         return left

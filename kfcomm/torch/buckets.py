@@ -44,7 +44,7 @@ class BucketPlace:
 
     name: str  # of the parameter
     parameter: torch.Tensor
-    view: torch.Tensor  # its gradient's memory, in the bucket
+    view: torch.Tensor  # memory of its gradient, in the bucket
     has_come: bool = False  # a backward pass has brought some of it since it was averaged last
     is_here: bool = False  # the backward pass under way has brought it
     is_used: bool = False  # any rank has a gradient; known when the marks have arrived
@@ -88,14 +88,7 @@ COMPRESSED = (torch.float16, torch.float32, torch.float64)
 
 
 class Bucket:
-    """Some gradients of one dtype, averaged together.
-
-    Attributes:
-        places: by parameter, in order.
-        nbytes: of the gradients.
-        is_begun: their average is under way, or has arrived.
-        is_shared: the ranks share memory, which holds them.
-    """
+    """Some gradients of one dtype, averaged together; in shared memory if all ranks are on one host."""
 
     def __init__(self, comm: Communicator, parameters: Sequence[Named], name: str, average: GradientAverage) -> None:
         self._dtype = parameters[0][1].dtype
@@ -106,7 +99,7 @@ class Bucket:
         self.name = name
         self.places = [BucketPlace(one, parameter, parameter.detach()) for one, parameter in parameters]
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
-        self.is_begun = False
+        self.is_begun = False  # their average is under way, or has arrived
         self._average = average
         self._missing = len(self.places)
         self._exchange: PersistentCollective[Any] | CompressedAverage | None = None
@@ -159,12 +152,7 @@ class Bucket:
         return not self._missing
 
     def begin(self, urgency: int) -> None:
-        """Average what the ranks have.
-
-        Args:
-            urgency: priority of the collective where ranks share no memory. In shared memory nothing is gained, and
-                links with priorities are slower.
-        """
+        """Average what the ranks have."""
         wire_dtype, compressor = self._average.now()
         self._average.stepped()
         if compressor is None:
@@ -181,6 +169,7 @@ class Bucket:
         # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
             self._source, self._wire_dtype = source, wire_dtype
+            # In shared memory nothing is gained by priorities, and links with priorities are slower.
             priority = 0 if self.is_shared else urgency
             self._persistent = self._comm.all_reduce_init(
                 source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=wire_dtype
@@ -221,11 +210,9 @@ class Bucket:
 
 
 class CompressedAverage(threading.Thread):
-    """Average of one bucket by a compressor, on a thread of its own, as an exact one's persistent collective.
+    """Average of one bucket by a compressor, in the place of an exact one's persistent collective."""
 
-    A compressor makes several blocking calls, which the backward pass must not wait for. So buckets may begin in
-    another order on each rank, as all buckets may.
-    """
+    # A thread, as a compressor makes several blocking calls, for which the backward pass must not wait.
 
     def __init__(self, comm: Communicator, bucket: Bucket, compressor: Compressor) -> None:
         super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
@@ -266,7 +253,7 @@ class Marks:
         priority = 0 if buckets[0].is_shared else MARKS_URGENCY
         self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
         self.name = name
-        self.words: list[int] = []  # of each rank, by its rank in the group; known when the marks have arrived
+        self.words: list[int] = []  # fields of the ranks, by group rank; known when the marks have arrived
         self._is_read = True
 
     def begin(self, word: int) -> None:
@@ -306,13 +293,7 @@ def dtype_problem(parameter: torch.Tensor) -> str | None:
 
 
 def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Compression | None]) -> list[list[Named]]:
-    """Groups of parameters whose gradients travel together: alike in dtype and compression, up to ``nbytes``.
-
-    Args:
-        parameters: with their names, in the order in which their gradients come.
-        nbytes: of a bucket; beyond it a gradient has one to itself.
-        kinds: the compression of each.
-    """
+    """Group parameters, ordered as their gradients come, alike in dtype and compression, up to ``nbytes``."""
     shared: list[list[Named]] = []
     # Lists, since a compression with options in a dict cannot be hashed.
     alike: list[tuple[torch.dtype, Compression | None]] = []

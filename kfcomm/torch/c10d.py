@@ -124,18 +124,12 @@ class Ending(NamedTuple):
     """Completion of a call."""
 
     tensors: Sequence[Any]  # result of the call, and value of its future
-    finish: Callable[[], object] | None  # called when the result has arrived; None for nothing
-    completers: ThreadPoolExecutor  # threads that complete futures
+    finish: Callable[[], object] | None  # when the result has arrived
+    completers: ThreadPoolExecutor  # of futures
 
 
 class TorchWork(BaseWork):  # type: ignore[misc]
-    """A collective under way.
-
-    Args:
-        handle: of it.
-        ending: its completion.
-        is_any: it is a receive from any rank, whose result says from which.
-    """
+    """A collective under way; ``is_any``: it is a receive from any rank, whose result says from which."""
 
     def __init__(self, handle: Handle[Any], ending: Ending, *, is_any: bool = False) -> None:
         super().__init__()
@@ -147,11 +141,7 @@ class TorchWork(BaseWork):  # type: ignore[misc]
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result; return True.
-
-        Args:
-            timeout: of this wait, after which the collective continues; None or 0: until its own timeout.
-        """
+        """Wait for the result, at most for ``timeout``, after which the collective continues (None, 0: no limit)."""
         self._await(timeout)
         self._finish()
         return True

@@ -237,17 +237,8 @@ class Collectives:
         self, verb: str, x: Any, opts: Any, gives: Sequence[Any], finish: Callable[[], object] | None = None, *,
         take: Callable[[Any], object] | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Call a verb of the communicator, blocking or not as ``opts`` says.
-
-        Args:
-            verb: its name.
-            x: this rank's contribution; None where the verb takes none.
-            opts: torch's options of the call.
-            gives: value of its future.
-            finish: called when the result has arrived.
-            take: called with the result before ``finish``.
-            options: of the verb.
-        """
+        """Call a verb of the communicator, blocking or not as torch's ``opts`` say; ``gives`` is its future's value."""
+        # When the result has arrived, ``take`` is called with it, and then ``finish``.
         name, call = self._named(verb, x, opts, options)
         given = () if verb == "barrier" else (x,)
         if opts.asyncOp:

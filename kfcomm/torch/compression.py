@@ -104,14 +104,7 @@ def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | 
 
 
 class GradientAverage:
-    """The way in which the gradients of one name are averaged, with its state: the same for attach and for DDP.
-
-    Args:
-        name: of the gradients, the same on all ranks.
-        compression: None for an exact average; or a compressor.
-        wire_dtype: of an exact average; see ``Communicator.all_reduce``.
-        begin_after: number of first steps that average exactly.
-    """
+    """Algorithm, with its state, by which the gradients of one name are averaged, for attach and for DDP."""
 
     def __init__(
         self, name: str, compression: Compression | Compressor | None, *, wire_dtype: Any = None, begin_after: int = 0
@@ -121,7 +114,7 @@ class GradientAverage:
             self.wire_dtype, self.compressor = compression.wire_dtype, compression.made(name)
         else:
             self.wire_dtype, self.compressor = wire_dtype, compression
-        self._left = begin_after
+        self._left = begin_after  # number of first steps that average exactly
 
     def now(self) -> tuple[Any, Compressor | None]:
         """Wire dtype of the step under way, and its compressor if it has one."""

@@ -59,9 +59,9 @@ class GradientExchange:
 
     def __init__(self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module) -> None:
         self.buckets = buckets
-        self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]  # of all gradients
+        self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]
         self.has_left = False  # all gradients of a pass were sent, and the wait for them is not complete
-        self.urgency: Mapping[Bucket, int] = {}  # of a bucket's collective; missing if it is unknown
+        self.urgency: Mapping[Bucket, int] = {}  # of a bucket's collective, once known
         self.steps = StepCount()
         self._comm = comm
         self.name = name  # of the collectives
@@ -117,12 +117,8 @@ class GradientExchange:
         return [place for place in bucket.places if place.is_used]
 
     def settle(self) -> None:
-        """Wait for all averages. Then ``parameter.grad`` is the average on all ranks, if any rank had a gradient.
-
-        Raises:
-            CollectiveError: one has failed, or the backward pass of a rank has; or ranks differ in their steps. No rank
-                has gradients then.
-        """
+        """Wait for all averages. Then ``parameter.grad`` is the average on all ranks, if any rank had a gradient."""
+        # If one has failed, no rank keeps gradients: some would have averages and others their own.
         try:
             for bucket in self.buckets:
                 for place in self.wait_for(bucket):

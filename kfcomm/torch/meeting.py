@@ -89,22 +89,17 @@ NO_RANK = -1
 class ProcessHandle(NamedTuple):
     """Address of a process that can take part in ``reconfigure``."""
 
-    uid: str  # of the process, the same in all handles that it gives
-    # host, port: of its store
-    host: str
+    uid: str  # the same in all handles of the process
+    host: str  # of its store, as the port
     port: int
-    rank: int  # its present rank; -1 without one
+    rank: int  # its present one, or `NO_RANK`
 
     def __str__(self) -> str:
         return "|".join((SCHEME, *map(str, self)))
 
     @classmethod
     def of(cls, text: str) -> ProcessHandle:
-        """The handle of this text.
-
-        Raises:
-            ConfigError: it is not a handle of this backend.
-        """
+        """Parse the text of a handle."""
         try:
             scheme, uid, host, port, rank = text.split("|")
             if scheme != SCHEME:
@@ -123,12 +118,7 @@ class Own:
         self._pid = 0
 
     def handle(self, rank: int, towards: tuple[str, int]) -> ProcessHandle:
-        """The handle of this process.
-
-        Args:
-            rank: of this process now.
-            towards: host and port by which the interface is chosen, if ``KFCOMM_INTERFACE`` does not name one.
-        """
+        """The handle of this process; its interface is that ``towards`` an address, or of ``KFCOMM_INTERFACE``."""
         if self._pid != os.getpid():  # the first, or in a forked child
             self._uid, self._pid = secrets.token_hex(8), os.getpid()
             self._host = choose_address(os.environ.get("KFCOMM_INTERFACE") or None, towards)
@@ -137,19 +127,14 @@ class Own:
         return ProcessHandle(self._uid, self._host, int(self._store.port), rank)
 
     def meet(self, handles: Collection[str], uuid: int, timeout: timedelta) -> tuple[Any, int]:
-        """The store of all these processes for this rendezvous, and the place of this process among them.
-
-        Args:
-            handles: a list in the order of ranks; a set is ordered by present ranks, new processes last.
-            uuid: the same on all processes, a new one for each rendezvous.
-            timeout: for reaching the store.
-        """
+        """The store of all these processes for the rendezvous ``uuid``, and the place of this process among them."""
         found = in_order(handles)
         uids = [one.uid for one in found]
         if self._pid != os.getpid() or self._uid not in uids:
             raise ConfigError("the handle of this process is missing: see get_reconfigure_handle")
         place = uids.index(self._uid)
         store = self._store if place == 0 else _reached(found[0], timeout)
+        # Keys of an earlier rendezvous, which may have failed halfway, must not be found by this one.
         return dist.PrefixStore(f"reconfigure/{uuid}", store), place
 
 

@@ -88,8 +88,7 @@ class TorchCall:
         self.seq = seq  # number of the use of the name
         self.what = what
         self.begun_s = time.monotonic()
-        # weak, since the caller decides how long a result lives; None if the caller waits
-        self.handle: weakref.ref[Any] | None = None
+        self.handle: weakref.ref[Any] | None = None  # weak: the caller decides how long a result lives
         self._code, self._line = _caller()
 
     def is_under_way(self) -> bool:
@@ -106,12 +105,9 @@ class TorchCall:
 
 
 class TorchCalls:
-    """The calls of one group that have no name.
+    """The calls of one group that have no name, which ranks compare through a store of this group alone.
 
-    Args:
-        store: of this group alone, through which ranks compare calls that wait.
-        rank: of this process in the group.
-        fail: called with name, number of its use and error text of each call that differs from those of other ranks.
+    ``fail`` is called with name, number of its use and error text of each call that differs from those of other ranks.
     """
 
     def __init__(self, store: Any, rank: int, fail: Callable[[str, int, str], object]) -> None:
@@ -191,11 +187,9 @@ class TorchCalls:
                 return
 
     def _compare(self, call: TorchCall) -> None:
-        """Compare a call with those of other ranks at this place in the order; fail it if they differ.
-
-        The first rank that looks at the place writes its call there, and the first with another call writes that. So
-        every rank finds both, whatever order they look in.
-        """
+        """Compare a call with those of other ranks at this place in the order; fail it if they differ."""
+        # The first rank that looks at the place writes its call there, and the first with another call writes that. So
+        # every rank finds both, whatever order they look in.
         key = f"order/{call.number}"
         mine = json.dumps([call.what, call.name, call.seq, f"rank {self._rank}: {call}"])
         first = json.loads(self._store.compare_set(key, "", mine))

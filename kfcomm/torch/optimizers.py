@@ -240,14 +240,7 @@ class StepExchange:
 def agreeing(
     optimizer: torch.optim.Optimizer, comm: Comm, name: str, make: Callable[[Tensors, Tensors], Agreement]
 ) -> Agreeing:
-    """Give an optimizer an algorithm; all ranks get the parameters of rank 0.
-
-    Args:
-        optimizer: one of torch's.
-        comm: blocking.
-        name: of the collectives.
-        make: makes the algorithm, of the parameters, and of those that get gradients.
-    """
+    """Give an optimizer an algorithm, made of its parameters and those of them that get gradients."""
     _check(optimizer, comm)
     name = checked_name(name)
     meeting = introduction(comm.rank, _described(optimizer), f"{name}/optimizer", "the ranks have different optimizers")

@@ -51,17 +51,7 @@ def register() -> None:
 
 
 def create(opts: Any, backend_options: Any = None) -> Backend:
-    """The backend of one process group; all of its ranks call it.
-
-    The default group makes a world. Groups of its ranks are groups of that world's communicator, and share its links
-    and memory; if the default group is of another library, each group makes a world of its own. With
-    ``enable_reconfigure`` the world is made by ``reconfigure``.
-
-    Raises:
-        ConfigError: the settings cannot work.
-        RendezvousError: ranks are missing at the timeout (names all of them), or refuse each other.
-        CollectiveTimeout: of a group: not all members made it with the same arguments.
-    """
+    """The backend of one process group; all of its ranks call it."""
     if getattr(opts, "enable_reconfigure", False):  # torch 2.15
         return _worlds.unmet(opts)
     return _worlds.backend(
@@ -92,13 +82,11 @@ def backend_of(group: Any = None) -> Backend:
 
 
 class Worlds:
-    """The open backends of this process, and that of torch's default group.
-
-    They have to be kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
-    """
+    """The open backends of this process, and that of torch's default group."""
 
     def __init__(self) -> None:
         self._default: Backend | None = None
+        # Kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
         self._open: set[Backend] = set()
 
     def backend(
@@ -106,7 +94,8 @@ class Worlds:
     ) -> Backend:
         """Make the backend of a group; ``members`` is empty for the default group."""
         if members and self._default is not None:
-            # A group over the world's links, which needs no rendezvous.
+            # A group of the world's communicator: it shares links and memory, and needs no rendezvous. If the default
+            # group is of another library, each group makes a world of its own.
             comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
         else:
             comm = make_world(store, rank, size, timeout)

@@ -59,11 +59,8 @@ def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str 
 
 
 def check_alike(comm: Communicator, name: str, about: Mapping[str, str], problem: str | None) -> None:
-    """Compare descriptions between ranks, and refuse differences and problems.
-
-    Raises:
-        ConfigError: on all ranks, with both sides and their ranks.
-    """
+    """Compare descriptions between ranks, and refuse differences and problems, on all ranks."""
+    # Gathered only if they differ: only the error needs the descriptions of all ranks.
     said = [[one, text] for one, text in about.items()]
     if not comm.consensus([said, problem or ""], name=f"{name}/which"):
         raise ConfigError(_difference(comm, name, comm.all_gather_object([said, problem], f"{name}/differs")))
@@ -112,11 +109,7 @@ class Buffers:
         self._finish: Callable[[], object] = lambda: None
 
     def begin(self, *, is_wanted: bool = True) -> None:
-        """Begin to broadcast the buffers of rank 0.
-
-        Args:
-            is_wanted: False: this rank takes part, its buffers stay unchanged, and it does not wait for the end.
-        """
+        """Begin to broadcast the buffers of rank 0; a rank that does not want them takes part all the same."""
         found = [module._buffers.get(one) for module, one in self._of]
         # Clones take rank 0's values in the place of the buffers of a rank whose pass has failed.
         tensors = [one if is_wanted else one.clone() for one in found if one is not None]

@@ -31,18 +31,13 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 
 class Passes:
-    """The backward passes of one thread.
-
-    Args:
-        end: called when the outermost pass is complete; ``backward()`` raises its errors.
-        settle: called after every registered ``end`` of this pass, in the same way.
-        fail: called when the outermost pass has raised; must not raise.
-    """
+    """The backward passes of one thread."""
 
     def __init__(self, end: Callable[[], None], settle: Callable[[], None], fail: Callable[[], None]) -> None:
+        # After the outermost pass: ``end``, then, after the ends of all exchanges, ``settle``; ``backward()`` raises
+        # their errors. If the pass has raised: ``fail``, which must not.
         self._end, self._settle, self._fail = end, settle, fail
-        self._is_inner: dict[int, bool] = {}
-        """By the id of a graph task."""
+        self._is_inner: dict[int, bool] = {}  # by the id of a graph task
 
     def join(self) -> bool:
         """Register the end of this pass, within a hook; returns whether it is a pass within another."""
@@ -59,6 +54,7 @@ class Passes:
     def over(self) -> None:
         """Handle the end of the outermost pass."""
         self._is_inner.clear()
+        # All exchanges send before one waits: else another model's gradients would leave only after this one's came.
         self._end()
         queue_callback(_Settling(self._settle, self._fail))
 
@@ -87,6 +83,7 @@ class _StepEnding:
         if not self._is_inner:
             self._passes.over()
 
+    # A pass that raises calls no callback; autograd only drops them.
     def __del__(self) -> None:
         self._passes.dropped(is_inner=self._is_inner, is_over=self._is_over)
 
@@ -142,11 +139,8 @@ def hook_steps(
 ) -> RemovableHandle:
     """Take part in each step that the program makes: the one place where an exchange meets an optimizer.
 
-    Args:
-        optimizer: any of torch's.
-        before: called before a step without a closure; after it gradients and parameters are final.
-        around: called before a step with a closure. It returns a function that is called each time the closure has
-            made gradients, with the loss, and returns the loss that the optimizer sees.
+    ``before`` is called before a step without a closure; after it gradients and parameters are final. ``around`` is
+    called before a step with one, and returns a function from the closure's loss to the loss that the optimizer sees.
     """
 
     def hook(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -170,10 +164,8 @@ def hook_steps(
 
 
 def mean_loss(comm: Any, loss: Any, name: str) -> Any:
-    """The mean of all ranks' losses, as a tensor or a number like ``loss``.
-
-    Code that looks at a loss, as a line search does, has to reach the same decision on all ranks.
-    """
+    """The mean of all ranks' losses, as a tensor or a number like ``loss``."""
+    # Code that looks at a loss, as a line search does, has to reach the same decision on all ranks.
     if loss is None:
         return None
     found = comm.all_reduce(torch.as_tensor(loss).detach(), name=name, op="avg")
@@ -181,20 +173,18 @@ def mean_loss(comm: Any, loss: Any, name: str) -> Any:
 
 
 class Updates:
-    """Steps of one optimizer, made later and in parts, as if they were made when the program asked.
-
-    The options of the groups are copied at that time: a scheduler changes learning rates right after a step.
-    """
+    """Steps of one optimizer, made later and in parts, as if they were made when the program asked."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         hooked = type(optimizer).step
+        # Without its hooks, which are for the program's own call
         self._step = getattr(hooked, "__wrapped__", hooked)
-        """The step without its hooks, which are for the program's own call."""
         self._groups: list[dict[str, Any]] = []
 
     def ask(self) -> None:
         """Copy the options of the groups, for a step that the program asks for now."""
+        # A scheduler changes learning rates right after a step, which is made only later.
         self._groups = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in self._optimizer.param_groups

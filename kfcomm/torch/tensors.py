@@ -36,10 +36,7 @@ def read(tensor: Any, *, as_bytes: bool = False) -> Any:
 
 
 def place(tensor: Any, *, as_bytes: bool = False) -> tuple[Any, Callable[[], object] | None]:
-    """Flat memory for a result in the tensor, which holds the tensor's content before; and a function that copies it.
-
-    The function is None where the memory is the tensor's own.
-    """
+    """Flat memory for a result, holding the tensor's content, and a function that copies it if it is not its own."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if is_plain(tensor):
