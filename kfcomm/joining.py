@@ -54,14 +54,10 @@ class Accelerator(NamedTuple):
 
 
 def look_for_device(settings: Settings) -> Accelerator:
-    """Find the device of this rank. Blocks for as long as the import of a framework takes.
-
-    Raises:
-        ConfigError: a device was asked for by name, and is missing or cannot be used; says what would help.
-    """
+    """Find the device of this rank. Blocks for as long as the import of a framework takes."""
     if settings.device == "none":
         return Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
-    # before joining nobody but the launcher knows which ranks are on this host
+    # By the launcher's local rank: before joining, this process does not know which ranks are on its host.
     device, report = routes.find(settings.device, settings.local_rank)
     if not report.backend:
         return Accelerator(device, report, None)
@@ -84,21 +80,12 @@ def set_up_devices(
 
 
 class Init:
-    """Result of ``kfcomm.init``: await it, or use it in ``async with``.
-
-    Args:
-        settings: what was found.
-        reactor: the caller drives it; None for one that the event loop drives.
-        exchange: where the ranks find each other; None for a store of kfcomm.
-
-    Attributes:
-        settings: what was found.
-    """
+    """Result of ``kfcomm.init``: await it, or use it in ``async with``."""
 
     def __init__(self, settings: Settings, reactor: Reactor | None = None, exchange: Exchange | None = None) -> None:
         self.settings = settings
-        self._reactor = reactor
-        self._exchange = exchange
+        self._reactor = reactor  # the caller drives it; None for one that the event loop drives
+        self._exchange = exchange  # where the ranks find each other; None for a store of kfcomm
         self._made: Communicator | None = None
 
     def __await__(self) -> Generator[Any, None, Communicator]:
@@ -137,7 +124,7 @@ class Init:
     async def _begin(self) -> Communicator:
         if not self.settings.elastic:
             return await self._connected()
-        # a newcomer does what it can before it is let in: the others train now, and wait then
+        # A joining rank does what it can before it is admitted: the others train now, and wait for it then.
         from kfcomm.elastic.communicator import ElasticCommunicator
         from kfcomm.elastic.state import make_ready
 
@@ -234,11 +221,7 @@ def is_full(arguments: Mapping[str, Any]) -> bool:
 
 
 def prepare(**arguments: Unpack[Arguments]) -> Settings:
-    """Settings for these arguments in this environment, checked as far as that needs no other process.
-
-    Raises:
-        ConfigError: the settings cannot work.
-    """
+    """Settings for these arguments in this environment, checked as far as that needs no other process."""
     settings = detect(os.environ, **arguments)
     if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
         for line in misspelt(os.environ):

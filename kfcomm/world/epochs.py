@@ -63,17 +63,11 @@ class Released(KfcommError):
 
 
 class Succession(NamedTuple):
-    """Successor of an epoch.
-
-    Attributes:
-        session: of the next epoch.
-        parts: of the surviving ranks, by rank in the epoch that is over.
-        is_planned: whether the plan was carried out.
-    """
+    """Successor of an epoch."""
 
     session: Session
-    parts: dict[int, bytes]
-    is_planned: bool
+    parts: dict[int, bytes]  # of the surviving ranks, by rank in the epoch that is over
+    is_planned: bool  # the plan was carried out
 
 
 async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
@@ -92,13 +86,8 @@ async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
 
 
 async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: EpochPlan = NO_PLAN) -> Succession:
-    """Continue with the surviving ranks; all of them call it.
-
-    Raises:
-        Released: this rank leaves by the plan.
-        CollectiveTimeout: ranks that live have not called it; the next call takes it up.
-        Partitioned, PeerLost, CollectiveMismatch: see ``Agreements.decide``.
-    """
+    """Continue with the surviving ranks, which all call it; ``Released`` if this rank leaves by the plan."""
+    # Kept until a decision: after a timeout the next call takes it up, and the others may know its address.
     if session.door is None:
         session.door = await session.network.open_door(session.epoch + 1)
     door, network = session.door, session.network
@@ -106,6 +95,7 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Epoc
     said = await session.agreements.decide(AgreementCall.SHRINK, given, timeout_s, network.membership.has_word)
     session.door = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
+    # A rank that has died may have told the plan to some only: it counts if all surviving ranks gave its digest.
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
     births = session.network.births
     members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
@@ -131,16 +121,8 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Epoc
 
 
 async def tell_store(session: Session, former: Collection[int], plan: EpochPlan, strategy: str) -> None:
-    """Report joined, released and lost ranks of this epoch to the store. If it is gone: they are lost soon, or stay.
-
-    The first ranks do this; if these are lost, the others do. Repeated reports have no effect.
-
-    Args:
-        session: of the epoch.
-        former: uids of the ranks of the epoch before.
-        plan: that was carried out.
-        strategy: its name.
-    """
+    """Report joined, released and lost ranks of this epoch to the store; ``former`` are uids of the epoch before."""
+    # The first ranks do this; if these are lost, the others do. Repeated reports have no effect.
     if session.rank >= NUM_TELLERS and not session.engine.router.lost.keys() >= set(range(NUM_TELLERS)):
         return
     network = session.network
@@ -155,12 +137,9 @@ async def tell_store(session: Session, former: Collection[int], plan: EpochPlan,
 
 
 def settle(session: Session, arrived: Handle[None], plan: EpochPlan = NO_PLAN) -> None:
-    """All ranks are in the epoch of this session once ``arrived`` is done: what came before is not needed any more.
-
-    It is closed a moment later, or at once where ranks have left by ``plan``, which end with it. If one of them is lost
-    before, those that live find it out by their next call; the old control planes stay until the next change, or the
-    end.
-    """
+    """Close what came before this epoch once ``arrived``, a barrier of its ranks, is done."""
+    # At once where ranks have left by ``plan``, which end with it. If a rank is lost before, the others find out by
+    # their next call, and the old control planes stay until the next change, or the end.
 
     def retire() -> None:
         if session.over is None:
