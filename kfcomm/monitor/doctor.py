@@ -24,10 +24,7 @@ WORLD = b"world".hex()
 
 
 def read(patterns: Iterable[str]) -> list[Record]:
-    """The newest record of each rank in these files, by rank.
-
-    Args:
-        patterns: names of files; those that do not exist may have ``*``, ``?`` and ``[...]`` in them.
+    """The newest record of each rank in these files (names or patterns), by rank.
 
     Raises:
         ConfigError: a file cannot be read or holds something else than a dump, two are of different jobs, or
@@ -52,6 +49,7 @@ def read(patterns: Iterable[str]) -> list[Record]:
 
 
 def _files(pattern: str) -> list[str]:
+    # A file may have the signs of a pattern in its name.
     if Path(pattern).exists():
         return [pattern]
     found = sorted(glob.glob(pattern))

@@ -145,16 +145,13 @@ def snapshot(session: Session, path: str | os.PathLike[str] | None = None) -> di
 
 
 def install_signal(folder: str | os.PathLike[str] = ".", *, is_launched: bool = False) -> None:
-    """Write a dump into ``folder`` on SIGUSR1, unless the program handles that signal itself.
-
-    A rank that is launched ignores it before, as ``kfcomm run`` has it.
-
-    Python runs signal handlers on the main thread, between two steps of its program: a main thread deep in a library
-    call answers when that call returns. Does nothing off the main thread, which alone may set handlers.
-    """
+    """Write a dump into ``folder`` on SIGUSR1, unless the program handles that signal itself."""
+    # Only the main thread may set handlers, and Python runs them there, between two steps of its program: a main thread
+    # deep in a library call answers when that call returns.
     if SIGNAL is None or threading.current_thread() is not threading.main_thread():
         return
     present = signal.getsignal(SIGNAL)
+    # `kfcomm run` starts its ranks with the signal ignored: that is not the program's choice.
     if present is signal.SIG_DFL or isinstance(present, _Answer) or (is_launched and present is signal.SIG_IGN):
         signal.signal(SIGNAL, _Answer(Path(folder)))
 
@@ -181,7 +178,7 @@ class _Answer:
 
 
 def _log(session: Session, level: int, message: str) -> None:
-    """By way of the loop: the signal may have interrupted this thread in the very stream that is logged to."""
+    # By way of the loop: the signal may have interrupted this thread in the very stream that is logged to.
     with contextlib.suppress(RuntimeError):  # the loop has just been closed
         session.engine.loop.call_soon_threadsafe(logger.log, level, "%s", message)
 

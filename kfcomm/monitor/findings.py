@@ -169,6 +169,7 @@ def _late(diagnosis: Diagnosis) -> Iterator[Finding]:
         for rank in wait.missing:
             awaited.setdefault(rank, set()).update(wait.waiting)
     for rank, by in sorted(awaited.items()):
+        # A rank that waits itself is late because of another.
         if rank not in stuck:
             whom = ranks_in_words(list(by))
             text = f"{whom} wait{'' if len(by) > 1 else 's'} for rank {rank}, which waits for nobody"

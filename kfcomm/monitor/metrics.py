@@ -63,6 +63,7 @@ def attend(
     handler: Any = type("Handler", (MetricsHandler.factory(registry),), {"timeout": PATIENCE_S})
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        # Else a job that is started again would find its port taken by connections that have just ended.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, mine))
         listener.listen()
@@ -110,18 +111,14 @@ class _Collector:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """Figures at one scrape.
-
-    Attributes:
-        totals: traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows.
-        keys: what became of the calls by name, of all epochs; the names beyond ``MAX_LABELLED_KEYS`` together.
-    """
+    """Figures at one scrape."""
 
     now: Statistics  # the statistics of the world of this epoch
     meter: Meter  # of this epoch
+    # traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows
     totals: Totals
     waited_s: dict[int, float]  # the same, of the waiting for each rank
-    keys: dict[str, Tally]
+    keys: dict[str, Tally]  # calls by name, of all epochs; those beyond ``MAX_LABELLED_KEYS`` together
 
     @classmethod
     def of(cls, now: Statistics, meter: Meter) -> Scrape:

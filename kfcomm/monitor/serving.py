@@ -42,12 +42,8 @@ class _Guest:
 class Attendant:
     """Calls ``serve`` with every connection on which something was said, and closes it then.
 
-    A ``Service`` of a session, which does not import it: the launcher uses it too, without the engine.
-
-    Args:
-        listener: a listening socket, which belongs to the attendant from now on.
-        serve: may raise ``OSError``, which ends its connection alone.
-        name: of the threads.
+    Owns the listening socket. An ``OSError`` of ``serve`` ends its connection alone. A ``Service`` of a session, which
+    does not import it: the launcher uses it too, without the engine.
     """
 
     def __init__(self, listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
@@ -153,6 +149,7 @@ class Attendant:
             guest = self._guests.get(sock)
             if guest is None:
                 return  # it has just ended
+            # Not cut again while its thread comes to an end.
             guest.until_s = math.inf
         if guest.thread is None:
             self._close(sock)
@@ -168,11 +165,7 @@ class Attendant:
 
 
 def check(settings: Settings) -> None:
-    """Refuse, before anything is open, what cannot work.
-
-    Raises:
-        ConfigError: see ``metrics.check``.
-    """
+    """Refuse settings that cannot work, before anything is open; raises as ``metrics.check`` does."""
     if settings.metrics_port is not None:
         from kfcomm.monitor import metrics
 
@@ -197,7 +190,7 @@ def attend(session: Session, settings: Settings, statistics: Callable[[], Statis
 
         towards = None if settings.store is None else host_and_port(settings.store)
         address = choose_address(settings.interface, towards)
-        # who joins later has a port that nobody has or had
+        # A rank that joins later has the port of its uid, which no other rank has or had.
         local_rank = session.layout.local_rank(session.rank) if settings.join is None else settings.join
         session.services.append(metrics.attend(address, settings.metrics_port, local_rank, meter, statistics))
     from kfcomm.monitor import live  # here, since it imports this module

@@ -17,15 +17,11 @@ MAX_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class RankChange:
-    """One rank.
-
-    Attributes:
-        sent_rate, received_rate: bytes per second, over all links.
-    """
+    """One rank."""
 
     now: Statistics | None  # what it says; None if it does not answer
     calls_per_s: float = 0.0  # collectives that it has completed
-    sent_rate: float = 0.0
+    sent_rate: float = 0.0  # bytes per second, over all links
     received_rate: float = 0.0
     waited_s: Mapping[int, float] | None = None  # seconds for which it has waited for each peer, since the last look
 
@@ -37,17 +33,13 @@ class RankChange:
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """One name, over all ranks that answer.
-
-    Attributes:
-        p99_s, max_s: of the slowest rank, since the beginning.
-    """
+    """One name, over all ranks that answer."""
 
     name: str  # of the calls
     calls_per_s: float  # of the rank with most
     nbytes_per_s: float  # of the same, of results
     p50_s: float  # of the middle rank, since the beginning
-    p99_s: float
+    p99_s: float  # of the slowest rank, likewise
     max_s: float
     failures: int  # of all ranks
     busy_s: float  # seconds that all ranks have spent in it since the last look
@@ -98,13 +90,7 @@ class Change:
 
 
 class JobWatcher:
-    """Looks at one job, again and again.
-
-    Args:
-        job: its name.
-        find: the jobs there are.
-        read: what the ranks of one say.
-    """
+    """Looks at one job, again and again."""
 
     def __init__(
         self,
@@ -128,7 +114,7 @@ class JobWatcher:
         in_epoch = [one for one in here.values() if one.epoch in (None, self._epoch)]
         self._size = next((one.now.size for one in in_epoch if one.now is not None), self._size)
         taken = {one.rank for one in in_epoch}
-        # who has not come to it yet, or does not go on, still has its rank of the epoch before
+        # A process that has not come to this epoch yet, or does not survive, has its rank of the epoch before.
         older = (one for one in here.values() if one.epoch not in (None, self._epoch))
         late = [one for one in older if one.rank < self._size and one.rank not in taken]
         shown = sorted([*in_epoch, *late], key=lambda one: one.rank)
@@ -141,7 +127,7 @@ class JobWatcher:
             passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
             has_ended=not here, program=found.program,
         )  # fmt: skip
-        # of an epoch that is over nobody is missed: who was released, or lost, is no rank of this one
+        # Processes of earlier epochs are not missed: they were released or lost, and are not ranks of this one.
         self._met = {name: one for name, one in met.items() if one.epoch in (None, self._epoch)} | here
         return change
 
@@ -157,6 +143,7 @@ class JobWatcher:
         before = self._met.get(name)
         last = None if before is None else before.last
         if now is not None:
+            # Counters begin anew with each epoch.
             return _Process(now.rank, now, last if last is not None and last.epoch == now.epoch else None)
         return _Process(rank if before is None else before.rank, None, last)
 
@@ -237,6 +224,7 @@ def _together(one: KeyStatistics, other: KeyStatistics, *, is_step: bool) -> Key
 def _key(name: str, found: Sequence[Counted]) -> KeyChange:
     calls, nbytes, busy_s = [], [], 0.0
     for now, before, passed_s in found:
+        # At the first look there is no time between two, and no rate.
         grown_s = passed_s or float("inf")
         calls.append((now.count - (before.count if before else 0)) / grown_s)
         nbytes.append((now.nbytes - (before.nbytes if before else 0)) / grown_s)

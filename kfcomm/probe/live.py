@@ -60,6 +60,7 @@ def _tournament(size: int) -> Iterator[list[tuple[int, int]]]:
     for _ in range(even - 1):
         meetings = [(seats[k], seats[-1 - k]) for k in range(even // 2)]
         yield [(a, b) for a, b in meetings if a < size and b < size]
+        # The circle method: the first seat stays, the others move on by one.
         seats[1:] = [seats[-1], *seats[1:-1]]
 
 
@@ -138,10 +139,8 @@ class _Once:
         return Probe(self._group.layout, rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3, 0])
 
     def fail(self, error: BaseException) -> None:
-        """The other ranks need not wait for this one.
-
-        The next of its pairs hears of it as well: a rank may have passed a barrier before this one failed there.
-        """
+        """Make the other ranks stop waiting for this one."""
+        # Its next pair hears of it as well: that rank may have passed the barrier at which this one has failed.
         done = self._seq - self._first - 1
         ways = self._ways or (self._ways_in(self._slots[done], 0.0) if 0 <= done < len(self._slots) else ())
         for way in ways:
@@ -188,7 +187,6 @@ class _Once:
         return type(error)(f"{pair}: {error}", key="probe")
 
     async def _meet(self, plan: Plan, limit_s: float) -> None:
-        """A barrier."""
         await self._begin(plan, limit_s)
 
     async def _shared(self, limit_s: float) -> Array:
@@ -245,15 +243,11 @@ class Measured:
 
 @dataclass(slots=True)
 class Way:
-    """Messages from one rank of a group to another; both ends have one. Each takes the next sequence number.
-
-    Attributes:
-        source, target: ranks of the group.
-    """
+    """Messages from one rank of a group to another; both ends have one. Each takes the next sequence number."""
 
     group: Group
-    source: int
-    target: int
+    source: int  # rank of the group
+    target: int  # likewise
     next_seq: int
     deadline_s: float  # until when all must be over, by ``loop.time``
     under_way: list[Handle[None]] = field(default_factory=list)
@@ -312,34 +306,33 @@ class Way:
 
 
 def pair_id(view: GroupView, source: int, target: int) -> bytes:
-    """Of the group of two that measures the way between two members."""
+    """Id of the group of two that measures the way between two members."""
     ends = struct.pack("<II", source, target)
     return hashlib.blake2b(view.id + ends, digest_size=16, person=b"probe").digest()
 
 
 def _heard(done: asyncio.Future[None]) -> None:
-    """Operations that are prepared and not awaited may fail silently."""
+    # Operations are prepared before they are awaited: if one fails before, asyncio must not warn about it.
     if not done.cancelled():
         done.exception()
 
 
 async def lead(way: Way, back: Way, nbytes: int, rounds: int) -> Measured:
-    """Measure ``way`` from its source; the other end runs `follow`.
-
-    Latency is half of the shortest of several round trips. The work of a chunk is what each of many, of a byte each,
-    takes more. Messages begin with ``nbytes`` bytes and grow until one takes `LONG_ENOUGH_S`; then the best of
-    ``rounds`` of that size counts, less a round trip.
-    """
+    """Measure ``way`` from its source; the other end runs `follow`."""
     byte = np.ones(1, np.uint8)
     await back.recv(byte)  # the other end is ready; both links are open
+    # Latency is half of the shortest of several round trips.
     trip_s = min([await _timed(lambda: way.send(byte)) for _ in range(rounds * PINGS_PER_ROUND)])
     train = np.ones(TRAIN, np.uint8)
+    # The work of a chunk is what each of many, of a byte each, takes more.
     train_s = min([await _timed(lambda: way.send(train, 1)) for _ in range(rounds)])
     data = np.ones(nbytes, np.uint8)
+    # Messages grow until one takes long enough; then the best of several of that size counts, less a round trip.
     while (took_s := await _message(way, back, data)) < LONG_ENOUGH_S and len(data) < MOST_NBYTES:
         data = np.ones(min(len(data) * _GROWTH, MOST_NBYTES), np.uint8)
     took_s = min([took_s, *[await _message(way, back, data) for _ in range(rounds - 1)]])
     await way.send(np.zeros(1, np.int64))
+    # Each difference has a lower bound, since noise may make it 0 or less.
     overhead_s = max(train_s - trip_s, train_s / TRAIN) / (TRAIN - 1)
     return Measured(trip_s / 2, len(data) / max(took_s - trip_s, took_s / 2), overhead_s)
 
@@ -359,6 +352,7 @@ def fold_s_per_byte(rounds: int) -> float:
 
 async def follow(way: Way, back: Way, rounds: int) -> None:
     """Answer at the target of ``way`` what its source measures with `lead`."""
+    # Posted before the source sends: so none of them waits for a turn of this program.
     pings = [way.recv(np.empty(1, np.uint8)) for _ in range(rounds * PINGS_PER_ROUND)]
     pings += [way.recv(np.empty(TRAIN, np.uint8), 1) for _ in range(rounds)]
     await back.send(np.ones(1, np.uint8))

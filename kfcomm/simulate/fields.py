@@ -141,11 +141,7 @@ class FieldTable:
 
 
 class Document:
-    """A TOML file of tables.
-
-    Args:
-        text: its content.
-        name: of the file, for errors.
+    """A TOML file of tables; errors name it by ``name``.
 
     Raises:
         ConfigError: it is not TOML.

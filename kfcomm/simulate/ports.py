@@ -43,15 +43,7 @@ _NO_BYTES = 1e-3
 
 
 class Port:
-    """A place through which ``rate`` bytes pass in a second.
-
-    Attributes:
-        name: for people.
-        rate: bytes per second, of all flows together.
-        burst_nbytes: what passes at once after a pause: as much as the pause would have let through, at most this. For
-            token buckets, by which test beds limit rates.
-        nbytes: how much has been sent through it.
-    """
+    """A place through which ``rate`` bytes per second pass, of all flows together."""
 
     __slots__ = (
         "_agenda", "_due_s", "_ends", "_given", "_since_s", "_tokens", "burst_nbytes", "name", "nbytes", "rate",
@@ -60,8 +52,10 @@ class Port:
     def __init__(self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0) -> None:
         self.name = name
         self.rate = rate
+        # What passes at once after a pause: as much as the pause would have let through, at most this. For token
+        # buckets, by which test beds limit rates.
         self.burst_nbytes = burst_nbytes
-        self.nbytes = 0
+        self.nbytes = 0  # sent through it so far
         self._tokens = float(burst_nbytes)
         self._agenda = agenda
         # Bytes that each flow in here was given until _since_s, and at how many of them the flows' chunks end.
@@ -98,10 +92,11 @@ class Port:
         due_s = now_s + (ends[0][0] - self._given) * len(ends) / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
+            # As `Agenda.at` would push it: the calls of that were a tenth of a simulation's time.
             heappush(agenda.events, (due_s, order, self._let_through, due_s))
 
     def _plan(self) -> None:
-        """Be called when the next chunk is through. Called too early, because others came, it plans again."""
+        """Be called when the next chunk is through."""
         due_s = self._since_s + (self._ends[0][0] - self._given) * len(self._ends) / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
@@ -115,16 +110,19 @@ class Port:
         self._given += (due_s - self._since_s) * self.rate / len(ends)
         self._since_s = due_s
         left = ends[0][0] - self._given
+        # Other flows have come meanwhile. A rest that takes no time that a float can show counts as through.
         if left > _NO_BYTES and due_s + left * len(ends) / self.rate > due_s:
             self._plan()
             return
         if len(ends) == 1:
             ends.pop()[2].passed()
             return
+        # Not as calculated: so its rounding ends here.
         self._given = ends[0][0]
         through = [heappop(ends)[2]]
         while ends and ends[0][0] - self._given <= _NO_BYTES:
             through.append(heappop(ends)[2])
+        # After all of them are out: a flow may enter again at once, and shares the port with those that are left.
         for flow in through:
             flow.passed()
         if ends:
@@ -132,14 +130,10 @@ class Port:
 
 
 class Flow:
-    """Traffic from one rank to another.
+    """Traffic from one rank to another, through at least one port.
 
-    Args:
-        agenda: virtual time.
-        ports: those on its way, at least one.
-        latency_s: how long after a chunk has passed it is there.
-        arrived: told of each chunk that is there.
-        was_read: told when a chunk has left the sender's memory.
+    ``arrived`` is called with each chunk, ``latency_s`` after it has passed all ports; ``was_read`` is called when it
+    has left the sender's memory.
     """
 
     __slots__ = ("_agenda", "_arrived", "_in_ports", "_latency_s", "_ports", "_waiting", "_was_read")
@@ -188,20 +182,14 @@ class Flow:
 
 
 class Agenda:
-    """A clock that jumps from one event to the next.
-
-    Attributes:
-        now_s: virtual time, from 0.
-        num_events: how many have been put down; their order among those at the same time.
-        events: a heap of time, order, what to call, and with what. ``ports`` pushes by itself what ``at`` would push: a
-            tenth of a simulation's time was the calls.
-    """
+    """A clock that jumps from one event to the next."""
 
     __slots__ = ("events", "now_s", "num_events")
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.num_events = 0
+        self.now_s = 0.0  # virtual time
+        self.num_events = 0  # so far; their order among those at the same time
+        # a heap of time, order, what to call, and with what
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
 
     def at(self, time_s: float, do: Callable[[Any], None], what: Any) -> None:
@@ -218,13 +206,7 @@ class Agenda:
 
 
 class Routes:
-    """The ports of a network, and the ways between its ranks.
-
-    Args:
-        agenda: virtual time.
-        network: with as many hosts as ``layout`` has.
-        layout: where the ranks are.
-    """
+    """The ports of a network, and the ways between its ranks; it has as many hosts as the layout."""
 
     def __init__(self, agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> None:
         self.agenda = agenda

@@ -1,10 +1,8 @@
 """Rank of a simulation: a core machine, and the processor time of its effects.
 
-Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
-does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
-fold takes that of its bytes. What a chunk makes
-it send leaves when all that the chunk made it do is done, like the frames of a burst; within one flow, chunks leave in
-the order in which the machine emitted them.
+Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop does. Each
+message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each fold takes
+the time of its bytes. Within one flow, chunks leave in the order in which the machine emitted them.
 
 Where the ranks of a host are more than its processors, they take turns: the rank that waits longest is next.
 """
@@ -94,19 +92,7 @@ class SimulatedSurroundings:
 
 
 class Rank:
-    """One rank.
-
-    Args:
-        surroundings: shared by all ranks.
-        number: of the rank.
-        program: of its machine.
-        processors: those that it shares with others; None if it has its own.
-
-    Attributes:
-        done_s: when the collective was complete here; None while it is not.
-        num_messages: how many it has sent.
-        nbytes_sent: in them.
-    """
+    """One rank; without ``processors``, which it shares with others, it has its own."""
 
     __slots__ = (
         "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program",
@@ -128,8 +114,8 @@ class Rank:
         self._processors = processors
         self._inbox: deque[Chunk | None] = deque()
         self._is_busy = False
-        self.done_s: float | None = None
-        self.num_messages = 0
+        self.done_s: float | None = None  # when the collective was complete here
+        self.num_messages = 0  # sent
         self.nbytes_sent = 0
 
     def arrived(self, chunk: Chunk | None) -> None:
@@ -151,6 +137,8 @@ class Rank:
         while True:
             sends, busy_s = self._do(self._inbox.popleft())
             if busy_s:
+                # What a chunk makes this rank send leaves when all work for the chunk is done, like the frames of a
+                # burst.
                 self._agenda.at(self._agenda.now_s + busy_s, self._finish, sends)
                 return
             self._send(sends)
@@ -222,6 +210,5 @@ class Rank:
         return sends, seconds
 
     def _elements(self, lane: Lane, index: int) -> int:
-        """Of one chunk."""
         chunk: int = self._program.chunk_elements
         return min(chunk, lane.count - index * chunk)

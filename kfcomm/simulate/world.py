@@ -28,17 +28,11 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Traffic through one port.
+    """Traffic through one port, in one direction."""
 
-    Attributes:
-        port: its name.
-        nbytes: through it, in this direction.
-        seconds: how long that takes at least, at the port's rate.
-    """
-
-    port: str
+    port: str  # its name
     nbytes: int
-    seconds: float
+    seconds: float  # least time for it, at the port's rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +137,7 @@ def simulate(
         routes = Routes(Agenda(), network, layout)
         ranks = _ranks(routes, plans, carry)
         for rank in ranks:
+            # In order, so that a simulation repeats exactly.
             rank.arrived(None)
         routes.agenda.run()
     return _result(built, nbytes, routes, ranks)
@@ -201,6 +196,7 @@ def _processors(routes: Routes) -> list[Processors | None]:
     if network.cpus:
         return [Processors(routes.agenda, network.cpus)] * layout.num_hosts
     return [
+        # With a processor for each rank there is nothing to wait for.
         Processors(routes.agenda, host.cpus) if 0 < host.cpus < layout.hosts.count(number) else None
         for number, host in enumerate(network.hosts)
     ]
@@ -229,7 +225,8 @@ def _result(strategy: AnyStrategy, nbytes: int, routes: Routes, ranks: list[Rank
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection inside: millions of lanes and events stay alive, and the search doubles the time."""
+    """No garbage collection inside."""
+    # Millions of lanes and events stay alive: searching them for garbage doubles the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -168,17 +168,15 @@ class Profile(NamedTuple):
 
     @classmethod
     def _of_direct(cls, layout: Layout) -> Profile:
-        """Of messages that every rank gets, in parts of an n-th.
-
-        On one host they are shown, not sent: to use a slot costs about as much as to send a message and to receive one.
-        Each rank copies its contribution in, folds its own part, shows it, and copies the other parts. Shown data
-        stays in the cache, so that two of these copies cost what one does elsewhere.
-        """
+        """Of messages that every rank gets, in parts of an n-th."""
         size = layout.size
         on_hosts = [len(layout.ranks_of(host)) for host in range(layout.num_hosts)]
         most = max(on_hosts)
         near = min(1, size - 1)
         if layout.num_hosts == 1:
+            # Shown, not sent: to use a slot costs about as much as to send a message and to receive one. Each rank
+            # copies its contribution in, folds its own part, shows it, and copies the other parts. Shown data stays in
+            # the cache, so that two of these copies cost what one does elsewhere.
             messages, folds, copies = 2 * near, size - 1, size * near
         else:
             messages, folds, copies = 2 * (size - 1), size * (size - 1), size * (most - 1)
@@ -244,7 +242,6 @@ def shares_of(strategy: Strategy) -> tuple[int, ...]:
 
 
 def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
-    """Place by place."""
     return [a + b for a, b in zip(some, more, strict=True)]
 
 
@@ -282,6 +279,7 @@ def _ways(pair: GraphPair, hosts: Sequence[int]) -> set[tuple[int, int]]:
 
 def _hops(graph: Graph, hosts: Sequence[int]) -> set[tuple[int, int]]:
     """``(local hops, cross-host hops)`` between the root and each rank; on one host, the most."""
+    # On one host the hops are the depth, and no walk is needed.
     if max(hosts) == 0:
         return {(graph.depth, 0)}
     hops = [(0, 0)] * graph.size
@@ -335,13 +333,11 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
-    """Whether messages of this size go as the strategy's profile says.
-
-    Where several ranks of a host share its memory they have slots, with a strategy that makes stars of them: then not
-    every rank has to send to each on other hosts.
-    """
+    """Whether messages of this size go as the strategy's profile says."""
     if layout.num_hosts == 1 or not strategy.direct:
         return True
+    # Ranks that share a host's memory have slots, with a strategy that makes stars of them: then not every rank sends
+    # to each on other hosts.
     is_alone = layout.size == layout.num_hosts
     return is_alone and strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES
 

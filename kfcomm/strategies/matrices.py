@@ -72,31 +72,24 @@ class Rates:
 
     The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
     port of the one that receives it, and the link between the two.
-
-    Attributes:
-        send: bytes/s that leave each host at most.
-        receive: bytes/s that each host takes at most.
-        links: bytes/s from host (row) to host (column), infinite on the diagonal.
-        latency_s: seconds from host to host, 0 on the diagonal; empty where it is not known.
     """
 
-    send: tuple[float, ...]
-    receive: tuple[float, ...]
-    links: tuple[tuple[float, ...], ...]
-    latency_s: tuple[tuple[float, ...], ...] = ()
+    send: tuple[float, ...]  # bytes/s that leave each host at most
+    receive: tuple[float, ...]  # bytes/s that each host takes at most
+    links: tuple[tuple[float, ...], ...]  # bytes/s from host (row) to host (column), infinite on the diagonal
+    latency_s: tuple[tuple[float, ...], ...] = ()  # from host to host, 0 on the diagonal; empty where it is not known
 
     @classmethod
     def of(cls, layout: Layout, bandwidth: Matrix, latency_s: Matrix | None = None) -> Self:
         """From what was measured between ranks, one pair at a time.
 
-        A link is as fast as the fastest pair of ranks on its two hosts, a port as the fastest of its links: no pair can
-        have gone faster than what it shares with others. (A port that is faster than all ports at the other ends of its
-        links goes unnoticed.) Latencies are the lowest.
-
         Raises:
             ConfigError: see `checked_bandwidth` and `checked_latency`; the size must be the layout's.
         """
         rows = checked_bandwidth(bandwidth, layout.size)
+        # A link is as fast as the fastest pair of ranks on its two hosts (negated, since the least entry is taken), a
+        # port as the fastest of its links: no pair can have gone faster than what it shares with others. A port that is
+        # faster than all ports at the other ends of its links goes unnoticed.
         links = _between_hosts(layout, [[-rate for rate in row] for row in rows], -math.inf)
         send = tuple(_fastest(row, host) for host, row in enumerate(links))
         receive = tuple(_fastest(column, host) for host, column in enumerate(zip(*links, strict=True)))

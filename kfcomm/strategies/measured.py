@@ -110,6 +110,7 @@ def minimum_spanning_tree(latency_s: Matrix, *, name: str = "minimum_spanning_tr
             below[parent].append(rank)
     soonest = [sorted(ranks, key=lambda r: heights[r] + both[r][parents[r]]) for ranks in below]
     reduce = Graph(tuple(parents), tuple(map(tuple, soonest)), root)
+    # The subtree that is folded last has the longest way: on the way down it is served first.
     broadcast = Graph(tuple(parents), tuple(tuple(reversed(ranks)) for ranks in soonest), root)
     return Strategy(name, (GraphPair(reduce, broadcast),))
 

@@ -149,19 +149,17 @@ def _packed(rates: Rates) -> list[tuple[_Tree, float]]:
 def balanced(loads: Sequence[Mapping[Any, float]]) -> list[float]:
     """Weights that add up to 1 and make ``max over places of Σ weight · load`` nearly as small as possible.
 
-    By multiplicative weights: places have prices, which grow with their load; each round takes the cheapest thing, and
-    as much of it as fills one place. Only sums, products and quotients, so that all ranks get the same weights.
+    By multiplicative weights; ``loads`` has, of each thing, its load on each place (0 if left out).
 
     Source: N. Garg and J. Könemann, "Faster and simpler algorithms for multicommodity flow and other fractional packing
     problems" (1998).
-
-    Args:
-        loads: of each thing, its load on each place; a place that is left out has 0.
     """
+    # Only sums, products and quotients: so all ranks get the same weights, to the last bit.
     prices: dict[Hashable, float] = {place: 1.0 for load in loads for place in load}
     fullest = [max(load.values()) for load in loads]
     taken = [0.0] * len(loads)
     for _ in range(_ROUNDS):
+        # Prices grow with the load of a place. Each round takes the cheapest thing, as much of it as fills one place.
         costs = [sum(prices[place] * amount for place, amount in load.items()) for load in loads]
         cheapest = costs.index(min(costs))
         taken[cheapest] += 1 / fullest[cheapest]
@@ -179,10 +177,7 @@ def _flat(hosts: int, root: int, speaker: int) -> _Tree:
 
 
 def _spare(ports: Sequence[float], bound: float) -> list[float]:
-    """How the work of roots is shared out, by what each port has left beside the one copy of everything.
-
-    Fewer hosts than all, the fastest, where that is enough for these ports to be done well before the bound.
-    """
+    """How the work of roots is shared out, by what each port has left beside the one copy of everything."""
     hosts = len(ports)
     if hosts <= 2:
         return [1 / hosts] * hosts
@@ -190,6 +185,7 @@ def _spare(ports: Sequence[float], bound: float) -> list[float]:
     # Water that fills the ports to one level: seconds per byte at which the first k have h−2 copies among them.
     levels = [(k + hosts - 2) / sum(ports[host] for host in fastest[:k]) for k in range(1, hosts + 1)]
     lowest = levels.index(min(levels))
+    # Fewer hosts than all, the fastest, where these ports are still done well before the bound.
     k = next((k for k in range(lowest) if levels[k] <= _ENOUGH * bound), lowest)
     spare = [0.0] * hosts
     for host in fastest[: k + 1]:
@@ -200,6 +196,7 @@ def _spare(ports: Sequence[float], bound: float) -> list[float]:
 def _coupled(up: Sequence[float], down: Sequence[float]) -> Iterator[tuple[int, int, float]]:
     """``(root, speaker, weight)`` with these sums by root and by speaker; as many as can be are stars."""
     left_up, left_down = list(up), list(down)
+    # Stars first, which need two steps; other trees need three.
     pairs = [(host, host) for host in range(len(up))]
     pairs += [(u, v) for u in range(len(up)) for v in range(len(down)) if u != v]
     for u, v in pairs:

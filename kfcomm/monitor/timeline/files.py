@@ -152,6 +152,7 @@ def _events(path: Path) -> Iterator[tuple[int, Event]]:
                 try:
                     yield number, _event(text)
                 except ValueError as error:
+                    # A line that is not ended was being written when the process was killed.
                     if line.endswith(b"\n"):
                         raise _bad(path, number, str(error)) from None
                     return

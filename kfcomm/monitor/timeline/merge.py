@@ -82,14 +82,10 @@ def aligned(trace: TraceFile, clock: RankClock) -> Iterator[Event]:
 
 
 class Unended:
-    """Events of a trace that have begun and not ended.
-
-    Attributes:
-        last_ns: the latest time of all.
-    """
+    """Events of a trace that have begun and not ended."""
 
     def __init__(self) -> None:
-        self.last_ns = 0
+        self.last_ns = 0  # latest time of all events
         self._collectives: dict[str, Event] = {}
         self._slices: dict[int, Event] = {}
 

@@ -76,16 +76,6 @@ FINISH_WITHIN_S = 10.0
 class Timeline(Observer):
     """Records one rank.
 
-    Args:
-        folder: where the trace goes; see `check_folder`.
-        about: whose it is.
-        groups: name and members of each group, by id, as the session has it.
-        control: of this rank; None in a world of one.
-        clock: what the times are of.
-
-    Attributes:
-        path: of the trace.
-
     Raises:
         OSError: the trace cannot be written.
     """
@@ -98,7 +88,7 @@ class Timeline(Observer):
     ) -> None:
         self.path = folder / about.file_name
         self._about = about
-        self._control = control
+        self._control = control  # None in a world of one
         self._clock = clock
         self._translator = Translator(about.rank, groups)
         self._notes: deque[Note] = deque()
@@ -111,6 +101,7 @@ class Timeline(Observer):
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._write(FIRST + NEXT.join(about.as_lines()))
         self._thread = threading.Thread(target=self._run, name="kfcomm-timeline", daemon=True)
+        # Also for a program that does not close its communicator: the thread is a daemon.
         atexit.register(self._finish)
         self._thread.start()
 
@@ -176,7 +167,7 @@ class Timeline(Observer):
     @override
     def last_byte(self, peer: int, key: Key, seq: int, nbytes: int) -> None:
         if len(self._notes) < self._chunk_room:
-            since_ns = self._since.pop(peer, 0) if self._since else 0
+            since_ns = self._since.pop(peer, 0) if self._since else 0  # 0 if one read took all of it
             self._notes.append((ARRIVED, self._clock(), since_ns, peer, key, seq, nbytes))
         else:
             self._num_left_out += 1
@@ -229,6 +220,7 @@ class Timeline(Observer):
 
     @override
     def forked(self) -> None:
+        # The child has no writer thread, and shares the file with its parent.
         atexit.unregister(self._finish)
         self._room = self._chunk_room = 0
         with contextlib.suppress(OSError):
@@ -269,6 +261,7 @@ class Timeline(Observer):
         compare_s = time.monotonic()
         try:
             while True:
+                # Before the notes are written: so those of before `_finish` are among them.
                 stops = self._stopping
                 self._write_notes()
                 if stops:
@@ -288,6 +281,7 @@ class Timeline(Observer):
 
     def _write_notes(self) -> None:
         lines: list[str] = []
+        # Those of now, since the engine appends more meanwhile.
         for _ in range(len(self._notes)):
             self._translator.translate(self._notes.popleft(), lines)
             if len(lines) >= LINES_AT_ONCE:

@@ -39,15 +39,7 @@ MAX_REMEMBERED = 1 << 16
 
 
 class Translator:
-    """Makes lines of notes.
-
-    Args:
-        rank: world rank.
-        groups: name and members of each group, by id; looked at as notes come.
-
-    Attributes:
-        num_open: collectives that have begun and not ended.
-    """
+    """Makes lines of notes. ``groups`` is looked at as notes come: groups may be made meanwhile."""
 
     def __init__(self, rank: int, groups: Groups) -> None:
         self._rank = rank
@@ -84,6 +76,7 @@ class Translator:
         label, in_use = self._label(key)
         name = self._name(key)
         owed = dict(self._owed_to(program, group))
+        # Chunks may arrive before this rank has posted.
         for peer, count in self._early.pop((key, seq), {}).items():
             _take(owed, peer, count)
         self._open[key, seq] = (label, in_use, name, owed)
@@ -96,10 +89,8 @@ class Translator:
             self._awaits(lines, ns, peer, name)
 
     def _label(self, key: Key) -> tuple[str, set[str]]:
-        """An id for the next collective of a name, and all of the name that are in use, this one included.
-
-        Uses one after the other share an id: to viewers each id is a track, and they bear no hundred thousand of them.
-        """
+        """An id for the next collective of a name, and all of the name that are in use, this one included."""
+        # Uses one after the other share an id: to viewers each id is a track, and they cannot show a hundred thousand.
         known = self._labels.get(key)
         if known is None:
             if len(self._labels) >= MAX_REMEMBERED:
@@ -117,6 +108,7 @@ class Translator:
     def _ended(self, lines: list[str], note: Note) -> None:
         _, ns, key, seq, reason = note
         found = self._open.pop((key, seq), None)
+        # Its post was left out.
         if found is None:
             return
         label, in_use, name, owed = found
@@ -134,6 +126,7 @@ class Translator:
 
     def _sent(self, lines: list[str], note: Note) -> None:
         _, ns, peer, key, seq, nbytes = note
+        # Most lines are of chunks, hence the kept beginning, and `microseconds` written out.
         begin = self._begins.get((SENT, peer, key)) or self._begin(lines, SENT, peer, key)
         lines.append(
             f'{{"ph":"i","s":"t",{begin}{ns // 1000}.{ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
@@ -189,7 +182,7 @@ class Translator:
                 owed[peer] = owed.get(peer, 0) + lane.num_chunks
         if len(self._owed) >= MAX_REMEMBERED:
             self._owed.clear()
-        self._owed[id(program), group.id] = (program, owed)  # with the program: its id is nobody else's meanwhile
+        self._owed[id(program), group.id] = (program, owed)  # keeps the program, and so its id, from being reused
         return owed
 
     def _awaits(self, lines: list[str], ns: int, peer: int, name: str) -> None:
