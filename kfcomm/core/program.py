@@ -92,7 +92,7 @@ class Program:
     # destinations, lane and number.
     first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
     # By lane number, direction (0 up, 1 down) and sender
-    routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
+    routes: dict[tuple[int, int, int], LaneRoute] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Derived once here, since every collective with this program reads them.
