@@ -26,11 +26,11 @@ Seconds: TypeAlias = "float | timedelta"
 
 
 class Candidate(NamedTuple):
-    """A process that waits to be let in.
+    """A process that waits to join.
 
     Attributes:
-        birth: its rank, larger than all initial ranks.
-        about: how the others find it, in some bytes.
+        birth: its uid, larger than all initial ranks.
+        about: its address for the others, encoded.
     """
 
     birth: int
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         size: the requested number of ranks.
-        leavers: births of the ranks that are to leave, for any size.
+        leavers: uids of the ranks that are to leave, for any size.
     """
 
     size: int = ANY_SIZE

@@ -107,7 +107,7 @@ def raise_limit(count: int) -> int:
 
 
 def raise_limit_by(count: int) -> int:
-    """As `raise_limit`, for so many more than are open now."""
+    """Raise the limit to this many more descriptors than are open now; see `raise_limit`."""
     return raise_limit(len(os.listdir("/proc/self/fd")) + count)
 
 
@@ -182,7 +182,7 @@ def own_names(prefix: str, listing: str | None = None) -> list[str]:
 
 
 def ask(name: str, question: bytes, timeout_s: float) -> bytes | None:
-    """Ask a process that listens at an abstract name; return all that it answers until it hangs up.
+    """Ask a process that listens at an abstract name; return its answer, up to the end of the connection.
 
     None if it belongs to another user: anyone may listen there, and only processes of this user are believed.
 

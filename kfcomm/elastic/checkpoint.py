@@ -290,7 +290,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Its path, for error texts."""
+        """Path of the file, for error texts."""
         return sendable(str(self.path))
 
     async def find(self) -> Found | None:

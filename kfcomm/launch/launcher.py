@@ -186,7 +186,7 @@ class Launcher:
         self.ranks.end(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def fail(self, failure: Failure, *, goes_on: bool = False) -> None:
-        """Settle the first failure, and end the ranks of this host, unless the job goes on."""
+        """Settle the first failure, and end the ranks of this host, unless the job continues."""
         self.verdict.failed = failure
         self.advance(LauncherPhase.RUNS_ON if goes_on else LauncherPhase.ENDS)
         if not goes_on:

@@ -75,7 +75,7 @@ class LocalRanks:
         return self.children.keys() - self.ended.keys()
 
     def send(self, number: int, births: Iterable[int]) -> None:
-        """Send a signal to the process groups of those that live."""
+        """Send a signal to the process groups of the live ranks."""
         for birth in self.living.intersection(births):
             self.children[birth].send(number)
 

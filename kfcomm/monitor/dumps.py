@@ -184,7 +184,7 @@ def _log(session: Session, level: int, message: str) -> None:
 
 
 def _write(whole: Path, records: list[dict[str, Any]]) -> None:
-    """Whole or not at all: a reader never sees half a dump."""
+    """Write a dump atomically: a reader never sees half of one."""
     part = whole.with_name(f".{whole.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # for its owner alone

@@ -88,7 +88,7 @@ class _Collector:
         self._statistics = statistics
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: or the registry would collect once to find out."""
+        """Describe nothing: otherwise the registry would collect once to find out."""
         return ()
 
     def collect(self) -> Iterator[Family]:
@@ -234,7 +234,7 @@ def _durations(scrape: Scrape) -> Family:
 
 
 def _cumulated(tally: Tally) -> Iterator[tuple[str, float]]:
-    """How many took at most so long, by bound."""
+    """Number of durations up to each bound."""
     buckets = dict(tally.buckets)
     for bound in BOUNDS:
         yield f"{bound_s(bound):.9g}", sum(count for bucket, count in buckets.items() if bucket <= bound)

@@ -24,7 +24,7 @@ MIN_ROWS = 3
 
 
 class Style(Enum):
-    """How a line is shown."""
+    """Style of a line."""
 
     PLAIN = auto()
     TITLE = auto()
@@ -148,7 +148,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row], count: int, width: int
 
 
 def shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """How many rows each table gets: `MIN_ROWS` each, then one by turns, as long as they fit."""
+    """Rows of each table: `MIN_ROWS` each, then one by turns, as long as they fit."""
     if room is None:
         return list(wanted)
     given = [min(MIN_ROWS, count) for count in wanted]

@@ -190,7 +190,7 @@ class _Once:
         await self._begin(plan, limit_s)
 
     async def _shared(self, limit_s: float) -> Array:
-        """Everybody's rows: float64[n, 4, n]."""
+        """Rows of all ranks: float64[n, 4, n]."""
         plan = self._group.plans.plan(Planner.all_gather, self._row.dtype, self._row.shape, (), None)
         rows = np.empty((self._group.view.size, *self._row.shape))
         await self._begin(plan, limit_s, self._row.reshape(-1), rows.reshape(-1))

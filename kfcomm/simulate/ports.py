@@ -66,7 +66,7 @@ class Port:
 
     @property
     def busy_s(self) -> float:
-        """How long it takes at least for what was sent through it."""
+        """Least time for the bytes that were sent through it."""
         return max(0, self.nbytes - self.burst_nbytes) / self.rate
 
     def enter(self, flow: Flow, nbytes: int) -> None:

@@ -1,8 +1,9 @@
 """Rank of a simulation: a core machine, and the processor time of its effects.
 
-Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop does. Each
-message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each fold takes
-the time of its bytes. Within one flow, chunks leave in the order in which the machine emitted them.
+Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
+does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
+fold takes that of its bytes. The sends that follow from a chunk leave when its other work is done, like the frames of a
+burst; within one flow, chunks leave in the order in which the machine emitted them.
 
 Where the ranks of a host are more than its processors, they take turns: the rank that waits longest is next.
 """
@@ -73,7 +74,7 @@ class Processors:
         return False
 
     def give(self) -> None:
-        """A rank has finished what it did."""
+        """Note that a rank has finished its work."""
         if self._waiting:
             # An event, not a call: thousands of ranks may pass the processor on at once, and calls would nest as deep.
             self._agenda.at(self._agenda.now_s, Rank.work, self._waiting.popleft())
@@ -119,14 +120,14 @@ class Rank:
         self.nbytes_sent = 0
 
     def arrived(self, chunk: Chunk | None) -> None:
-        """A chunk has arrived, or None to begin; it is handled when there is time."""
+        """Queue a chunk that has arrived, or None to begin; it is handled when there is time."""
         self._inbox.append(chunk)
         if not self._is_busy:
             self._is_busy = True
             self._go_on()
 
     def was_read(self) -> None:
-        """A chunk has left this rank's memory."""
+        """Note that a chunk has left this rank's memory."""
         self._machine.was_read()
         if self._recorder.effects:
             self._perform()
@@ -172,7 +173,7 @@ class Rank:
         self._rest()
 
     def _rest(self) -> None:
-        """Leave the processor to others, and go on when it is this rank's turn again."""
+        """Leave the processor to others, and continue when it is this rank's turn again."""
         if self._processors is not None:
             self._processors.give()
         if self._inbox:

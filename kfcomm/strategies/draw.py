@@ -137,7 +137,7 @@ def _items(graph: Graph, rank: int, layout: Layout) -> list[tuple[list[int], boo
 
 
 def _others(pairs: Sequence[GraphPair]) -> str:
-    """How the pairs after the first differ from it."""
+    """Differences of the pairs after the first from it."""
     size, first = pairs[0].size, pairs[0].root
     roots = f"root{'' if len(pairs) == 2 else 's'} {ranges(pair.root for pair in pairs[1:])}"
     if all(_moved(pairs[0], pair, [(rank + pair.root - first) % size for rank in range(size)]) for pair in pairs):

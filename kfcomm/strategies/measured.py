@@ -138,7 +138,7 @@ def _joined(size: int, edges: list[tuple[int, int]]) -> list[list[int]]:
 
 
 def _ways(neighbours: list[list[int]], weights: list[list[float]], start: int) -> dict[int, float]:
-    """How far every rank is from ``start``, each after the one before it on its way."""
+    """Distance of every rank from ``start``, each after the one before it on its path."""
     ways = {start: 0.0}
     stack = [start]
     while stack:

@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How a rank's clock relates to rank 0's at one moment: the latter is ``offset_ns`` more."""
+    """Relation of a rank's clock to rank 0's at one moment: the latter is ``offset_ns`` more."""
 
     at_ns: int  # the moment, by the rank's clock
     offset_ns: int  # rank 0's clock less the rank's

@@ -169,7 +169,7 @@ class TracedCollective:
 
 @dataclass(slots=True)
 class WaitedFor:
-    """How one rank was waited for: it alone had not posted what all others had."""
+    """Wait for one rank, which alone had not posted the collective."""
 
     count: int = 0  # how often
     total_ns: int = 0  # for how long, together

@@ -170,7 +170,7 @@ class Translator:
     # ---------------------------------------------------------------- who is waited for
 
     def _owed_to(self, program: Program, group: GroupView) -> dict[int, int]:
-        """How many chunks each peer, by world rank, is to send for one collective."""
+        """Chunks that each peer, by world rank, is to send for one collective."""
         known = self._owed.get((id(program), group.id))
         if known is not None:
             return known[1]
@@ -196,7 +196,7 @@ class Translator:
             )
 
     def _has(self, lines: list[str], ns: int, peer: int, name: str) -> None:
-        """A collective has received everything from a peer."""
+        """Note that a collective has received everything from a peer."""
         self._awaiting[peer] -= 1
         if not self._awaiting[peer]:
             title = f"waiting for rank {peer}"
@@ -270,7 +270,7 @@ class Translator:
 
 
 def _take(owed: dict[int, int], peer: int, count: int) -> bool:
-    """A peer has sent some of what it owes; whether that was the last of it."""
+    """Note a chunk of a peer; return whether it was the last of those expected."""
     left = owed.get(peer)
     if left is None:
         return False
@@ -311,7 +311,7 @@ class About:
 
     @property
     def file_name(self) -> str:
-        """Of this trace in its folder."""
+        """Name of this trace in its folder."""
         return f"kfcomm-{self.job}-rank{self.rank}{SUFFIX}"
 
     @property
