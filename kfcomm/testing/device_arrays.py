@@ -180,14 +180,11 @@ class FakeArray:
 
 
 class Uses:
-    """Memory that an item on a stream will read and write.
-
-    The memory must be allocated when its turn comes, except on the stream for which it was made: as with CuPy's and
-    torch's, freed memory is used again in the order of that stream.
-    """
+    """Memory that an item on a stream will read and write; it must still be there when its turn comes."""
 
     def __init__(self, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
         parts = [(x, False) for x in reads] + [(x, True) for x in writes]
+        # Weak: to keep the memory alive would hide that the program has freed it too early.
         self._parts = [(weakref.ref(x.allocation), x.allocation.home, x.memory, is_written) for x, is_written in parts]
 
     def happen(self, stream: FakeStream) -> None:
@@ -197,6 +194,8 @@ class Uses:
             said = None
             if allocation is not None:
                 said = allocation.touch(memory, stream, writes=is_written)
+            # On its own stream it may be freed: as in CuPy and torch, freed memory is used again in the order of that
+            # stream.
             elif home is not stream:
                 said = f"memory of {home} was freed before what was on {stream} had used it"
             if said is not None:

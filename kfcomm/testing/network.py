@@ -60,10 +60,7 @@ class InMemory:
 
 
 class InSharedMemory:
-    """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections.
-
-    ``latest`` has the latest endpoint of each process by uid: this epoch takes it over, and replaces it.
-    """
+    """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, ShmEndpoint]
@@ -71,7 +68,7 @@ class InSharedMemory:
         self._loop = loop
         self._reactor = reactor
         self._births = births
-        self._latest = latest
+        self._latest = latest  # what each process shared last, by uid: taken over into this epoch, and replaced
         self._ranks: dict[int, ShmEndpoint] = {}
         self._cut: set[int] = set()
 
@@ -101,6 +98,7 @@ class InSharedMemory:
 
     def unplug(self, rank: int) -> None:
         """Break every link of ``rank`` that is open now."""
+        # A duplicate is shut down: that ends the connection, and leaves the descriptor to its owner.
         for descriptor in self._ranks[rank].hub.descriptors():
             with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -122,7 +120,7 @@ class MemoryWelcome(NamedTuple):
 
 
 class MemoryStore:
-    """Store of the membership, for all ranks of a world: waiting processes and requested sizes. Never lost."""
+    """Store of the membership: processes that wait to be admitted, and the requested size. Never lost."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[MemoryWelcome]] = {}
@@ -177,6 +175,7 @@ class MemoryStore:
 
     def _tell(self) -> None:
         self._changed.set()
+        # A new event each time: one that stays set would wake later waiters for old news.
         self._changed = asyncio.Event()
 
 
@@ -196,7 +195,8 @@ class Epoch:
         self._next: dict[tuple[int, ...], Epoch] = {}
 
     async def is_there(self, rank: int) -> None:
-        """Wait until a rank has joined, or is dead: a process listens before the others know of it."""
+        """Wait until a rank has joined, or is dead."""
+        # A process listens before the others know of it: here the others wait for that.
         while rank not in self.joined and self.births[rank] not in self.world.dead:
             await self._arrival.wait()
 
@@ -223,10 +223,12 @@ class Epoch:
     def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
+        # The first rank that enters makes the epoch; all others have to find the same one.
         if births not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
             layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
             self._next[births] = made = Epoch(self.world, births, layout, self.job, self.number + 1)
+            # These died while the epoch did not exist, so that it could not be told.
             for birth in self.world.dead:
                 made.kill(birth)
         return self._next[births]

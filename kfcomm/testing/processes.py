@@ -1,7 +1,7 @@
 """A world of real processes on this host, and the program of each rank, which runs the functions of the test.
 
 Invariants: no process outlives its world. Where a rank has failed, was killed or stopped, the others are killed at the
-end: in an orderly end they would wait for it.
+end.
 """
 
 from __future__ import annotations
@@ -29,18 +29,7 @@ LEAVING_S = 30.0
 
 
 class ProcessWorld:
-    """The ranks of a job, each a process.
-
-    Functions are sent by name, arguments and results by pickle.
-
-    Args:
-        size: number of ranks.
-        faults: of the ranks.
-        store: ``http://host:port`` of the store of the job.
-        token: the secret of the job.
-        is_blocking: whether the ranks use ``kfcomm.sync``.
-        options: further arguments of ``kfcomm.init``.
-    """
+    """The ranks of a job, each a process. Functions are sent by name, arguments and results by pickle."""
 
     def __init__(
         self, size: int, faults: FaultPlan, store: str, token: str, *, is_blocking: bool, **options: Any
@@ -80,11 +69,7 @@ class ProcessWorld:
                 connection.send((function, args))
 
     def outcome(self, rank: int) -> Any:
-        """Next answer of a rank; blocks until it comes.
-
-        Returns:
-            Its result or its error; `Killed` if it has ended.
-        """
+        """Next result or error of a rank, `Killed` if it has ended; blocks until it comes."""
         try:
             is_result, said = self._connections[rank].recv()
         except (EOFError, OSError):
@@ -107,12 +92,14 @@ class ProcessWorld:
 
     def close(self, *, kindly: bool) -> None:
         """End every process: after a goodbye if ``kindly`` and nothing has failed, else at once."""
+        # In an orderly end the ranks wait for each other, and so for one that has failed, was killed or stopped.
         kindly = kindly and self._is_whole
         for connection, process in zip(self._connections, self._processes, strict=True):
             if kindly:
                 connection.send(None)
             else:
                 process.kill()
+        # In a second round, since ranks leave together.
         for connection, process in zip(self._connections, self._processes, strict=True):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVING_S)
@@ -223,8 +210,8 @@ def _blocking(requests: Connection, settings: dict[str, Any], faults: tuple[Faul
 
 
 def _read(requests: Connection, put: Callable[[Request | None], object]) -> None:
-    """Pass on each request, and None at the end; end the process when the test is gone."""
-    # on a thread, so that the process ends with the test's even in the midst of a call
+    """Hand on each request, and None for the last; end the process when the test is gone."""
+    # On a thread: so the process ends with that of the test, even during a call.
 
     def read() -> None:
         try:
@@ -248,6 +235,7 @@ def _told(error: Exception) -> Exception:
     """Return the error in a form that can be sent, with the place where it was raised."""
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
+        # Also loaded: an exception whose arguments are not those of its class can be dumped only.
         pickle.loads(pickle.dumps(error))  # noqa: S301  our own words
     except Exception:  # noqa: BLE001  pickle raises what it likes
         return RuntimeError("".join(traceback.format_exception_only(error)).rstrip())

@@ -48,8 +48,9 @@ class Promises:
     """Promises of one device to ``notify``."""
 
     def __init__(self) -> None:
-        self.num_open = 0  # promised calls that have not come
-        self.told: Known = {}  # what the program knows of the progress of streams; replaced, never changed
+        self.num_open = 0  # calls that have not come
+        # how far the program has been told that the streams are; replaced, not changed, since items keep it
+        self.told: Known = {}
         self._due: deque[tuple[Promise, BaseException | None, Known]] = deque()
         self._is_speaking = False
 
@@ -64,9 +65,10 @@ class Promises:
         learn(self.told, known)
 
     def keep(self) -> None:
-        """Make the due calls, outside of the lock. If another thread is at it, leave the rest to that one."""
+        """Call what is due, outside of the lock."""
         while True:
             with SCHEDULER.lock:
+                # A thread that finds another at it leaves the rest to that one: so the calls keep their order.
                 if self._is_speaking or not self._due:
                     return
                 self._is_speaking = True
@@ -100,12 +102,14 @@ class Scheduler:
             try:
                 yield
             finally:
+                # Only in the outermost block: an item that is done may enter it again.
                 if self._depth == 1:
                     while self.awake:
                         self.awake.popleft().advance()
                     speakers += self.speakers
                     self.speakers.clear()
                 self._depth -= 1
+        # After the lock is released: what is called may wait for other threads.
         for promises in speakers:
             promises.keep()
 
@@ -115,18 +119,12 @@ SCHEDULER: Final = Scheduler()
 
 
 class FakeMark:
-    """A place in a stream.
-
-    Attributes:
-        stream: where it is.
-        is_done: everything before it is done.
-        error: of the stream, when it came to the mark.
-        known: to the stream, when it came to the mark.
-    """
+    """A place in a stream."""
 
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
-        self.is_done = False
+        self.is_done = False  # with everything before it
+        # of the stream, when it came to the mark
         self.error: BaseException | None = None
         self.known: Known = {}
         self._waiting: list[FakeStream] = []
@@ -272,26 +270,21 @@ class Allocation:
     """Some memory of a device, which is free again when the last array in it is gone."""
 
     def __init__(self, base: Array, home: FakeStream) -> None:
-        self.nbytes = base.nbytes  # of all of it
+        self.nbytes = base.nbytes
         self.home = home  # the stream for which it was made
         self._at = byte_bounds(base)[0]
         self._uses: list[StreamUse] = []
 
     def touch(self, memory: Array, stream: FakeStream, *, writes: bool) -> str | None:
-        """Record that ``stream`` reads or writes ``memory`` in this allocation; under the lock of the scheduler.
-
-        Memory that is not contiguous counts as reaching from its first byte to its last.
-
-        Returns:
-            The access that is not ordered with this one, in words, if there is one.
-        """
+        """Note a use of ``memory``, which lies here, under the lock; return a race that it makes, in words."""
         if not memory.size:
             return None
+        # Memory that is not contiguous counts from its first byte to its last.
         low, high = byte_bounds(memory)
         use = StreamUse(stream, stream.tick(), low - self._at, high - self._at, writes)
         others = [one for one in self._uses if one.start < use.stop and use.start < one.stop]
         wrong = next((one for one in others if _is_race(one, use)), None)
-        # Whoever comes after a write, in order, comes after all that the write came after.
+        # A use that is in order after a write is in order after everything that the write came after.
         self._uses = [one for one in self._uses if not _is_covered(one, use)] + [use]
         if wrong is None:
             return None

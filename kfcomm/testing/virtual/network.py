@@ -34,7 +34,7 @@ class Stuck(AssertionError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Descriptors are not watched, and nothing runs beside it."""
+    """Event loop with a virtual clock: descriptors are not watched, and no thread runs beside it."""
 
     def __init__(self) -> None:
         self.now_s = BEGIN_S
@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Do it before this returns."""
+        """Run it here, before this returns: a thread would bring real time and chance into the run."""
         del executor
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -56,18 +56,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _NoDescriptors(selectors.SelectSelector):
-    """Advance the time instead of waiting for it."""
+    """Selector that advances the clock instead of waiting."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return nothing, after an advance of the time.
-
-        Raises:
-            Stuck: nothing will ever be due.
-        """
+        """Let time pass; raises `Stuck` if nothing will ever be ready."""
         if timeout is None:
             raise Stuck("all ranks wait, and some have not ended")
         if timeout > 0:
@@ -105,8 +101,8 @@ class VirtualNetworkModel:
     def __init__(self, reactor: Reactor, random: Random, events: Sequence[Event], timing: Timing) -> None:
         self.timing = timing
         self.random = random
-        self.lost: set[tuple[int, int]] = set()  # pairs that have lost each other
-        self.num_sent = 0  # messages so far
+        self.lost: set[tuple[int, int]] = set()  # pairs that have lost each other, in both orders
+        self.num_sent = 0
         self._reactor = reactor
         self._began_s = reactor.time()
         self._slow = [one for one in events if isinstance(one, (Delay, SlowLink))]
@@ -137,7 +133,7 @@ class VirtualNetworkModel:
             if one.at_s <= now_s < one.at_s + one.for_s and _is_slow(one, source, target):
                 due_s += one.by_s
         road = (source, target, channel)
-        # never before an earlier message of the same channel: each channel keeps its order
+        # Not before an earlier message of the same channel: each channel keeps its order.
         due_s = self._passes_s(source, target, max(due_s, self._last_s.get(road, 0.0)))
         self._last_s[road] = due_s
         self.num_sent += 1
@@ -161,6 +157,7 @@ class VirtualNetworkModel:
     def _passes_s(self, source: int, target: int, due_s: float) -> float:
         """Time of arrival with delays, for a message that was due at ``due_s``."""
         is_held = True
+        # The end of one event may lie in another: looked at again until none holds the message.
         while is_held:
             is_held = False
             for one in self._held:

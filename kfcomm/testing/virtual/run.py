@@ -128,12 +128,12 @@ async def _run(loop: VirtualLoop, plan: _Plan) -> VirtualRun:
 
 
 class _Ranks:
-    """The processes of a run: those of the beginning, and those that came."""
+    """The processes of a run: the initial ones, and those that joined."""
 
     def __init__(self, main: Main, world: VirtualWorld) -> None:
         self.world = world
         self._main = main
-        self._outside: set[int] = set()
+        self._outside: set[int] = set()  # processes that were not admitted, and may never be
         self._tasks = {rank: asyncio.ensure_future(self._live(rank, comm)) for rank, comm in enumerate(world)}
 
     @property
@@ -153,11 +153,7 @@ class _Ranks:
         self._tasks[rank] = asyncio.ensure_future(self._come(rank))
 
     async def end(self, until_s: float) -> None:
-        """Wait until the programs of all joined ranks have ended.
-
-        Raises:
-            Stuck: they have not, by then.
-        """
+        """Wait until all admitted processes have ended; raises `Stuck` if they have not by then."""
         loop = asyncio.get_running_loop()
         while inside := {rank: one for rank, one in self._tasks.items() if not (one.done() or rank in self._outside)}:
             if loop.time() >= until_s:
@@ -225,7 +221,7 @@ async def _happen(ranks: _Ranks, event: Event, lost_after_s: float) -> None:
 
 
 def _lose(ranks: _Ranks, event: Stop | Partition) -> None:
-    """Declare two ranks lost to each other after so long without a message between them."""
+    """Declare ranks lost to each other after so long without a message between them."""
     living = ranks.living
     for one in living:
         for other in living:
@@ -271,6 +267,7 @@ def search_in_virtual_time(
         events = list(plan(Random(seed), size))
         error = trial.failure(events)
         if error is not None:
+            # Few events with short times are what a reader can follow.
             events, error = _shrunk(events, error, trial)
             again = f"run_in_virtual_time(main, {size}, seed={seed}, events={events!r})"
             raise AssertionError(f"{type(error).__name__}: {error}\n{again}") from error

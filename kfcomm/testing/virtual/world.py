@@ -137,11 +137,7 @@ class VirtualStore(MemoryStore):
         return await super().ask_in(birth)
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Answer after a latency.
-
-        Raises:
-            RendezvousError: the store is lost.
-        """
+        """Answer after a latency; raises `RendezvousError` while the store is lost."""
         await self._latency()
         return await super().candidates(known)
 
@@ -151,11 +147,7 @@ class VirtualStore(MemoryStore):
         await super().welcome(births, said)
 
     async def wanted(self, known: Wanted) -> Wanted:
-        """Answer after a latency.
-
-        Raises:
-            RendezvousError: the store is lost.
-        """
+        """Answer after a latency; raises `RendezvousError` while the store is lost."""
         await self._latency()
         return await super().wanted(known)
 
@@ -179,11 +171,7 @@ class VirtualStore(MemoryStore):
         return birth in self._words.setdefault(epoch, tuple(living))
 
     async def changed(self) -> None:
-        """Wait for a change.
-
-        Raises:
-            RendezvousError: the store is lost.
-        """
+        """Wait for a change; raises `RendezvousError` if the store is lost meanwhile."""
         num_losses = self._num_losses
         if self._back.is_set():
             await super().changed()
