@@ -166,11 +166,11 @@ class Agreements:
     async def _ask(self, decision: EpochDecision, word: Word | None) -> None:
         """Ask the store whether these ranks may continue, if the other ranks may not without asking.
 
-        Of two halves the store refuses the second, which raises. If some ranks have ended, the others may know what was
-        decided with these: then these must have ended, too, before the answer counts.
+        Of two halves the store refuses the second, which raises.
         """
         left, strays = decision.living(), self.strays
         is_half = 2 * len(left) == self._size
+        # Where ranks have ended, strays may know what was agreed with these: so their launchers end the strays first.
         may_ask = is_half or (self._ended and 2 * len(strays) <= self._size)
         if word is not None and may_ask and await word(left, () if is_half else sorted(strays)):
             if is_half:

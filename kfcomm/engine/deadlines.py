@@ -150,17 +150,14 @@ class Inquiry:
             reactor.call_later(ANSWER_WITHIN_S, self._report)
 
     def conclude(self, control: ControlPlane | None, reactor: Reactor, then: Callable[[], None]) -> None:
-        """Call ``then``, once: at once if the question had its time, else when it is answered or has had it.
-
-        Otherwise, after a busy loop or with a short timeout, the error would call ranks silent that were never heard.
-        """
+        """Call ``then``, once: at once if the question had its time, else when it is answered or has had it."""
         if self._asked_s is None:
             self.ask(control, reactor, report=False)
         had_s = reactor.time() - (self._asked_s or 0.0)
         self._conclude = then
         if had_s >= GRACE_S or not self._unanswered:
             self._concluded()
-        else:
+        else:  # after a busy loop, or with a short timeout, answers that have come were not heard yet
             reactor.call_later(GRACE_S - had_s, self._concluded)
 
     def _concluded(self) -> None:

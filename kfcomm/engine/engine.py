@@ -130,7 +130,7 @@ class Engine:
         try:
             outcome = self.router.post(post, operation, effects)
         except Exception as error:
-            if operation not in self.router.live.values():
+            if operation not in self.router.live.values():  # it has no number: the error concerns this caller alone
                 raise
             self.broke(operation.collective, error)
         else:
@@ -259,8 +259,8 @@ class Engine:
         self.links.flush_soon()
 
     def peer_left_group(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
-        """Note that a peer has left a group, after a look at what it gave in slots before."""
-        self.slots.look()
+        """Note that a peer has left a group."""
+        self.slots.look()  # what the peer stored before it left may complete uses
         self.slots.peer_left(incoming.peer, group_id, self.router.names.of_group(group_id))
         self.router.on_left(incoming, group_id, effects)
 
@@ -324,7 +324,7 @@ class Engine:
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """Fail everything that a lost peer takes part in, now and later."""
         effects: Effects = []
-        self.enter_all()
+        self.enter_all()  # the router must fail those in slots, too, which it does not know
         self.unusual.add("lost")
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
         self.links.drop(peer)
@@ -404,7 +404,7 @@ class Engine:
             observer.failed(operation, cause.message, is_last=is_last)
         for sender in self.links.by_peer.values():
             for header in sender.withdraw(operation):
-                if header[7] & 1:
+                if header[7] & 1:  # it was charged to the credit, and never leaves
                     sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
         self.links.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()

@@ -178,8 +178,6 @@ class SocketNetwork(Network):
     async def _enter(cls, meeting: Meeting, listener: Listener) -> SocketNetwork:
         """Wait until the ranks of a running job admit this process.
 
-        A process that a launcher started may be a spare, and waits as long as there is a store.
-
         Raises:
             ConfigError: its number is another's, or its settings are not theirs.
             RendezvousError: they do not within the timeout; or the store is gone.
@@ -195,7 +193,7 @@ class SocketNetwork(Network):
                     entry = await client.get(f"{ENTRY}/{me.rank}", settings.timeout_s)
                     break
                 except NotSet:
-                    if not settings.launcher:
+                    if not settings.launcher:  # else it may be a spare, which waits as long as there is a store
                         raise
         except RendezvousError as error:
             raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error

@@ -131,11 +131,8 @@ class Recorder(Observer):
             meter.settle = self.settle
 
     def settle(self, patience_s: float = 0.0) -> None:
-        """Tally the ended collectives, unless another thread does it for longer than this many seconds.
-
-        Bounded, since in a forked child the lock may be taken for good.
-        """
-        if not self._lock.acquire(timeout=patience_s):
+        """Tally the ended collectives, unless another thread does it for longer than this many seconds."""
+        if not self._lock.acquire(timeout=patience_s):  # in a forked child it may be taken for good
             return
         ended, meter = self.ended, self._meter
         try:

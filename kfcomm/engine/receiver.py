@@ -65,7 +65,7 @@ class Receiver:
         if header[0] == CHUNK:
             meter = self._meter
             if meter is not None and not meter.now_s:
-                meter.now_s = monotonic()
+                meter.now_s = monotonic()  # once a burst: it is cleared at its end
             if self.observers is not None:
                 self._tell_last_byte(link, header, len(payload))
             self.lender = link
@@ -74,7 +74,7 @@ class Receiver:
                 if whose is None:
                     whose = self._receive_unlike(link, header, payload, effects)
             except RemoteProtocolError:
-                raise
+                raise  # it ends this link alone
             except Exception as error:  # noqa: BLE001  it ends this collective alone
                 key = link.state.keys.get(header[1])
                 self._engine.broke(None if key is None else key.live.get(header[2]), error)
@@ -198,7 +198,7 @@ class Receiver:
         return Payload.held(self._pool, nbytes)
 
     def _tell_last_byte(self, link: Link, header: Header, nbytes: int) -> None:
-        """Handle a chunk of a collective that may not be posted yet."""
+        """Tell the observers of a chunk, whose collective may not be posted yet."""
         key = link.state.keys.get(header[1])
         if key is not None:
             for observer in self.observers or ():

@@ -81,12 +81,9 @@ class LinkRecovery:
         self.look_if_in_vain(peer)
 
     def look_if_in_vain(self, peer: int) -> None:
-        """Fail what waits for this peer if a link of it has ended, it has left, and it sends on no other link.
-
-        This happens a moment later: why it has not sent all, perhaps that another has left, may be heard after its own
-        leaving.
-        """
+        """Fail what waits for this peer if a link of it has ended, it has left, and it sends on no other link."""
         if self._sends_no_more(peer):
+            # Later: why it has not sent all, perhaps that another has left, may be heard after its own leaving.
             self._reactor.call_later(NEWS_WITHIN_S, self._fail_in_vain, peer)
 
     def close(self) -> None:
@@ -107,19 +104,17 @@ class LinkRecovery:
         return Cause(CauseKind.LINK, rank, f"the link between ranks {rank} and {peer} broke: {reason}")
 
     def _fail_unless_lost(self, control: ControlPlane, peer: int, carried: list[Collective], cause: Cause) -> None:
-        """Let them fail by the peer's loss if it is lost, else as soon as it has answered.
-
-        What a leaving peer has not posted fails by its leaving: the end of its link may be heard of first.
-        """
+        """Let them fail by the peer's loss if it is lost, else as soon as it has answered."""
 
         def answered(_: int, posted: Sequence[bool], __: str) -> None:
+            # What a leaving peer has not posted fails by its leaving, even if the end of its link is heard of first.
             left = self._router.lost.get(peer, cause)
             for collective, is_posted in zip(carried, chain(posted, repeat(True)), strict=False):
                 self._abort(collective, cause if is_posted else left)
             carried.clear()
 
         control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
-        self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
+        self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")  # without an answer all fail by the link
 
     def _pause_s(self, peer: int) -> float:
         """Delay before the next link; it doubles with every break, to bound the load of a faulty peer."""

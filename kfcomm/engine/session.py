@@ -273,11 +273,11 @@ class Session(ControlEvents, StatusSource):
     def retire_former(self, *, lingers: bool = True) -> None:
         """Close the sessions of former epochs in the background, since all ranks are in this one.
 
-        If ``lingers``, the control plane of one that may have given up live ranks stays until the next change or the
-        end: these ranks hear of it there.
+        If ``lingers``, the control plane of one that may have given up live ranks stays until the next change or end.
         """
         former, self._former = self._former, []
         for session in former:
+            # Ranks that were given up, and live, hear of it from the control plane that they know.
             stays = lingers and any(map(session.network.membership.may_live, session.agreements.strays))
             if stays:
                 self._former.append(session)

@@ -66,6 +66,7 @@ class SlotTable:
         if slot.is_dead:
             return None
         key = series.key
+        # Uses overlap, or a member has sent a chunk of this use, so does not use the slot: this rank leaves it, too.
         early = key.early.get(use.seq)
         if len(key.live) > 1 or (early is not None and any(item[0].peer in slot.members for item in early.items)):
             slot.is_dead = True
@@ -73,12 +74,10 @@ class SlotTable:
         return slot
 
     def wake(self, slot: Slot) -> None:
-        """Wake the ranks that sleep on this slot and that a link leads to, after a store.
-
-        There is a link between the hub and each of the others, at least; and the hub wakes all when it finds a use
-        complete: if it sleeps, it is woken first.
-        """
+        """Wake the ranks that sleep on this slot and that a link leads to, after a store."""
         slot.has_news = False
+        # Ranks without a link between them are woken by the hub, which has a link to each: it wakes all when it finds
+        # a use complete, and if it sleeps, it is woken first.
         for world in slot.memory.sleeping():
             if world in slot.members:
                 sender = self._links.by_peer.get(world)
@@ -168,6 +167,7 @@ class SlotTable:
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
+            # It must come from the hub, before this use, and not before a use that failed here: see ``Key.spoil``.
             if peer != series.group.members[use.work.hub] or not key.spoilt <= seq < use.seq:
                 return None
             del offers[series.signature]
@@ -179,13 +179,11 @@ class SlotTable:
         return None
 
     def take_back(self, use: SlotExecutor) -> None:
-        """Send chunks for this use; if this rank has handed out the slot, notify every rank that it is withdrawn.
-
-        Any other rank that does so sends a chunk to this one, whose graph reaches all: so all follow.
-        """
+        """Send chunks for this use; if this rank has handed out the slot, notify every rank that it is withdrawn."""
         series = use.collective.series
         slots = series.key.slots
         slot: Slot | None = None if slots is None else slots.get(series.signature)
+        # A rank that is not the root notifies none: its chunk reaches the root, whose graph reaches all, so all follow.
         if slot is None or not slot.is_dead or not slot.is_root or use.seq >= slot.told_from:
             return
         slot.told_from = use.seq  # of overlapping uses an earlier one may leave later
@@ -306,7 +304,7 @@ class SlotTable:
         senders = [by_peer.get(peer) for peer in others]
         links = [None if sender is None else sender.link for sender in senders]
         memories = {None if link is None else link.slots for link in links}
-        memory = memories.pop() if len(memories) == 1 else None
+        memory = memories.pop() if len(memories) == 1 else None  # one rank without it, and all use links
         if memory is None:
             return
         where = memory.hand_out(use.work.cut)

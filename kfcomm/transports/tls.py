@@ -78,8 +78,6 @@ def _in_folder(folder: Path) -> list[Path]:
 def make(folder: Path, *, days: int = DAYS) -> None:
     """Make an authority for one job and a certificate that it signs, into a new folder that its owner alone can read.
 
-    The authority's key is not kept, so that no other certificate can be signed.
-
     Raises:
         ConfigError: the folder holds such files already, cannot be written, or the library is missing.
     """
@@ -112,7 +110,7 @@ def make(folder: Path, *, days: int = DAYS) -> None:
 
     authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     plain = serialization.NoEncryption()
-    contents = {
+    contents = {  # without the authority's key: no other certificate can be signed
         AUTHORITY: signed("a kfcomm job's authority", authority, "a kfcomm job's authority", authority),
         CERTIFICATE: signed("a process of a kfcomm job", key, "a kfcomm job's authority", authority),
         KEY: key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain),
