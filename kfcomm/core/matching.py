@@ -158,9 +158,9 @@ class Matching(Calls):
         # Late chunks are no fault of the sender, which hears of the end later: it gets its credit back.
         if self._aborted.is_over(key, seq):
             if charged:
-                incoming.window.matched(nbytes)
+                incoming.window.matched(nbytes)  # it is dropped, so its credit goes back
             return None
-        if not charged:
+        if not charged:  # its sender cannot have seen this rank post, and must have spent credit
             effects.append((VIOLATION, incoming, f"a chunk of {shown(key.name)}, which is not posted, without credit"))
             return None
         return (self._early(key, seq, signature, effects), *chunk)

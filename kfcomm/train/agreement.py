@@ -44,7 +44,7 @@ def leaves(tree: Tree) -> dict[str, Any]:
 
 
 def rebuilt(tree: Tree, arrays: Mapping[str, Any], path: str = "") -> Tree:
-    """A tree like ``tree`` of other arrays, given by the names that ``leaves`` has for its own."""
+    """Rebuild a tree like ``tree`` with other arrays, by the names of ``leaves``."""
     children = _children(tree)
     if children is None:
         return arrays[path or ALONE]
@@ -58,7 +58,7 @@ def rebuilt(tree: Tree, arrays: Mapping[str, Any], path: str = "") -> Tree:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """A tree like ``tree`` of what ``function`` gives for each array, and for those of ``others`` with its name."""
+    """Map ``function`` over the arrays of ``tree`` and the same ones of ``others``; return a tree like ``tree``."""
     first, rest = leaves(tree), [leaves(other) for other in others]
     for other in rest:
         if other.keys() != first.keys():
@@ -68,7 +68,7 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def copied(tree: Tree) -> Tree:
-    """A tree of copies: programs update models in place, and what is kept beside these must not follow."""
+    """Copy a tree: programs update models in place, and kept models must not follow."""
     return mapped(lambda x: 1 * x, tree)
 
 
@@ -203,7 +203,7 @@ def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
 
 
 def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> Any:
-    """Begin to exchange what the ranks have; returns a handle of all reports, for `check_alike`."""
+    """Begin to exchange reports; return a handle of the reports of all ranks, for `check_alike`."""
     tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
     told = tell([said, problem], name)
     told.add_done_callback(looked_at)
@@ -217,7 +217,7 @@ def introduction(rank: int, said: str, name: str, wrong: str = DIFFERENT) -> Pro
 
 
 def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str = DIFFERENT) -> None:
-    """Compare the reports of all ranks: what each has, and the fault of that (a `ConfigError`)."""
+    """Compare the reports of all ranks: the algorithm of each, and its fault (a `ConfigError`)."""
     for other, (way, problem) in enumerate(told):
         if problem is not None:
             raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")

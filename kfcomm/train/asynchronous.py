@@ -114,8 +114,8 @@ class PairAveraging(Agreement):
     """PairAveraging: each rank fetches the model of a random peer while it computes, and continues with their mean.
 
     v ← (v + v_peer) / 2, then the gradient is applied, then it is published: AD-PSGD (Lian et al., ICML 2018,
-    https://arxiv.org/abs/1710.06952), pulled as KungFu's ``PairAveragingOptimizer`` does it. Without
-    barriers, a slow rank delays no other: a peer's latest model can be fetched whatever the peer does.
+    https://arxiv.org/abs/1710.06952), pulled as KungFu's ``PairAveragingOptimizer`` does it. Without barriers, a slow
+    rank delays no other: a peer's latest model can be fetched whatever the peer does.
 
     *Staleness.* The age of a model is the number of gradients in it: one more for each that is applied, and for a mean
     of two models the mean of their ages. A peer's model that is more than ``max_staleness`` younger than this rank's is

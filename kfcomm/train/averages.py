@@ -103,7 +103,7 @@ class SMA(ModelAgreement):
 
     Args:
         comm: communicator of the ranks that agree.
-        alpha: α, above 0 and at most 1; with 1 all go on with the mean.
+        alpha: α, above 0 and at most 1; with 1 all continue with the mean.
         name: see `Agreement`.
 
     Raises:
@@ -272,13 +272,13 @@ class AdaSGD(Agreement):
     """SMA first, S-SGD later, without a restart: noise helps in the beginning, fast convergence at the end.
 
     KungFu's AdaSGD (Mai et al., OSDI 2020, https://www.usenix.org/conference/osdi20/presentation/mai). It changes after
-    a given number of steps, or when some rank has said ``change()``: that travels with the models, so that all ranks
-    change at the next step. There all go on with the mean of the models: S-SGD begins with equal ones.
+    a given number of steps, or when some rank has called ``change()``: that travels with the models, so that all ranks
+    change at the next step. There all continue with the mean of the models: S-SGD begins with equal ones.
 
     Args:
         comm: communicator of the ranks that agree.
         alpha: of SMA.
-        after: steps with SMA; None: until a rank says ``change()``.
+        after: steps with SMA; None: until a rank calls ``change()``.
         name: see `Agreement`.
 
     Attributes:

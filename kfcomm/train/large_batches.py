@@ -154,7 +154,7 @@ class LambState(NamedTuple):
 
     @classmethod
     def zeros_like(cls, weights: Array) -> LambState:
-        """At the beginning."""
+        """State at the beginning."""
         return cls(np.zeros_like(weights), np.zeros_like(weights))
 
 

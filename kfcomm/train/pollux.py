@@ -191,7 +191,7 @@ def fit(observations: Sequence[Observation]) -> Throughput:
 
 
 def _minimum(observations: Sequence[Observation], free: Sequence[bool], gamma: float) -> tuple[float, list[float]]:
-    """A local minimum, of those parameters that are free: its cost, and all parameters."""
+    """Find a local minimum over the free parameters; return its cost, and all parameters."""
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
@@ -219,7 +219,7 @@ def _check(hosts: int, ranks: int, batch: float, accumulations: int) -> None:
 
 
 def _overlapped(one_s: float, other_s: float, gamma: float) -> float:
-    """(a^γ + b^γ)^(1/γ), without powers of what is small."""
+    """(a^γ + b^γ)^(1/γ), without powers of small numbers."""
     most_s = max(one_s, other_s)
     return most_s * math.pow(1 + math.pow(min(one_s, other_s) / most_s, gamma), 1 / gamma)
 
@@ -252,13 +252,13 @@ def _start(observations: Sequence[Observation], gamma: float) -> list[float]:
 
 
 def _least_network_s(observations: Sequence[Observation], *, across: bool) -> float:
-    """A first guess at an exchange, half of the shortest step; 0 where nothing tells."""
+    """First guess at the time of an exchange: half of the shortest step; 0 without data."""
     found = [one.step_s for one in observations if one.shape.ranks > 1 and (one.shape.hosts > 1) == across]
     return min(found) / 2 if found else 0.0
 
 
 def _residuals(values: Sequence[float], observations: Sequence[Observation]) -> list[float]:
-    """Logarithms of what is predicted over what was measured; and a slight preference for γ = 1."""
+    """Residuals: logarithms of predicted over measured times; and a slight preference for γ = 1."""
     model = Throughput(*values)
     found = [GAMMA_WEIGHT * (model.gamma - 1)]
     for one in observations:

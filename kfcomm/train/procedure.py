@@ -87,7 +87,7 @@ A = TypeVar("A", bound=HasCommunicator)
 def carried(
     procedure: Callable[Concatenate[A, P], Procedure[T]],
 ) -> Callable[Concatenate[A, P], Pending[T]]:
-    """A procedure as a method that begins it, over the communicator of its object."""
+    """Turn a procedure into a method that begins it, over the communicator of its object."""
 
     @wraps(procedure)
     def begin(self: A, /, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
@@ -155,7 +155,7 @@ class Pending(Generic[T]):
         return self._under_way is None
 
     def cancel(self) -> bool:
-        """End the call that is under way, on every rank, and make no other; False if it is over."""
+        """End the call that is under way, on every rank, and make no other; return False if it is over."""
         if self._task is not None:
             return self._task.cancel()
         return self._under_way is not None and bool(self._under_way.cancel())
@@ -176,7 +176,7 @@ class Pending(Generic[T]):
             self._under_way.cancel()
 
     def _settle(self, handle: concurrent.futures.Future[Any]) -> None:
-        """Tell the procedure what became of a blocking call, and make its next one."""
+        """Send the outcome of a blocking call to the procedure, and make its next call."""
         try:
             result = handle.result()
         except Exception as error:  # noqa: BLE001  the procedure is told, and raises it or another

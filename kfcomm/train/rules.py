@@ -22,7 +22,7 @@ def towards(x: Any, mean: Any, alpha: float) -> Any:
 
 
 class Rule:
-    """The numbers of an algorithm, and what becomes of one array when the ranks meet. Subclasses are dataclasses."""
+    """Numbers of an algorithm, and its update of one array when the ranks meet. Subclasses are dataclasses."""
 
     every: int
     """Steps from one meeting to the next."""

@@ -26,11 +26,7 @@ Wait: TypeAlias = Callable[[], None]
 
 
 class Watcher:
-    """Waits, in order, on a thread of its own.
-
-    Args:
-        name: of the thread.
-    """
+    """Waits, in order, on a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -109,12 +109,7 @@ class Block:
 
 
 class PinnedPool:
-    """Blocks of pinned memory of one device, reused, up to a limit; beyond it, ordinary memory.
-
-    Args:
-        device: pins the memory.
-        limit_nbytes: pinned at most.
-    """
+    """Blocks of pinned memory of one device, reused, up to ``limit_nbytes``; beyond it, ordinary memory."""
 
     def __init__(self, device: Device, limit_nbytes: int = LIMIT_NBYTES) -> None:
         self._device = device

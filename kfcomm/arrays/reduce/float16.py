@@ -29,7 +29,7 @@ SMALLEST_NORMAL = np.float32(2.0**-14)
 
 
 def is_finite(half: Array) -> bool:
-    """Whether no float16 is infinite or NaN: the greatest bit patterns, read as signed or as unsigned numbers.
+    """Whether no float16 is infinite or NaN, by the greatest bit patterns, read as signed or as unsigned numbers.
 
     Cost: 0.08 ns for each element of a long buffer.
     """
@@ -39,7 +39,7 @@ def is_finite(half: Array) -> bool:
 
 
 def widen(half: Array, out: Array, *, finite: bool) -> None:
-    """Writes the values of ``half`` (float16) into ``out`` (float32, contiguous, of the same length).
+    """Write the values of ``half`` (float16) into ``out`` (float32, contiguous, of the same length).
 
     The exponent and fraction of a float16, moved to where those of a float32 begin, are a float32 that is ``2**112``
     times too small, subnormal numbers included (Giesen, "Half-float conversion"). Only infinities and NaN, for which
@@ -61,7 +61,7 @@ def widen(half: Array, out: Array, *, finite: bool) -> None:
 
 
 def narrow(single: Array, out: Array, magnitude: Array, units: Array, smallest: Array) -> None:
-    """Writes ``single`` (float32) into ``out`` (float16, contiguous): to nearest, ties to even.
+    """Write ``single`` (float32) into ``out`` (float16, contiguous): to nearest, ties to even.
 
     To a magnitude of exponent e a power of two is added that is so large that the units of the sum are those of a
     float16 of exponent max(e, -14). So the addition rounds, as IEEE 754 has it, and the low bits of the sum count such

@@ -1,4 +1,4 @@
-"""Pollux's policy: the batch, and the number of ranks, that make a second of training worth most."""
+"""Pollux's policy: the batch, and the number of ranks, with the highest goodput."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PolluxGoodput(GradientPolicy):
         self._asked_size: int | None = None
 
     async def after_step(self, ctx: Context) -> None:
-        """Note the step; look at what would be better, now and then."""
+        """Note the step; look for a better shape now and then."""
         metrics, batch = ctx.metrics, ctx.hyperparameters.batch_size
         if metrics is None or batch is None:
             return
@@ -125,7 +125,7 @@ class PolluxGoodput(GradientPolicy):
         self._num_since += 1
 
     def _is_one_batch(self) -> bool:
-        """Whether nothing tells what of a step depends on its samples: no ranks have been seen with two batches."""
+        """Whether the cost of a sample is unknown: no number of ranks was observed with two batches."""
         ranks = [ranks for _, ranks, _ in self._seen]
         return self._bounds[0] < self._bounds[1] and all(ranks.count(one) < 2 for one in ranks)
 
@@ -177,7 +177,7 @@ class PolluxGoodput(GradientPolicy):
         return [Observation(Shape(*key), median(times)) for key, times in sorted(self._seen.items())]
 
     def _shapes(self, ctx: Context, ranks: int) -> list[Shape]:
-        """With batches of a rank up to twice the largest that was seen, in steps of a quarter."""
+        """Shapes with batches of a rank up to twice the largest that was observed, in steps of a quarter."""
         least, most = self._bounds
         most = max(least, min(most, 2 * max(batch for _, _, batch in self._seen)))
         found, value = {most}, float(least)
@@ -188,7 +188,7 @@ class PolluxGoodput(GradientPolicy):
         return [Shape(hosts, ranks, batch) for batch in sorted(found)]
 
     def _ranks_of_host(self, ctx: Context) -> int:
-        """The most that were seen on one, on average: new ones are taken to be placed alike."""
+        """Largest mean number of ranks observed on one host: new ones are assumed to be placed alike."""
         return max(
             -(-ranks // hosts) for hosts, ranks in [(ctx.layout.num_hosts, ctx.size), *(key[:2] for key in self._seen)]
         )

@@ -55,15 +55,15 @@ class GradientNoise:
 
     @property
     def evidence(self) -> dict[str, Any]:
-        """For the log."""
+        """Evidence for the log."""
         return {"noise_scale": self.scale, "signal": self.signal, "noise": self.noise}
 
     def state(self) -> list[Any]:
-        """For ranks that join."""
+        """State for joining ranks."""
         return [self.num_updates, *self._signal.state, *self._noise.state]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Go on from there."""
+        """Continue from the state of another rank."""
         self.num_updates = state[0]
         self._signal.state, self._noise.state = state[1:3], state[3:5]
 
