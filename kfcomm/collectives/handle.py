@@ -53,7 +53,7 @@ class Unawaited:
         return _refused("a format")(self) if spec else str(self)
 
     def _remedy(self) -> str:
-        """Text that says what to write instead."""
+        """Text of the error, with the remedy."""
         return "await it first, y = await handle"
 
 

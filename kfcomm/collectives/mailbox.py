@@ -330,7 +330,7 @@ class Mailbox:
             future.operation = operation
 
     def _begin_to_wait(self, receive: Receive) -> None:
-        """Timers: of what is here at once they would be most of the cost."""
+        """Start the timers, which would be most of the cost of a message that is here at once."""
         if receive.timeout_s == NEVER:
             return
         later = self._engine.reactor.call_later

@@ -276,7 +276,7 @@ class Streams:
         self._is_closed = True
 
     def advance(self, transfer: Transfer) -> None:
-        """Hand over what is complete, up to the first that is not, or is free."""
+        """Hand over complete messages, up to the first that is incomplete, or free."""
         key = transfer.source, transfer.tag
         stream = self._streams.get(key)
         if stream is None:  # it was dropped

@@ -221,7 +221,7 @@ class Engine:
         self._end(lambda collective: self._cut_short(collective, reason), reason)
 
     def end_for(self, cause: Cause) -> None:
-        """As `end`, for a cause that the other ranks may learn by themselves."""
+        """End all operations, for a cause that the other ranks may learn by themselves; see `end`."""
         self._end(lambda _: cause, cause.message)
 
     def _end(self, cause_for: Callable[[Collective], Cause], reason: str) -> None:
@@ -237,7 +237,7 @@ class Engine:
         return Cause(CauseKind.CANCELLED, self.rank, f"{collective.title} failed: {reason}")
 
     def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
-        """Abort what is in flight in some groups."""
+        """Abort the collectives in flight in some groups."""
         self.enter_all()
         for collective in list(self.router.live):
             if collective.group.id in group_ids:

@@ -92,7 +92,7 @@ class LinkTable:
                 link.abort()
 
     def lost(self, link: Link) -> None:
-        """A link has ended."""
+        """Handle the end of a link."""
         self.traffic.end(link)
         if type(link.state) is Incoming:
             self._incoming.pop(link.state, None)
@@ -235,7 +235,7 @@ class PeerSender:
         ]
 
     def attach(self, link: Link) -> None:
-        """The link is open: send what has waited."""
+        """Send the backlog, since the link is open."""
         self.link = link
         link.state = self.state
         backlog, self._backlog = self._backlog, []

@@ -144,7 +144,7 @@ class OperationMemory:
             result[:] = np.frombuffer(view, result.dtype)
 
     def written(self, lane: Lane, index: int, view: memoryview) -> None:
-        """A chunk has arrived in place, in the memory of the result."""
+        """Handle a chunk that has arrived in place, in the memory of the result."""
 
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input."""

@@ -40,39 +40,39 @@ class Observer:
     # ---------------------------------------------------------------- collectives
 
     def posted(self, operation: Operation) -> None:
-        """A collective has begun. Called before anything of it is sent or folded."""
+        """Called when a collective begins, before any chunk of it is sent or folded."""
 
     def sent(self, peer: int, operation: Operation, nbytes: int) -> None:
-        """A chunk was given to the link to ``peer`` (world rank), which sends it when it can."""
+        """Called when a chunk is given to the link to ``peer`` (world rank), which sends it when it can."""
 
     def first_byte(self, peer: int) -> None:
-        """A large chunk from ``peer`` has begun to arrive; ``last_byte`` follows."""
+        """Called when a large chunk from ``peer`` begins to arrive; ``last_byte`` follows."""
 
     def last_byte(self, peer: int, key: Key, seq: int, nbytes: int) -> None:
-        """A chunk from ``peer`` is here, of use ``seq`` of ``key``, which may not be posted yet."""
+        """Called when a chunk from ``peer`` is complete, of use ``seq`` of ``key``, which may not be posted yet."""
 
     def done(self, operation: Operation | InSlot, *, is_last: bool) -> None:
-        """A collective is complete; ``is_last``: no other is in flight."""
+        """Called when a collective is complete; ``is_last``: no other is in flight."""
 
     def failed(self, operation: Operation, reason: str, *, is_last: bool) -> None:
-        """A collective has failed; ``is_last``: no other is in flight."""
+        """Called when a collective has failed; ``is_last``: no other is in flight."""
 
     def refused(self, group: GroupView, name: str, reason: str, *, is_local: bool) -> None:
-        """A call failed before it had a number; ``is_local``: by a check of its own arguments."""
+        """Called when a call failed before it had a number; ``is_local``: by a check of its own arguments."""
 
     # ---------------------------------------------------------------- the world
 
     def lost(self, rank: int, reason: str) -> None:
-        """The process of a rank is gone."""
+        """Called when the process of a rank is gone."""
 
     def left(self, rank: int) -> None:
-        """A rank is leaving: this is the last that can be asked of it."""
+        """Called when a rank leaves: the last moment at which it can be asked."""
 
     def swapped(self, strategy: str, generation: int, size: int, error: BaseException | None) -> None:
-        """The strategy of a group of ``size`` ranks was changed, or (``error``) was not."""
+        """Called when the strategy of a group of ``size`` ranks was changed, or (``error``) was not."""
 
     def joined(self, epoch: int, rank: int, size: int) -> None:
-        """This process is in the next epoch."""
+        """Called when this process has entered the next epoch."""
 
     # ---------------------------------------------------------------- what the program says
 
@@ -96,7 +96,7 @@ class Observer:
         """Stop writing in a forked child: its parent writes."""
 
     async def close(self) -> None:
-        """Write what is left. Bounded."""
+        """Write the rest. Bounded."""
 
 
 MAX_EVENTS = 2000

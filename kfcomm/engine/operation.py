@@ -331,7 +331,7 @@ class Operation(OperationMemory, CollectiveDriver):
     # Its memory.
 
     def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
-        """As ``fold_partial``, for a partial result that is complete and goes to the lane's parent next.
+        """Fold the last contribution of a partial result, which goes to the lane's parent next.
 
         It is made in the send buffer of the link, if that has space: then nothing is copied.
         """

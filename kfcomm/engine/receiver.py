@@ -60,7 +60,7 @@ class Receiver:
         self._links.opened(link)
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
-        """A whole frame; ``payload`` may be read during this call only."""
+        """Handle a whole frame; ``payload`` may be read during this call only."""
         effects: Effects = []
         if header[0] == CHUNK:
             meter = self._meter
@@ -105,7 +105,7 @@ class Receiver:
         return payload
 
     def arrived(self, link: Link, placement: Payload) -> None:
-        """The payload of a placement is complete."""
+        """Handle the complete payload of a placement."""
         if placement.ticket is None:
             placement.release(self._pool)
             return
@@ -128,7 +128,7 @@ class Receiver:
             self._engine.perform(effects)
 
     def burst_end(self, link: Link) -> None:
-        """End of a burst of frames: give credit back, and move queued frames."""
+        """End a burst of frames: give credit back, and move queued frames."""
         if self._meter is not None:
             self._meter.now_s = 0.0
         state = link.state
@@ -168,7 +168,7 @@ class Receiver:
         return ticket[0]
 
     def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
-        """A frame without payload from a sender of chunks."""
+        """Handle a frame without payload from a sender of chunks."""
         kind = header[0]
         if kind == KEY:
             self._router.define_key(state, header, effects)
@@ -267,7 +267,7 @@ class Payload:
         return payload
 
     def redirect(self) -> None:
-        """Its owner has other memory for the result now."""
+        """Follow the result to the other memory that its owner has now."""
         _, route, index = self.ticket
         self.view = self.owner.bytes_of(route.lane, index, RESULT)
 

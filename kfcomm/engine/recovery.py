@@ -47,7 +47,7 @@ class LinkRecovery:
         self._redials: dict[int, Timer] = {}
 
     def outgoing_broke(self, outgoing: Outgoing, reason: str) -> None:
-        """A link that this rank opened has broken, or could not be opened."""
+        """Handle a link of this rank that has broken, or could not be opened."""
         peer = outgoing.peer
         if self.control is None or self._links.closing or peer in self._router.lost:
             return
@@ -60,7 +60,7 @@ class LinkRecovery:
             self._redials[peer] = self._reactor.call_later(self._pause_s(peer), self._redial, peer)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
-        """A link that a peer opened has broken."""
+        """Handle the break of a link that a peer opened."""
         peer = incoming.peer
         if self.control is None or self._links.closing or peer in self._router.lost:
             return

@@ -100,7 +100,7 @@ class Session(ControlEvents, StatusSource):
             logger.warning("rank %d: symmetric memory is ordinary memory here: the ranks do not share any", self.rank)
 
     def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
-        """A group is closed here: what is in flight in it, under any of its ids, fails, and it is forgotten."""
+        """Close a group: fail its collectives in flight, under any of its ids, and forget it."""
         self.engine.abandon(ids, reason)
         self.engine.leave(ids)
         self.groups.leave(group_id)
@@ -207,7 +207,7 @@ class Session(ControlEvents, StatusSource):
 
     @property
     def why_closed(self) -> str | None:
-        """Why nothing can be posted any more; None if it can."""
+        """Reason for refusing posts; None while the session is open."""
         return self._closed
 
     def check_open(self) -> None:
@@ -287,7 +287,7 @@ class Session(ControlEvents, StatusSource):
             task.add_done_callback(self._retiring.discard)
 
     async def _bury_former(self) -> None:
-        """Close what is left of former epochs, and of the way to a next one."""
+        """Close the remains of former epochs, and the listener for a next one."""
         if self.door is not None:
             await self.door.close()
         self.retire_former(lingers=False)

@@ -194,7 +194,7 @@ class BackendPath(Path):
         self._set_timer(self._order_timer, self._order.deadline_s())
 
     def _launch_due(self) -> None:
-        """Launch what has its turn, once all ranks have heard that it has.
+        """Launch the calls whose turn has come, once all ranks have heard that.
 
         After a launch its caller may block this loop by waiting for the device, which waits for the other ranks: they
         must know the order by then.

@@ -82,7 +82,7 @@ class DeviceBuffers:
 
 
 class Path(Protocol):
-    """How the calls of one group are carried out on this rank. Everything runs on the engine's loop."""
+    """Way in which the calls of one group are carried out on this rank. Everything runs on the engine's loop."""
 
     @property
     def name(self) -> str:
@@ -248,7 +248,7 @@ class _Ending:
 
 
 def cause_of(error: BaseException, call: DeviceCall) -> Cause:
-    """Why a call failed, in a form that travels."""
+    """Reason for which a call failed, in a form that travels."""
     view = call.group.view
     rank, mine = view.members[view.rank], view.called(view.rank)
     message = str(error) or type(error).__name__
@@ -287,7 +287,7 @@ class Paths:
             self._made = {route: self._make(route) for route in {Route.STAGED, self.choice.route}}
 
     def plan(self, order: DeviceOrder) -> CallPlan:
-        """Choose what carries an order out. It depends on kind and name alone, and so is the same for the next call."""
+        """Choose the path of an order. It depends on kind and name alone, and so is the same for the next call."""
         path = self._made[self._route(order)]
         memory = "" if self.choice is not None and self.choice.mixed else "device"
         plan = self.group.plans.plan(Planner.elsewhere, order.kind, path.name, order.counts, memory)

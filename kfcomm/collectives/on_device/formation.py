@@ -268,7 +268,7 @@ class Ways:
 
 
 class Failures:
-    """This rank's part; everything runs on the engine's loop."""
+    """This rank's part of the decision; everything runs on the engine's loop."""
 
     def __init__(self, group: Group, ways: Ways) -> None:
         self._group = group

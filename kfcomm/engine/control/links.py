@@ -208,7 +208,7 @@ class ControlLinks(Inbound):
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
 
     def lost(self, link: Link, error: BaseException | None) -> None:
-        """A link has ended."""
+        """Handle the end of a link."""
         rank = link.peer
         self._all = [one for one in self._all if one is not link]
         links = self._links.get(rank, [])
