@@ -53,6 +53,7 @@ def run_job(
             )
         except subprocess.TimeoutExpired as error:
             raise JobFailed(f"{size} ranks did not end within {timeout_s:g} s: {' '.join(command[4:])}") from error
+    # The end of the output has the error.
     if done.returncode:
         raise JobFailed(f"{size} ranks failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"[-4000:])
     return done.stdout

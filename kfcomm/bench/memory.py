@@ -233,11 +233,7 @@ def memory_of(place: BenchPlace, device: Device | None, empty: Callable[..., Arr
 
 
 def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:
-    """Describe the devices of all ranks, and the routes of their memory, for the report.
-
-    Returns:
-        ``devices``, alike ones together, each with its ranks; ``routes`` by transport, each with its reason.
-    """
+    """Describe the devices of all ranks, alike ones together, and the routes of their memory by transport."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, report in enumerate(reports):
         backend = backend_in_words(report.backend, report.backend_version) if report.backend else ""

@@ -178,6 +178,7 @@ class Suite:
 
     def cases(self, size: int) -> list[Case]:
         """All cases, in the order in which they are measured; those of one transport follow each other."""
+        # A change of transport takes a new world, and one of strategy a collective: these change least often.
         return [
             case
             for transport, strategy, dtype in itertools.product(self.transports, self.strategies, self.dtypes)

@@ -152,6 +152,7 @@ class Aliased(click.Command):
 
     @override
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # What follows it is not an option, whatever it looks like.
         end = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [word for given in args[:end] for word in self._here(given)] + args[end:])
 

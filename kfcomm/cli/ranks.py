@@ -88,6 +88,7 @@ def default_ranks(num_gpus: int | None = None) -> int:
 
 def _check_memory(suite: Suite, num_ranks: int) -> None:
     """Check that the inputs and results of the largest case fit into memory, before ranks are killed for it."""
+    # An input and a result on each rank.
     needed = 2 * num_ranks * max(case.nbytes for case in suite.cases(num_ranks))
     available = available_nbytes()
     if available is not None and needed > available:

@@ -209,6 +209,7 @@ def _collective(records: dict[int, Record], key: CollectiveKey, one: PendingCall
     arrived = {rank for wait in same.values() for rank in wait["arrived"]}
     others = [rank for rank in one["members"] if rank not in same]
     known = [rank for rank in others if rank in records]
+    # Ranks that have used the name more often than this use's number are done with it.
     finished = {rank: _ended(records[rank], key) for rank in known if num_uses(records[rank], key) > key.seq}
     name = name_of_group(records.values(), key.group)
     group = "" if key.group == WORLD or name is None else f" in group {name!r}"

@@ -294,6 +294,7 @@ def _stack(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     while frame is not None:
         frames.append((frame.f_code, frame.f_lineno or 0))
         frame = frame.f_back
+    # Frames that make the dump itself.
     while frames and frames[0][0].co_filename.startswith(HERE):
         frames.pop(0)
     yield from reversed(frames[:MAX_FRAMES])

@@ -286,6 +286,7 @@ def _keyboard() -> Iterator[int | None]:
 
     keys = sys.stdin.fileno()
     before = termios.tcgetattr(keys)
+    # Not raw mode, so that Ctrl-C and Ctrl-Z keep their meaning.
     tty.setcbreak(keys)
     try:
         yield keys

@@ -290,6 +290,7 @@ def peak_memory_nbytes() -> int:
         import resource
     except ImportError:
         return 0
+    # Bytes on macOS, KiB on Linux (getrusage(2)).
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -57,6 +57,7 @@ class Probe:
             given = getattr(self, name)
             if given is not None:
                 checked = np.array(check(given, size), np.float64)
+                # A frozen record is not changed through its arrays either.
                 checked.flags.writeable = False
                 object.__setattr__(self, name, checked)
 

@@ -198,6 +198,7 @@ class SimulatedNetwork:
         if num_hosts < len(self.hosts):
             raise ConfigError(f"{num_hosts} hosts are too few: the network lists {len(self.hosts)} of them")
         taken = {host.name for host in self.hosts}
+        # Listed hosts may have names of this form, too.
         names = (name for name in map("h{}".format, range(num_hosts + len(taken))) if name not in taken)
         further = (replace(self.default, name=next(names)) for _ in range(num_hosts - len(self.hosts)))
         hosts = (*self.hosts, *further)

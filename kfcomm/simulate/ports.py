@@ -253,6 +253,7 @@ class Routes:
 
     def _across(self, here: int, there: int) -> Iterator[Port]:
         up, down = self._switches[here], self._switches[there]
+        # Behind one switch, or both at the core.
         if up == down:
             return
         if up is not None:

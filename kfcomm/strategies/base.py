@@ -88,6 +88,7 @@ class Strategy:
         common = math.gcd(*shares)
         if sum(shares) // common > MAX_SHARES:
             raise ConfigError(f"the shares of strategy {self.name!r} add up to more than {MAX_SHARES}")
+        # One form for equal parts, so that strategies that do the same have the same digest.
         return () if min(shares) == max(shares) else tuple(share // common for share in shares)
 
     @property
@@ -130,6 +131,7 @@ class Strategy:
 
     @cached_property
     def _by_root(self) -> dict[int, GraphPair]:
+        # Reversed, so that the first pair of a root is the one that stays.
         return {pair.root: pair for pair in reversed(self.pairs)}
 
     @cached_property

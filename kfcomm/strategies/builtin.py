@@ -165,7 +165,7 @@ def binomial(layout: Layout) -> Strategy:
 
 def _rotated_binomial(size: int, root: int) -> GraphPair:
     """The small subtrees are folded first, the large ones are sent to first: each is ready, or needed, first."""
-    block = size & -size
+    block = size & -size  # the largest power of two that divides the size
 
     def at(label: int) -> int:
         above = (root // block + label // block) % (size // block)

@@ -48,7 +48,7 @@ def hosts_of(latency_s: Matrix, bandwidth: Matrix) -> Layout:
     rates = Rates.of(Layout.even(size, size), _of_size(bandwidth, size))
 
     def distance(a: int, b: int) -> float:
-        """Of one direction."""
+        # The latency, times how much slower the link is than the ports at its ends.
         return max(latencies[a][b], _LEAST_S) * min(rates.send[a], rates.receive[b]) / rates.links[a][b]
 
     pairs = sorted((max(distance(a, b), distance(b, a)), a, b) for b in range(size) for a in range(b))
@@ -56,6 +56,7 @@ def hosts_of(latency_s: Matrix, bandwidth: Matrix) -> Layout:
     gaps = [after[0] / before[0] for before, after in zip(joins, joins[1:], strict=False)]
     if not gaps or max(gaps) < _GAP:
         return Layout.even(size, size)
+    # The greatest jump separates distances inside of hosts from those between them.
     near = joins[: gaps.index(max(gaps)) + 1]
     groups = list(range(size))
     for _, a, b in near:

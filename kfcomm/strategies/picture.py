@@ -89,6 +89,7 @@ def _levels(graph: Graph, layout: Layout) -> list[list[int]]:
     """The hosts in rows: the root's host, then those first reached from it, and so on."""
     level: dict[int, int] = {layout.hosts[graph.root]: 0}
     for above, below in graph.edges:
+        # Edges come in preorder: the host above has its level already.
         level.setdefault(layout.hosts[below], level[layout.hosts[above]] + 1)
     return [[host for host, at in level.items() if at == depth] for depth in range(max(level.values()) + 1)]
 
@@ -130,6 +131,7 @@ def _fan(graph: Graph, top: int, layout: Layout, span: float) -> dict[int, Point
         local[rank] = _local_children(graph, rank, layout)
         stack.extend(local[rank])
     leaves = dict.fromkeys(local, 1)
+    # Children before their parents; without recursion, since a chain is as deep as it has ranks.
     for rank in reversed(list(local)):
         leaves[rank] = max(1, sum(leaves[child] for child in local[rank]))
     rows: list[list[tuple[int, float]]] = []

@@ -130,6 +130,8 @@ def _packed(rates: Rates) -> list[tuple[_Tree, float]]:
     """Trees of hosts, and their weights, which add up to 1."""
     hosts, bound = len(rates.send), _bound(rates)
     slower = [min(both) for both in zip(rates.send, rates.receive, strict=True)]
+    # The fewest steps first: stars, then trees with two centres, then detours round slow links; each only where those
+    # before miss the bound.
     stars = [(_flat(hosts, host, host), weight) for host, weight in enumerate(_spare(slower, bound)) if weight]
     if _busiest(stars, rates) <= bound * _AS_GOOD:
         return stars
@@ -223,6 +225,7 @@ def _round_slow_links(root: int, rates: Rates) -> _Tree:
     for host in hosts:
         if host == root or host in used or not used:
             continue
+        # Relays that are nearly as good count as equal, so that hosts take turns with them.
         best = min(direct, key=lambda relay: (-min(0.9, quality(host, relay)), used[relay], relay))
         if quality(host, best) > quality(host, root):
             parents[host] = best

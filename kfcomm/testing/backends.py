@@ -68,6 +68,7 @@ class FakeFabric:
             try:
                 group.join(rank, size, device)
             finally:
+                # Also if it was refused: the others are waiting for it.
                 self._meeting.notify_all()
             self._meeting.wait_for(lambda: group.is_full or group.refusal or self._refusal)
             if not group.is_full:

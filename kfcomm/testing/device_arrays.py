@@ -163,6 +163,7 @@ class FakeArray:
             if stream.num_waiting:
                 raise RuntimeError(f"{stream} still has {stream.num_waiting} items before this can be read")
             Uses((self,), ()).happen(stream)
+            # A program that has read the result knows how far the stream was.
             stream.promises.tell(stream.known)
             return self.memory.copy()
 

@@ -60,6 +60,7 @@ class TaskWorld(_InOneProcess):
             Exception: the first error of a rank that was not killed.
         """
         if self._plan.faults:
+            # `run_ranks` would end all others with the first rank that is killed.
             return _results(await self.outcomes(function, *args))
         return await run_ranks(self, lambda comm: function(comm, *args))
 

@@ -76,11 +76,12 @@ class _Watched:
 
     def _call(self, verb: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         name = kwargs.get("name")
+        # The name may be given by position.
         if args and name is None:
             name = inspect.signature(verb).bind_partial(*args, **kwargs).arguments.get("name")
         number, self._count = self._count, self._count + 1
         for fault in [one for one in self._left if one.call == (name if isinstance(one.call, str) else number)]:
-            self._left.remove(fault)
+            self._left.remove(fault)  # first, since a strike may raise
             self._strike(fault.kind)
         return verb(*args, **kwargs)
 

@@ -315,6 +315,7 @@ class _RankNetwork:
         self._epoch.arrived()
         plane = self._epoch.hub.join(self._rank, reactor, events, status)
         birth = self.births[self._rank]
+        # Killed while it was joining: its links exist only now.
         if birth in self._epoch.world.dead:
             self._epoch.kill(birth)
         return plane

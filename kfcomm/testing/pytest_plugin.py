@@ -89,5 +89,5 @@ def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _is_coroutine(function: object) -> bool:
-    searched = getattr(function, "hypothesis", None)
+    searched = getattr(function, "hypothesis", None)  # a test of hypothesis is a wrapper, never a coroutine
     return inspect.iscoroutinefunction(searched.inner_test if searched else function)

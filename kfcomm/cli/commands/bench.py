@@ -125,6 +125,7 @@ def topologies(context: click.Context, /, **options: Any) -> None:
         if given.world is None and given.network_path is None:
             sys.exit(_measure(files, given))
         for name, option in _OF_REAL_RANKS.items():
+            # Asked of click, since most of these options have defaults.
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ConfigError(f"{option} is about real ranks, and none are started to simulate: leave it out")
         _simulate(files, given)

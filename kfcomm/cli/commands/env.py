@@ -32,6 +32,7 @@ def env() -> None:
 
 def explain(environ: Mapping[str, str]) -> tuple[str, int]:
     """Text, without the token, and exit code: 2 if the environment cannot work."""
+    # Shown also where the settings are wrong.
     fixed = [_section("links", _links()), _section("versions", _versions())]
     try:
         settings = detect(environ)
@@ -48,6 +49,7 @@ def explain(environ: Mapping[str, str]) -> tuple[str, int]:
         _section("interfaces", _interfaces(address)),
         *fixed,
     ]
+    # Links and devices that were asked for by name must work; auto takes what does.
     works = address is not None and (settings.links == AUTO or named(settings.links).why_unsupported() is None)
     works = works and refused is None and (settings.transport != "nccl" or bool(device.backend))
     return "\n".join(shown), 0 if works else 2

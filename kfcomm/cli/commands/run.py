@@ -161,6 +161,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, str]:
         "strategy", "transport", "device", "timeout", "stall_after", "lost_after", "interface", "dump_dir", "timeline",
         "metrics_port", "tls",
     )  # fmt: skip
+    # Options that were not given leave the variables of the user as they are.
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
     flags = ("monitor", "checksum")
     return found | {f"KFCOMM_{name.upper()}": "1" if given[name] else "0" for name in flags if given[name] is not None}

@@ -76,6 +76,7 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     if asked is None and len(names) > 1:
         here = [job.name for job in jobs if job.directory == os.path.realpath(os.getcwd())]
         names = here if len(here) == 1 else names
+    # A whole name counts, even where it is the beginning of another.
     if asked in names:
         return asked or names[0]
     if len(names) == 1:

@@ -67,6 +67,7 @@ def find_files(places: Sequence[str | Path]) -> list[Path]:
             inside = sorted(place.glob(f"kfcomm-*{SUFFIX}"))
             if not inside:
                 raise ConfigError(f"{place}: no timelines here (kfcomm-*{SUFFIX})")
+        # A name that exists is not a pattern; what does not exist is reported when it is read.
         elif place.exists() or not any(sign in place.name for sign in "*?["):
             inside = [place]
         else:
@@ -279,6 +280,7 @@ def _first_of_its_host(trace: TraceFile, traces: Sequence[TraceFile]) -> RankClo
     if zero.rank != 0:
         return RankClock((), "never compared; taken for that of rank 0")
     mine = trace.about
+    # Each rank has read both of its clocks at one moment: so two wall clocks tell the offset, as far as they agree.
     offset_ns = round((mine.time_s - zero.time_s) * 1e9) + zero.started_ns - mine.started_ns
     return RankClock((Sample(mine.started_ns, offset_ns, 0),), "never compared; by the wall clocks of the two hosts")
 

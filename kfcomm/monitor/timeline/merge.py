@@ -217,6 +217,7 @@ def _gather(found: dict[tuple[str, str, int], TracedCollective], rank: int, even
         args = event["args"]
         if event["ph"] == "b":
             seq, group = args.get("seq", 0), str(args.get("group", ""))
+            # Not the id of the event: the ranks agree on group, name and use, and each has ids of its own.
             key = (group, event["name"], seq)
             one = found.get(key)
             if one is None:

@@ -110,10 +110,12 @@ def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic:
         return random.uniform(0, horizon_s)
 
     def how_long() -> float:
+        # Shorter and longer than ranks wait before they lose each other, 1 s by default.
         return random.choice([0.01, 0.3, 3.0])
 
     events: list[Event] = [
         Kill(rank, when()) if random.random() < 0.6 else Stop(rank, when(), how_long())
+        # fewer than all, so that one rank is left
         for rank in random.sample(range(size), random.randrange(size))
     ]
     if size > 1 and random.random() < 0.2:

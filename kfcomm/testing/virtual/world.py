@@ -45,6 +45,7 @@ class VirtualHub(MemoryHub):
         self._silenced: set[int] = set()
         self._knows: set[int] = set()
         self._goodbyes: dict[int, _Said] = {}
+        # Sorted, since the order of a set may differ between two runs. Each pair is there in both orders.
         for one, other in sorted(model.lost):
             if one < other:
                 self.lose(one, other)
