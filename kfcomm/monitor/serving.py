@@ -128,6 +128,7 @@ class Attendant:
             self._guests[sock] = _Guest(time.monotonic() + PATIENCE_S)
         if too_many is not None:
             self._cut(too_many)
+            # Leaves time to the program, whose interpreter this thread shares, in a flood of connections.
             self._stopped.wait(FLOOD_PAUSE_S)
 
     def _serve_one(self, sock: socket.socket) -> None:

@@ -164,6 +164,7 @@ def _of_rules(rules: Mapping[Any, Any], build: Callable[[Any], AnyStrategy]) -> 
     flat: list[tuple[int | None, Strategy]] = []
     words: list[str] = []
     floor = -1
+    # None, the bound of `else`, comes last.
     for bound in sorted(bounds, key=lambda bound: (bound is None, bound)):
         one = build(bounds[bound])
         inner = _within(one, floor, bound)

@@ -67,6 +67,7 @@ def direct(layout: Layout) -> Strategy:
 
     Cost: 1 step, n−1 bytes, max p(n−p) bytes between hosts; in shared memory bytes are read, not sent.
     """
+    # A star takes 2(n−1) messages in place of n(n−1): less work, which counts where ranks share processors.
     has_a_processor_each = not layout.num_cpus or max(Counter(layout.hosts).values()) <= layout.num_cpus
     return Strategy(
         "direct",
@@ -79,10 +80,9 @@ def direct(layout: Layout) -> Strategy:
 def chain_star(layout: Layout) -> Strategy:
     """A chain towards each rank and a star from it; does not look at hosts.
 
-    Pair r reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the star around r. In shared
-    memory this takes the fewest copies: a rank in a chain folds straight into the memory that it passes on, and a
-    result is shown to all ranks at once. That is n+1 copies for each pair, where a ring and a clique make 2n−1. For
-    long messages on one host with more ranks than processors, where every copy costs all ranks time.
+    Pair r reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the star around r: the fewest
+    copies in shared memory. For long messages on one host with more ranks than processors, where every copy costs all
+    ranks time.
 
     Cost: n steps, 2(n−1)/n bytes, max ((n−1)c + p(n−p))/n bytes between hosts. Source: this project's measurements
     (see "Performance").
@@ -91,6 +91,8 @@ def chain_star(layout: Layout) -> Strategy:
 
     def pair(root: int) -> GraphPair:
         upwards = ranks[root + 1 :] + ranks[:root]
+        # In a chain a rank folds straight into the memory that it passes on, and a star shows the result to all at
+        # once: n+1 copies for each pair, where a ring and a clique make 2n−1.
         return GraphPair(_chain_along((root, *reversed(upwards)), alone), star_around(len(ranks), root))
 
     return Strategy("chain_star", tuple(map(pair, ranks)))
@@ -164,7 +166,6 @@ def binomial(layout: Layout) -> Strategy:
 
 
 def _rotated_binomial(size: int, root: int) -> GraphPair:
-    """The small subtrees are folded first, the large ones are sent to first: each is ready, or needed, first."""
     block = size & -size  # the largest power of two that divides the size
 
     def at(label: int) -> int:
@@ -173,6 +174,7 @@ def _rotated_binomial(size: int, root: int) -> GraphPair:
 
     # Clearing the lowest bit of a label gives its parent in the binomial tree.
     edges = [(at(label & (label - 1)), at(label)) for label in range(1, size)]
+    # Small subtrees are ready first and folded first; large ones need the result first and are sent to first.
     return GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
 
 
