@@ -274,7 +274,7 @@ class Runner:
                     await request.carry_out()
             except Exception as error:  # noqa: BLE001  as if the policy had raised it
                 self._fail("its request", error)
-        # The method continues now; the meeting goes on when it has returned or waits again.
+        # The method continues now; the meeting continues when it has returned or waits again.
         if any(request.is_awaited for request in requests) and self._task is not None:
             self.at_rest.clear()
         await self.settle()

@@ -124,6 +124,8 @@ class Unauthenticated(Generic[K]):
 
     def add(self, connection: K, address: Hashable) -> K | None:
         """Add a connection; returns the one to be closed for it, if any. O(limit) if so."""
+        # The new one always gets in: a peer of the job authenticates within milliseconds. One address that opens many
+        # loses its own, so that it cannot keep the others out.
         evicted = None
         counts = Counter(self._open.values())
         if counts[address] >= self._of_one:

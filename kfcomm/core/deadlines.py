@@ -68,6 +68,7 @@ def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list
             times_s = stages.get(one.timeout_s)
             if times_s is None:
                 times_s = stages[one.timeout_s] = _stages(one.timeout_s, stall_after_s)
+            # Put off for a while, unless another stage is due by then: that must not come late.
             others_s = one.posted_s + min(times_s[1][0], times_s[-2][0])
             may_be_quiet = num_quiet < QUIET_AT_ONCE or again_s >= others_s
             if not (one.told or may_be_quiet):  # the common case among very many

@@ -255,6 +255,7 @@ class Links:
 
     def broke(self, outgoing: Outgoing) -> None:
         """Record that a link is broken or never opened: posts under its names may have been lost with it."""
+        # Only what was posted by now may have been lost: later posts go over the next link.
         known = [*outgoing.former, *outgoing.keys.values()]
         if known:
             self._untold.setdefault(outgoing.peer, {}).update((key, key.next_seq) for key in known)
@@ -279,6 +280,7 @@ def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
     if outgoing.keys.get(key.id) is not key:
         defined.append(_define(outgoing, key, 0))
     if outgoing.signatures.get(number) is not signature:
+        # The number means another signature from here on: series with the old one must be defined again.
         if number in outgoing.signatures:
             outgoing.known.clear()
         outgoing.signatures[number] = signature

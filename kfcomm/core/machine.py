@@ -263,6 +263,7 @@ class Machine:
         driver = self.driver
         if lane.parent != ABSENT:
             driver.send((lane.parent,), lane, index, UP, source, None)
+            # With a down phase the chunk is complete when its result has come.
             if not lane.down:
                 self._completed()
             return

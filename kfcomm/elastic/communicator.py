@@ -178,9 +178,11 @@ class ElasticCommunicator:
         self._check_not_open("resize")
         size = _checked_size(size)
         limit_s = self.current._seconds(timeout)
+        # If a rank dies meanwhile, the epoch has another size than planned, and there is another round.
         while self.current.size != size:
             comm = self.current
             mine = await _planned(comm, size, limit_s) if comm.rank == 0 else None
+            # Longer than the first rank may wait for new ranks, whose answer the others need.
             said = await comm.broadcast_object(mine, 0, "kfcomm/plan", timeout=2 * limit_s)
             if "late" in said:
                 raise CollectiveTimeout(said["late"])
@@ -224,6 +226,7 @@ class ElasticCommunicator:
         number = whole_number(rank)
         if number is None or not 0 <= number < self.size:
             raise ConfigError(f"a rank is a whole number from 0 to {self.size - 1}, not {rank!r}")
+        # By uid: its number may be another one when that is carried out.
         await self.current._session.network.membership.want_replaced(self.births[number])
 
     def _check_not_open(self, verb: str) -> None:

@@ -138,6 +138,7 @@ class Elastic:
         if self._own is not None:
             self._replicas = Replicas(self._comm, calls, self._own, self._copies)
         network = self._comm.current._session.network
+        # Only the first Elastic of a rank that has joined enters one that trains already.
         num_old, network.num_old = network.num_old, 0
         handover = Handover(self._comm, calls, self._state, self._program, self._options)
         states, restarts = (self._state, self._own), self._on_loss == "restart_step"

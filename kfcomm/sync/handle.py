@@ -126,11 +126,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         super().add_done_callback(functools.partial(self._io.tell, fn))
 
     def begin(self, verb: Callable[[], Inner[T] | None]) -> bool:
-        """Begin a collective that is posted at once; with the lock held. Errors of ``verb`` are the handle's, too.
-
-        Returns:
-            False, with no effect, if ``verb`` gives None, and has begun nothing.
-        """
+        """Begin a collective that is posted at once, with the lock held; False if ``verb`` has begun nothing."""
         try:
             inner = verb()
         except Exception as error:  # noqa: BLE001  of the arguments: it belongs to whoever waits
@@ -160,6 +156,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         if self.done():
             return
         inner = self._inner
+        # A collective: this thread drives the engine while it waits. A coroutine runs on the I/O thread alone.
         if isinstance(inner, Inner):
             if not self._driver.wait(inner, timeout_s, self._session):
                 raise TimeoutError(f"not done within {timeout_s} s; it goes on")

@@ -90,10 +90,12 @@ def attach(
         parameters = parameters_of(model, optimizer)
         chosen = by_parameter(compression, [one for one, _ in parameters])
         about |= {f"compression of {one}": str(kind) for one, kind in chosen.items() if kind is not None}
+        # A backward pass makes gradients in about the reverse order of the model.
         shared = share_out(parameters[::-1], bucket_nbytes, chosen)
         about |= described(tensors)[0] | described_optimizer(optimizer, {one: own for own, one in parameters})
     except Exception as error:  # noqa: BLE001  any error is reported to the other ranks
         problem = str(error)
+    # Before the broadcast, to which unlike models would give unlike tensors.
     check_alike(comm, name, about, problem)
     broadcast_parameters(tensors, comm, name=f"{name}/state")
     buckets = []
@@ -253,11 +255,7 @@ class Attached:
         self._exchange.profile.stepped()
 
     def _check(self) -> None:
-        """Refuse gradients that are not averages.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Refuse gradients that are not averages."""
         for place in self._exchange.places:
             if place.has_come and place.parameter.grad is not None:
                 raise ConfigError(

@@ -72,15 +72,12 @@ class Deferred:
         self._optimizer = optimizer
         self._exchange = exchange
         self._updates = Updates(optimizer)
-        self._is_covered = False
-        """Gradients are under way, and no step has taken them."""
-        self._pending: dict[Bucket, list[BucketPlace]] = {}
-        """Places that a step has taken, and that are not updated yet."""
-        self._asked: list[tuple[BucketPlace, torch.Tensor]] = []
-        """Gradients that are hidden from the step under way."""
+        self._is_covered = False  # gradients are under way, and no step has taken them
+        self._pending: dict[Bucket, list[BucketPlace]] = {}  # places that a step has taken, and not updated yet
+        self._asked: list[tuple[BucketPlace, torch.Tensor]] = []  # gradients hidden from the step under way
+        # Of parameters when a step took them: a write by a tensor that shares their memory goes past the cover.
         self._versions: dict[torch.Tensor, int] = {}
-        self._order: dict[Bucket, None] = {}
-        """Buckets in the order in which the program has used their parameters."""
+        self._order: dict[Bucket, None] = {}  # in which the program has used their parameters
         self._of = {place.parameter: bucket for bucket in exchange.buckets for place in bucket.places}
         self._classes: dict[type[Any], type[Any]] = {}
 

@@ -163,6 +163,7 @@ class PairAveraging(Agreement):
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self._peers is None:
             return tree
+        # The gradient of the step before is in the model by now; at the first step there was none.
         if self.num_steps > 1:
             self.age += 1
         yield call("save", self._blob, self._packing.pack(tree, [self.age]))
@@ -256,6 +257,7 @@ class ParameterServer:
         self._num_pushed = 0
         self._unheard: deque[list[Any]] = deque()
         """Sends of each push that its owners have not all taken, the oldest first."""
+        # In a blocking program pushes of this rank and of others are applied on different threads.
         self._applying = threading.Lock()
         self._applied_of = [0] * comm.size
         arrays = leaves(model)
@@ -340,6 +342,7 @@ class ParameterServer:
         """
         while self._unheard:
             yield from self._unheard.popleft()
+        # An empty push tells an owner that this rank has finished.
         nothing = np.empty(0, np.uint8)
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         yield from together(self._message(nothing, rank) for rank in others)
@@ -351,6 +354,7 @@ class ParameterServer:
         check_alike(self.comm.rank, self._said, (yield met), self._introduction)
 
     def _message(self, x: Any, rank: int) -> ProcedureCall:
+        # Synchronous: the handle is done when the owner has taken it, by which the staleness is bounded.
         return call("send", x, rank, self._tag, synchronous=True)._replace(is_begun=True)
 
     def _take(self, gradients: Arrays, source: int) -> None:

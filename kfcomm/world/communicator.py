@@ -204,6 +204,7 @@ class Communicator(Persistent):
             Released: by the plan this rank does not go on.
         """
         strategy = self._strategy_below()
+        # Sent along: the decision tells whether all ranks have one strategy, without another exchange.
         given = self.strategy.digest[:DIGEST_NBYTES] + part
         session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan)
         is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
@@ -248,6 +249,7 @@ class Communicator(Persistent):
             timeout_s = seconds_of(timeout)
             chosen = self._build(strategy, self._group.layout)
         except Exception as error:
+            # Else the other ranks, which may have given a valid one, would wait until their timeout.
             self._group.refuse(STRATEGY_KEY, error)
             raise
         return self._group.swap(chosen, timeout_s)
@@ -291,6 +293,7 @@ class Communicator(Persistent):
         view = self._session.groups.add(self._group.view, name, members)
         chosen = await self._placed(self._strategy_below) if strategy is None else strategy
         made = Communicator(self._session, view, chosen, name)
+        # A rank that gave other arguments has another group: it is missed here, not in the first call.
         try:
             await made.barrier("group", timeout=timeout)
         except BaseException:
@@ -370,6 +373,7 @@ class Communicator(Persistent):
         self._check_open()
         engine, group, name = self._session.engine, self._group.view.id, checked_name(name)
         cause = Cause(CauseKind.MISMATCH, self._session.rank, message)
+        # Uses that run outside the router are found among the live ones only once they have entered.
         engine.enter_all()
         for collective in engine.router.live:
             if (collective.group.id, collective.key.name, collective.seq) == (group, name, seq):
@@ -505,6 +509,7 @@ class Communicator(Persistent):
         elif not self._left:
             for drain in self._drains():
                 await asyncio.wait([drain.done], timeout=min(drain.within_s, LEAVE_WITHIN_S))
+            # Before the group is forgotten, as its counts go with it.
             self._final = self.statistics() if self._session.engine.meter is not None else None
             self._forget_group()
 
