@@ -177,6 +177,7 @@ class Adaptation:
             except BaseException:
                 await self._end_meetings(meetings)
                 raise
+            # Only once all ranks have met: a start that has failed may be tried again.
             self._meetings = meetings
         return self._meetings
 
@@ -185,6 +186,7 @@ class Adaptation:
         self._births = self.comm.births
         self._measured = Reading.nothing(self.comm.size)
         recorder = self._host.recorder
+        # Before the introduction, by which all ranks learn of a record that cannot be written.
         wrong = recorder.open() if recorder is not None and self.comm.rank == 0 else None
         knowing = await meetings.introduce(self._every, knows=knows, wrong=wrong)
         state = await meetings.place.take(self._host.state(), knowing) if knowing else None
@@ -284,11 +286,9 @@ class Adaptation:
             self._next_step()
 
     async def end_badly(self, begun: Reading, error: BaseException) -> None:
-        """End a step that has failed on this rank, for `Step`.
-
-        In an ``Elastic`` a lost rank may end calls of a step on some ranks only: all ranks come to the meeting, and see
-        there that one is missing.
-        """
+        """End a step that has failed on this rank, for `Step`."""
+        # In an ``Elastic`` a lost rank may end calls of a step on some ranks only: all ranks come to the meeting, and
+        # see there that one is missing.
         if self.comm.outlives and isinstance(error, (PeerLost, EpochChanged)):
             try:
                 await self.end(begun)

@@ -49,6 +49,7 @@ class StepRecorder:
         """Open the file, on the first rank; returns the reason if that is impossible."""
         if self._file is None:
             try:
+                # To append: a rank that becomes the first one continues the record of its predecessor.
                 self._file = self._path.open("a", encoding="utf-8")
             except OSError as error:
                 return f"the steps cannot be recorded: {error}"

@@ -87,6 +87,7 @@ class MarginalUtility(Policy):
         size, before = ctx.size, self._before
         evidence: dict[str, Any] = {"samples_s": rate, "ranks": size}
         if before is not None and size > before[0]:
+            # What one new rank brings, as a part of what each of those before brought.
             each = (rate - before[1]) / (size - before[0]) / (before[1] / before[0])
             evidence |= {"before": before[1], "each_new_one_brings": each, "threshold": self._threshold}
             if each <= self._threshold:

@@ -82,7 +82,7 @@ class AutoStrategy(Policy):
                 check(one)  # an unknown name is refused at once
         if rest < 1:
             raise ConfigError(f"rest is at least 1 step, not {rest!r}")
-        Trials(1, steps=steps, rounds=rounds)
+        Trials(1, steps=steps, rounds=rounds)  # it checks the numbers
         self._specs = tuple(candidates)
         self._steps = steps
         self._rounds = rounds
@@ -95,6 +95,7 @@ class AutoStrategy(Policy):
         by_digest: dict[bytes, AnyStrategy] = {}
         for spec in self._specs:
             made = build(spec, ctx.layout)
+            # Names may mean the same graphs in this layout, which are tried once.
             by_digest.setdefault(made.digest, made)
         self._candidates = list(by_digest.values())
         self._numbers = {digest: number for number, digest in enumerate(by_digest)}
@@ -134,6 +135,7 @@ class AutoStrategy(Policy):
 
     def _watch(self, ctx: Context, metrics: StepMetrics) -> None:
         self._rested += 1
+        # Set by another policy, or by the program: its throughput says nothing about the network.
         if metrics.strategy.digest != self._candidates[self._trials.best].digest:
             return
         verdict = self._interference.update(metrics.throughputs)
@@ -195,7 +197,7 @@ class AvoidSlowLinks(Policy):
         rest: int = 25,
         least_nbytes: int = 1 << 18,
     ) -> None:
-        Trials(1, steps=steps)
+        Trials(1, steps=steps)  # it checks the number
         if rest < 4 * steps:
             raise ConfigError(f"rest is at least 4 times steps, {4 * steps}, not {rest!r}")
         self._measure = measure
@@ -231,6 +233,7 @@ class AvoidSlowLinks(Policy):
             return None
         if slower.is_interference:
             return self._look(ctx, metrics, slower, "slower")
+        # Only a choice of its own: the link that it avoids may have recovered.
         if faster.is_interference and self._own == metrics.strategy.digest:
             return self._look(ctx, metrics, faster, "faster")
         return None

@@ -246,7 +246,7 @@ class _Seen:
         if number < self.mark or number in self.above:
             return False
         self.above.add(number)
-        # Numbers that never come, as their origin has died, must not let the set grow.
+        # A number that never arrives must not let the set grow for ever.
         if number >= self.mark + WINDOW:
             self.mark = number - WINDOW + 1
             self.above = {kept for kept in self.above if kept >= self.mark}

@@ -157,6 +157,7 @@ def _broadcast_forward(comm: Any, name: str, root: int, leaves: list[Any]) -> tu
 
 def _broadcast_backward(comm: Any, name: str, root: int, _: None, gradients: list[Any]) -> tuple[list[Any]]:
     def change(given: list[Any]) -> list[Any]:
+        # All ranks have used the root's arrays, and none has used what the other ranks gave.
         sums = _all_reduce(comm, name + AGAIN, "sum", given)
         return sums if comm.rank == root else [jnp.zeros_like(one) for one in sums]
 
@@ -177,6 +178,7 @@ def _all_gather_forward(comm: Any, name: str, _: None, leaves: list[Any]) -> tup
 
 def _all_gather_backward(comm: Any, name: str, _: None, _residuals: None, gradients: list[Any]) -> tuple[list[Any]]:
     def change(given: list[Any]) -> list[Any]:
+        # Every rank has used this rank's part: its gradient is the sum of theirs.
         return [one[comm.rank] for one in _all_reduce(comm, name + AGAIN, "sum", given)]
 
     return _of_gradients(change, gradients)

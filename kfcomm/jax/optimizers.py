@@ -228,7 +228,7 @@ def pair_averaging(
     """
     problem = pairs_problem(comm, weights, max_staleness)
     algorithm = _Algorithm(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
-    begun: list[PairAveraging] = []
+    begun: list[PairAveraging] = []  # made by the first call, as it publishes a model, which needs values
 
     def call(model: list[Any]) -> list[Any]:
         if not begun:
@@ -288,6 +288,7 @@ class _Algorithm:
         def init(params: Tree) -> T:
             Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
             leaves = jax.tree.leaves(params)
+            # Traced params have no values that could be compared.
             is_there = not any(isinstance(x, jax.core.Tracer) for x in leaves)
             if is_there and not self._comm.consensus(leaves, name=f"{self._name}/params"):
                 raise ConfigError(

@@ -87,6 +87,7 @@ def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_object(value: Any) -> Any:
+    # A copy: the program may change the object before it is sent.
     return unpacked(packed(value))
 
 
@@ -136,8 +137,8 @@ class Adapter(Generic[A_co]):
         self._io = driver.io
         self._inner = inner
         self._session = comm._session
+        # Refuses at once, on the caller's thread, what a closed or inherited communicator would refuse.
         self._check_open = comm._check_open
-        """Refuses at once, on the caller's thread, what a closed or inherited communicator would refuse."""
 
 
 def blocking(
@@ -269,7 +270,7 @@ def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Ca
 
 
 def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str] = ()) -> None:
-    """Give ``cls`` blocking forms of all that is awaited, prepared or a property in ``inner``, which it wraps."""
+    """Give ``cls`` blocking forms of each member of ``inner``, which it wraps, that is awaited or a property."""
     # What the class has already stays. Coroutines ``by_hand`` have no form here: their results need one of their own.
     for name in dict.fromkeys(name for one in reversed(inner.__mro__) for name in vars(one)):
         member = inspect.getattr_static(inner, name)

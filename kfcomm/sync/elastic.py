@@ -155,10 +155,12 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
                     self._driver.run(partial(calls.notify, entry), self._session)
                 return result
         except BaseException as error:
+            # An interrupt, at any line: the record may not be in ``entry`` yet, and is found by the thread.
             if error is signals.raised or not isinstance(error, Exception):
                 with contextlib.suppress(KfcommError):
                     self._driver.run(partial(calls.abandon, get_ident()), self._session)
                 raise
+            # Refused before it was recorded, or over already: nothing is left to finish after a loss.
             if entry is None or entry.standing is not Standing.POSTED:
                 raise
             return self._gone_on(calls, entry, error)
@@ -259,5 +261,6 @@ class Elastic:
         return self._driver.run(partial(self._take_up, walk, met), self._comm._session)
 
     def _take_up(self, walk: Walk[None], met: Any) -> Any:
+        # The boundary waits for all calls of the step, also for those that an interrupt has left.
         self._give_up()
         return following(walk, met)

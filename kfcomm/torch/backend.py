@@ -89,6 +89,7 @@ class TorchMessages:
         # An empty outcome lets the ranks continue.
         outcome = np.array(missing, np.int64)
         for rank, handle in come.items():
+            # A rank that has arrived by now, as its receive could not be cancelled any more, waits for the outcome.
             if rank not in missing and (handle.done() or not handle.cancel()):
                 self._comm.send(outcome, rank, f"{tag}/verdict")
         if missing:
@@ -96,6 +97,7 @@ class TorchMessages:
 
     def _arrive(self, tag: str, timeout_s: float) -> None:
         """On other ranks: tell rank 0, and wait for its outcome."""
+        # Longer than rank 0 waits, which then says which ranks are missing.
         said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s + min(timeout_s, OUTCOME_WITHIN_S))
         self._comm.send(np.zeros(0, np.int64), 0, tag)
         missing = said.wait()
@@ -137,10 +139,8 @@ class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
     def _enter(self, comm: Communicator, store: Any) -> None:
         """Work on this communicator from now on."""
         self._comm = comm
-        self._owned: list[Communicator] = [comm]
-        """Closed with this backend, in this order."""
-        self._latest = comm
-        """Of the ranks that are left, while the group is being shrunk."""
+        self._owned: list[Communicator] = [comm]  # closed with this backend, in this order
+        self._latest = comm  # of the ranks that are left, while the group is being shrunk
         self._store = store
         self._calls = TorchCalls(store, comm.rank, comm.mismatched)
         self._buffers = SharedBuffers(comm) if comm.shares_memory else None

@@ -222,6 +222,7 @@ class TorchWork(BaseWork):  # type: ignore[misc]
         return list(self._ending.tensors)
 
     def _finish(self) -> None:
+        # A thread that waits and the future's callback may both come here: the first one copies, the other waits.
         with self._lock:
             finish, self._finish_step = self._finish_step, None
             if finish is not None:
@@ -306,6 +307,7 @@ def _ours(work: Any) -> Any:
     """Our Work that is wrapped in torch's; None for works of other libraries."""
     if type(work) is not BaseWork:
         return None
+    # The wrapper does not show what it wraps, but asks it for its future, on this thread.
     found: list[Any] = []
     _asking.found = found
     try:

@@ -206,6 +206,7 @@ def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> A
     """Begin to exchange reports; return a handle of the reports of all ranks, for `check_alike`."""
     tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
     told = tell([said, problem], name)
+    # The caller may raise first, and read no result: that must not be reported as an unread error.
     told.add_done_callback(looked_at)
     return told
 

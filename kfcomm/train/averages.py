@@ -238,8 +238,8 @@ class LocalAdaAlter(Agreement):
     ) -> None:  # fmt: skip
         self._rule = rule = Accumulators(every, epsilon, initial)
         self._own = self._shared = mapped(rule.start, like)
+        # g∘g of gradients that come while a meeting is under way: they are not in its mean, and are added to it.
         self._meanwhile: Tree | None = None
-        """g∘g of gradients that came during a meeting, and are not in its mean."""
         self._num_local = 0
         super().__init__(comm, name, rule.numbers, rule.problem)
 
@@ -319,6 +319,7 @@ class AdaSGD(Agreement):
             # Set before the wait: the gradients of this step are already averaged.
             self.is_synchronous = self.shares_gradients = True
             return (yield from self._reduced(tree, "model"))
+        # With the models: all ranks learn of a wish at the same step, without a message of its own.
         wish: Any = np.array([self._wants_change], np.float32)
         found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
         self._is_agreed = bool(found[WISH][0] > 0)

@@ -327,10 +327,11 @@ class GradientMonitor:
         self._initial_batch = initial_batch
         self._num_steps = 0
         self._own_sq_norm = 0.0
+        # Of |ḡ|² of the step before, or 0 if that was not measured: each rank squares one n-th of the mean, and the
+        # shares are summed with the next step's gradients, without a collective of their own.
         self._own_share = 0.0
-        """Share of |ḡ|² of the step before; 0 if that step was not measured."""
+        # Of a step whose |ḡ|² is not known yet: |g_i|², its mean over the ranks, a rank's samples, and the ranks.
         self._seen: tuple[float, float, float, int] | None = None
-        """Of a step whose |ḡ|² is not known yet: |g_i|², its mean over the ranks, a rank's samples, and the ranks."""
         self._step_s = MovingAverage(decay)
         self._clock = clock
         self._updated_s: float | None = None

@@ -91,6 +91,7 @@ class HybridGradients:
         size, found = self.comm.size, dict.fromkeys(gradients)
         factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
         room = dict.fromkeys(gradients) if out is None else _room(out, gradients)
+        # By sizes alone, which are the same on all ranks: so all choose the same form.
         by_factors = {
             name: one
             for name, one in factored.items()
@@ -246,6 +247,7 @@ class LayerOwnership:
         )
         shared: list[ProcedureCall] = []
         for (name, one), flat in zip(layers.items(), told, strict=True):
+            # Only the owner has the reduced factors; the others give an array of the shape that they receive.
             result = one.gradient if flat is None else self._invert(one, flat)
             shared.append(call("broadcast", result, of[name], f"{self.name}/{name}/gradient"))
         return dict(zip(layers, (yield from together(shared)), strict=True))

@@ -153,6 +153,7 @@ class NoiseScaleBatch(GradientPolicy):
         if self._changed_at is not None and ctx.step < self._changed_at + self._rest:
             return
         wanted = self.fitting(min(max(scale, batch / self._factor), batch * self._factor), ctx.size)
+        # A batch that the ranks, which may have changed, cannot share equally is changed however near it is.
         if max(wanted, batch) < min(wanted, batch) * self._factor and batch % ctx.size == 0:
             return
         if wanted != batch:
