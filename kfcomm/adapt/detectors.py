@@ -266,6 +266,7 @@ class Trials:
             candidate.costs.append(cost)
         if not self._queue or number != self._queue[0]:
             return
+        # Of the steps of a trial the first opens links, and the last is that in which the ranks agree on the change.
         counted = candidate.seen - 1
         is_hopeless = counted >= 1 and candidate.cost > self._give_up * self._lowest()
         if counted >= self._steps - 2 or is_hopeless:

@@ -243,7 +243,7 @@ class Runner:
             return
         try:
             result = getattr(self.policy, hook)(self._context)
-        except Exception as error:  # noqa: BLE001  a policy may raise anything: the job goes on
+        except Exception as error:  # noqa: BLE001  a policy may raise anything: the job continues
             self._fail(hook, error)
             return
         if inspect.isawaitable(result):

@@ -168,7 +168,7 @@ class Shortcut(Protocol):
         """Return the bits of the peers that are known to have posted; see ``Collective.posted``."""
 
     def leave(self) -> None:
-        """Go on by chunks: one of the peers has sent a chunk, so it does not take this way."""
+        """Continue by chunks: one of the peers has sent a chunk, so it does not take this way."""
 
 
 class Collective(Machine):

@@ -231,6 +231,7 @@ def clear(target: Path, writer: Writer) -> None:
             path.unlink(missing_ok=True)
         else:
             with contextlib.suppress(OSError), path.open("r+b") as raw:
+                # Another process may have removed it since it was listed, and a new draft may have its path.
                 if _lock(raw.fileno()) and _is_at(path, raw.fileno()):
                     path.unlink(missing_ok=True)
 
@@ -246,6 +247,7 @@ def _drafts(target: Path) -> Iterator[tuple[Path, Writer | None]]:
 
 def _lock(descriptor: int) -> bool | None:
     """Lock a file; False if another process has locked it, None where files cannot be locked."""
+    # A lock ends with its process: a draft that can be locked is a dead writer's.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -325,7 +327,7 @@ class Checkpoint:
         if not is_due or (self._written is not None and not self._written.done()):
             return
         self._begun = number
-        # Only the copy happens in the step; training goes on while the thread writes it.
+        # Only the copy happens in the step; training continues while the thread writes it.
         self._kept.keep(place)
         self._written = self._thread.submit(self._write, number, epoch)
 

@@ -169,12 +169,14 @@ class Communicator(BlockingVerbs):
             return self._io.signals.holding(self._close)
         if self._owns_io:
             exit_report.report_leaving()
+        # An interrupted call of this thread may have left the lock taken: the close would wait for it for ever.
         self._driver.heal(self._session)
         try:
             self._finish()
         except BaseException:  # Ctrl-C, or what a signal handler has raised
             with contextlib.suppress(SessionClosed):
                 self._io.post(self._session.hang_up)
+            # Again, since the I/O thread has still to be ended; what was hung up does not wait for other ranks.
             self._finish()
             raise
 

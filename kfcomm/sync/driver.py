@@ -204,7 +204,7 @@ class Driver:
 
 def _run(function: Callable[[], T], session: Session) -> T:
     result = function()
-    if session.engine.links.dirty:  # of an operation without a future, which nobody has scheduled to be moved
+    if session.engine.links.dirty:  # of an operation without a future, which is not scheduled to be moved
         session.engine.links.flush_soon()
     return result
 

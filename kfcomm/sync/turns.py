@@ -64,8 +64,8 @@ class IoDriver(LoopDriver):
         self._turns = turns
         self._io = io
         self.calls = self._calls_then = 0  # calls after which nothing was in flight
-        self.has_lull = False  # this looks by itself, later, whether to park
-        self.is_masked = False  # the thread is not woken by the engine's descriptors
+        # has_lull: this looks by itself, later, whether to park. is_masked: descriptors do not wake the thread.
+        self.has_lull = self.is_masked = False
         super().__init__(turns.reactor, io.loop)
 
     def mask(self, *, is_masked: bool) -> None:
@@ -314,7 +314,7 @@ class Turns:
             self.io_driver.take_over()
 
     def _tell_others(self) -> None:
-        """Let the leader go on; without one, make a follower the next leader."""
+        """Let the leader continue; without one, make a follower the next leader."""
         self.tell_followers()
         if self.leader:
             if self.is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):

@@ -94,6 +94,7 @@ class Collectives:
         """Implement ``dist.broadcast``."""
         (tensor,) = tensors
         with _Reported(self):
+            # As bytes wherever nothing is folded: so tensors of any dtype travel.
             x, finish = place(tensor, as_bytes=True)
         return self._run("broadcast", x, opts, tensors, finish, root=opts.rootRank, out=x)
 

@@ -164,7 +164,7 @@ class Pending(Generic[T]):
         while (handle := self._under_way) is not None:
             try:
                 result = await handle
-            except BaseException as error:  # noqa: BLE001  the procedure is told, and raises it or another
+            except BaseException as error:  # noqa: BLE001  the procedure gets it, and raises it or another
                 self._advance(partial(self._procedure.throw, error))
             else:
                 self._advance(partial(self._procedure.send, result))
@@ -179,7 +179,7 @@ class Pending(Generic[T]):
         """Send the outcome of a blocking call to the procedure, and make its next call."""
         try:
             result = handle.result()
-        except Exception as error:  # noqa: BLE001  the procedure is told, and raises it or another
+        except Exception as error:  # noqa: BLE001  the procedure gets it, and raises it or another
             self._advance(partial(self._procedure.throw, error))
         else:
             self._advance(partial(self._procedure.send, result))
