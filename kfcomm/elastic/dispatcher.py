@@ -272,8 +272,8 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- calls that the caller executes itself
 
-    # A blocking caller may execute a call on its own thread, to save two switches: ``enter`` begins it, and one of
-    # ``done``, ``take_over`` and ``abandon`` ends it.
+    # A blocking caller may execute a call on its own thread, without a hand-over to the engine's: ``enter`` begins it,
+    # and one of ``done``, ``take_over`` and ``abandon`` ends it.
 
     def enter(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Communicator) -> Entry | None:
         """Record a call that the caller executes in ``comm``, on any thread; None where only ``begin`` can."""

@@ -128,7 +128,7 @@ class Handover:
             if wrong is None:
                 said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
                 return StateOffer(*said, None, self._program, self._options)
-        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others get it
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("the state", error)
         return StateOffer([], [], [None, None], wrong, self._program, self._options)
 

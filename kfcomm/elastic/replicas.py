@@ -229,7 +229,7 @@ class Replicas:
                 data = self._room(sum(one.size for one in views))
                 np.concatenate([data[:0], *views], out=data)
                 return None, Copy(plan_of(own), described(own), data), small_of(own)
-        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others get it
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("own", error)
         return wrong, Copy([], [], np.empty(0, np.uint8)), None
 
