@@ -86,7 +86,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_is_no_garbage() -> None:
-    """What is there before a module stays: to look through all tests for garbage after each took half of the time."""
+    """Garbage from before a module is left alone: to search all of it after each test took half of the time."""
     gc.collect()
     gc.freeze()
 
@@ -109,7 +109,7 @@ def nothing_left_behind(temporary_files: Path, loops_met: None) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def nothing_left_on_loop(request: pytest.FixtureRequest, nothing_left_behind: None) -> None:
-    """Fails a test of a coroutine that leaves tasks on its loop, or errors that nobody heard."""
+    """Fails a test of a coroutine that leaves tasks on its loop, or unretrieved errors."""
     if pytest_asyncio.is_async_test(request.node):
         request.getfixturevalue("watched_loop")
 

@@ -26,7 +26,7 @@ ELECTION = ("--heartbeat-interval", "100", "--election-timeout", "1000")
 
 
 def program() -> str:
-    """Where etcd is; the test is skipped if there is none, or fails if there has to be one."""
+    """Path of etcd; without it the test is skipped, or fails if etcd is required."""
     found = shutil.which("etcd")
     if found is None:
         reason = "needs etcd 3.4 or later (Debian's etcd-server)"
@@ -118,7 +118,7 @@ class Etcd:
                     return found
 
     def held(self) -> list[str]:
-        """All that it holds."""
+        """Its contents."""
         told = self.ask("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "keys_only": True})
         return sorted(base64.b64decode(row["key"]).decode() for row in told.get("kvs", []))
 

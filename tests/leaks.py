@@ -80,7 +80,7 @@ def descriptors() -> Counter[str]:
 
 
 def left_since(before: Snapshot, folder: Path) -> list[str]:
-    """One line for each thing that is there now and was not ``before``, once all that is ending has ended."""
+    """One line for each thing that is there now and was not ``before``, when what is ending has ended."""
     for thread in threads() - before.threads:
         if not thread.daemon:
             thread.join(PATIENCE_S)

@@ -31,7 +31,7 @@ def repeated(data: bytes, random: Random) -> bytes:
 
 
 def forged(data: bytes, random: Random) -> bytes:
-    """Frames of nobody are put in: a goodbye, and a rank that is said to be lost."""
+    """Forged frames are put in: a goodbye, and a report of a lost rank."""
     frames = (b"\x02\0\0\0\0\0\0\0\x91\x07", b"\x09\0\0\0\0\0\0\0\x94\x10\x00\x09\x93\x02\x01\xa0")
     return random.choice(frames) * 20 + data
 

@@ -31,7 +31,7 @@ def stub(number: int, *, version: int = 23207, backend: str = "nccl", driver: in
 
 
 class Broken(Exception):
-    """What a `broken` array raises: nothing that kfcomm knows."""
+    """Error of a `broken` array: nothing that kfcomm knows."""
 
 
 def broken(where: str) -> Any:

@@ -49,7 +49,7 @@ def loop_factories() -> dict[str, LoopFactory]:
 
 
 class Watch:
-    """What is left on the running loop: tasks that this watch did not find there, errors that nobody heard."""
+    """Leftovers on the running loop: tasks begun since, and unretrieved errors."""
 
     def __init__(self) -> None:
         self._before = asyncio.all_tasks()
@@ -57,7 +57,7 @@ class Watch:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._unheard.append(_describe(context)))
 
     async def settle(self) -> None:
-        """Gives what is about to end the turns for it, and tells of the rest once.
+        """Gives what is about to end the turns for it, and reports the rest once.
 
         Raises:
             LeftOnLoop: tasks are pending still, or a callback or a forgotten task has raised.
@@ -99,7 +99,7 @@ def _describe(context: dict[str, Any]) -> str:
 
 
 def free_port(count: int = 1) -> int:
-    """A port at which nobody listens, nor at the next ``count - 1``.
+    """A free port, followed by free ports: ``count - 1``.
 
     It is below those that the system gives to connections and to listeners that ask for any port: one of these would be
     taken by another process, sooner or later, between now and when it is used.

@@ -19,7 +19,7 @@ from tests.stubs import StubDevice, stub
 
 
 class Finding:
-    """What stands for ``kfcomm.arrays.devices.routes`` and the maker of NCCL's backends.
+    """Stand-in for ``kfcomm.arrays.devices.routes`` and the maker of NCCL's backends.
 
     Attributes:
         device: what is found; None for a machine without.
@@ -125,7 +125,7 @@ async def test_nccl_that_cannot_work_is_refused_and_the_device_closed(finding: F
 
 
 def told(caplog: pytest.LogCaptureFixture, rank: int, device: str, *devices: StubDevice) -> list[tuple[str, str]]:
-    """What rank ``rank`` logs of a world with these devices on one host."""
+    """Log of rank ``rank`` about a world with these devices on one host."""
     settings = Settings(rank=rank, size=len(devices), device=device)
     own = Accelerator(devices[rank], devices[rank].report, None)
     layout = Layout((0,) * len(devices))

@@ -46,7 +46,7 @@ def test_the_reasons_are_told_and_the_token_is_not() -> None:
     assert TOKEN not in text
 
 
-def test_what_cannot_work_is_told_with_the_rest() -> None:
+def test_impossible_settings_are_shown_with_the_rest() -> None:
     text, code = explain({"KFCOMM_RANK": "1"})
     assert code == 2
     assert "KFCOMM_SIZE is not" in text
@@ -66,12 +66,12 @@ def test_links_and_versions_are_listed() -> None:
 
 
 def row(text: str, name: str) -> str:
-    """What stands after this name."""
+    """Text after this name."""
     (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
     return line.split(None, 1)[1]
 
 
-def test_what_auto_takes_within_a_host_is_told() -> None:
+def test_transport_that_auto_takes_within_a_host_is_shown() -> None:
     text, _ = explain({})
     assert row(text, "transport") == "auto: shared memory within a host, TCP between hosts"
     assert row(text, "shm") == "yes  between processes of one host, through memory of both"
@@ -120,7 +120,7 @@ def test_a_device_is_shown_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(device.closed_by) == 1
 
 
-def test_what_a_device_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_a_device_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100", 13010, lack="CuPy has no NCCL"))
     text, code = explain({})
     assert code == 0
@@ -130,7 +130,7 @@ def test_what_a_device_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row(text, "transport").startswith("nccl: cannot work (CuPy has no NCCL); use auto; for host memory ")
 
 
-def test_that_there_is_no_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, DeviceReport(lack="no driver"))
     text, code = explain({})
     assert (code, section(text, "device")) == (0, ["device  none", "lacks   no driver"])

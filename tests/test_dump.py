@@ -1,4 +1,4 @@
-"""What a process says of itself: complete, harmless, and at any moment."""
+"""Dumps of a process: complete, harmless, and at any moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kfcomm.testing import sync_world, world
 
 
 def settled(comms: Any) -> None:
-    """Returns when all that was posted so far has been carried out as far as it can be."""
+    """Returns when the posts so far have been carried out as far as possible."""
     for comm in comms:
         comm.save("settled", 0)
 

@@ -1,4 +1,4 @@
-"""What ``init`` refuses before it opens anything, and what it sets up."""
+"""Refusals of ``init`` before it opens anything, and what it sets up."""
 
 import json
 import os

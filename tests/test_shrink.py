@@ -17,7 +17,7 @@ from kfcomm.testing import run_ranks, run_threads, sync_world, world
 
 
 async def until_lost(comm: Any) -> None:
-    """Whatever the others do, this rank has heard of a loss."""
+    """This rank has heard of a loss, whatever the others do."""
 
     async def work() -> None:
         while True:
@@ -73,7 +73,7 @@ def shown_by(comm: Any) -> Any:
 
 
 def arena_of(comm: Any) -> int:
-    """What tells it from all others."""
+    """Mark that tells it from all others."""
     return os.fstat(shown_by(comm).descriptor).st_ino
 
 

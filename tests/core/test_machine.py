@@ -293,7 +293,7 @@ class Twins:
 
     @staticmethod
     def state(machine):
-        """All that a machine knows."""
+        """State of a machine."""
         known = dict(vars(machine))
         return known | {"_folded": bytes(known["_folded"]), "_held": dict(known.get("_held") or {})}
 

@@ -159,7 +159,7 @@ def step(world: World, action: Action) -> None:
 
 
 def explore(size: int, deaths: int, suspicions: int, leaves: int, limit: int) -> int:
-    """All that can happen in all orders, up to so many states; returns how many there were."""
+    """Explore all orders of events, up to so many states; returns their number."""
     first = pickle.dumps(World(size, deaths, suspicions, leaves))
     seen, stack = {first}, [first]
     while stack and len(seen) < limit:
@@ -418,7 +418,7 @@ def test_infinite_limit_never_loses_a_peer() -> None:
     st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans(), st.booleans()), max_size=60),
 )
 def test_peer_is_lost_at_its_time_and_not_before(lost_after_s: float, steps: list[tuple[float, bool, bool]]) -> None:
-    """Looks that come a little late give nobody up early, and no look that is in time comes after the time is over."""
+    """Looks that come a little late give up no rank early, and no look that is in time comes after the time is over."""
     detector = FailureDetector(lost_after_s)
     interval_s = min(lost_after_s / 6, LONGEST_INTERVAL_S)
     detector.watch((1,), 0.0)

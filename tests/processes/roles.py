@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 async def nothing(me: Actor) -> None:
-    """All that was logged before is with the test now."""
+    """Return when the test has all earlier log records."""
 
 
 async def join(me: Actor, **settings: Any) -> list[int]:

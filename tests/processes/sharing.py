@@ -49,7 +49,7 @@ async def some_pieces(me: Actor) -> int:
 
 
 async def no_pieces(me: Actor) -> bool:
-    """Returns when nobody reads anything of this rank's any more; whether nothing is kept for peers that are gone."""
+    """Returns when no rank reads this rank's memory any more; whether nothing is kept for peers that are gone."""
     hub = _shared_memory(me).hub
     while _pieces(me):
         hub.wake()

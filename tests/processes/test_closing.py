@@ -1,4 +1,4 @@
-"""A rank that serves the store and closes while others go on: it says for whom it waits, and can be told not to."""
+"""A rank that serves the store and closes while others continue: it names those it waits for, and can skip the wait."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_pairwise_cases(world: World, transport: str) -> None:
 def test_a_thousand_names_in_different_orders_at_once(world: World, strategy: str, num_waiting: int) -> None:
     """Memory is bounded: by what is given and comes out, by credit, and by what waits for its turn to be added.
 
-    Whoever adds what several ranks give does so in their order, and keeps the others' until then; in a ring none waits.
+    A rank adds contributions in the order of the ranks, and keeps the others' until then; in a ring none waits.
     """
     names, elements = 1000, 16384
     world.do(roles.strategy, name=strategy)

@@ -49,7 +49,7 @@ class Action:
 
 
 class Call(Protocol):
-    """One call of some or all ranks of a group. Its ``str`` says all that it needs to be made again."""
+    """One call of some or all ranks of a group. Its ``str`` is enough to make it again."""
 
     @property
     def names(self) -> Sequence[str]:

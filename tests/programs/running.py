@@ -88,7 +88,7 @@ def _command(setting: Setting, plan: Plan) -> list[str]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Background processes, each of which uses a processor."""
+    """Background processes that use one processor each."""
     code = BUSY.format(parent=os.getpid())
     started = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL) for _ in range(count)]
     try:

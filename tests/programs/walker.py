@@ -30,7 +30,7 @@ MAX_HELD = 6
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank found wrong first.
+    """First fault that a rank found.
 
     Attributes:
         seed: of the program.

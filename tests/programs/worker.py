@@ -55,7 +55,7 @@ def hosts_have(per_host: int) -> None:
 
 
 def all_are_long() -> None:
-    """Whatever their size, messages go as those that are so long that they need several windows of a slot.
+    """Send messages of any size as if they needed several windows of a slot.
 
     Half of their arrays are in symmetric memory, on some ranks or on others.
     """

@@ -92,7 +92,7 @@ def progress(comm: Communicator) -> None:
 
 
 def called(comm: Communicator, verb: str, x: Any) -> Callable[[], Any]:
-    """What a rank does for each result."""
+    """Work of a rank for each result."""
     if not verb.startswith("persistent"):
         return lambda: getattr(comm, verb)(x, name="x")
     return comm.all_reduce_init(x, "x").run

@@ -1,4 +1,4 @@
-"""Callers that drive the engine: who leads, who follows, and that nobody sleeps over anything.
+"""Callers that drive the engine: who leads, who follows, and no caller sleeps through news.
 
 No wait here is ever ended by its bound (``LOOK_EVERY_S``): a wake-up that is lost stops the test.
 """
@@ -35,7 +35,7 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_inquiries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who waits wakes up to tell the others, or to ask them."""
+    """Waiting callers do not wake up to tell others or to ask them."""
     monkeypatch.setattr(deadlines, "QUIET_AFTER_S", 1e6)
     monkeypatch.setattr(deadlines, "ASK_BEFORE_S", 0.0)
 
@@ -179,7 +179,7 @@ def test_a_link_that_is_opened_wakes_the_leader_whose_last_frame_it_takes() -> N
 
 
 def test_posting_wakes_a_leader_that_sleeps() -> None:
-    """What it posts is sent by the leader, who has to hear of it."""
+    """The leader sends what it posts, and has to hear of it."""
     with joined("tcp") as (one, other):
         lead = leading(one, "a")
         begun = [one.all_reduce_async(1, f"{number}") for number in range(3)]

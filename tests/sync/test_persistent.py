@@ -221,7 +221,7 @@ def test_messages() -> None:
 
 
 def test_the_io_thread_may_start_it_and_not_wait_for_it() -> None:
-    """And while nobody waits, that thread drives it."""
+    """And while no caller waits, that thread drives it."""
     with joined("shm") as comms:
         first, second = both(comms)
         assert_sums(first, second)
@@ -262,7 +262,7 @@ def test_many_threads_start_what_is_theirs() -> None:
 
 @pytest.fixture
 def no_inquiries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who waits tells the others: what is not moved stays where it is, and stops the test."""
+    """Waiting callers do not tell the others: data that is not moved stays, and stops the test."""
     monkeypatch.setattr(deadlines, "QUIET_AFTER_S", 1e6)
     monkeypatch.setattr(deadlines, "ASK_BEFORE_S", 0.0)
 

@@ -102,7 +102,7 @@ def following(comm: Communicator, name: str, function: Callable[..., Any] | None
 
 
 def at_rest(comm: Communicator) -> bool:
-    """Whether nobody is inside, and nothing of an earlier call is left."""
+    """Whether no caller is inside, and nothing of an earlier call is left."""
     turns = driver_of(comm).turns
     flags = turns.leader, turns.io_driver.is_masked, turns.followers, turns.reactor.is_driven, turns.lock.is_working
     return not any(flags)

@@ -25,7 +25,7 @@ BATCH = 6
 
 
 class Net(nn.Module):
-    """Two branches, one of which may be left out."""
+    """Two branches; one may be left out."""
 
     def __init__(self) -> None:
         super().__init__()

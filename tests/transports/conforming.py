@@ -53,7 +53,7 @@ class Rank:
         return x
 
     def finish(self) -> None:
-        """Wait for all that is on the stream."""
+        """Wait for the stream."""
         done, errors = threading.Event(), list[BaseException | None]()
 
         def told(error: BaseException | None) -> None:

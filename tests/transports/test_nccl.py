@@ -1,6 +1,6 @@
 """How `kfcomm.transports.nccl` asks NCCL for things: with a stand-in for CuPy's module that writes down what it hears.
 
-What NCCL makes of it is in ``tests/gpu/test_nccl.py``.
+NCCL's own behaviour is in ``tests/gpu/test_nccl.py``.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def test_aborting_and_closing() -> None:
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
 def test_aborting_a_launch_that_waits_for_others(ends_by_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread is inside of NCCL; either what it waits for comes, or NCCL is told to give up all the same."""
+    """Its thread is inside of NCCL; either what it waits for comes, or NCCL is aborted all the same."""
     bench = Bench()
     is_inside, goes_on, errors = threading.Event(), threading.Event(), list[Exception]()
 

@@ -134,7 +134,7 @@ def test_driver_is_woken_once(reactor: Reactor) -> None:
 
 
 def waiting(reactor: Reactor) -> threading.Thread:
-    """A thread that drives until it is told that it is over."""
+    """A thread that drives until it is ended."""
 
     def drive() -> None:
         while not done:

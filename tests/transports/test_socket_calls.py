@@ -125,7 +125,7 @@ def test_small_frames_that_are_queued_together_are_one_call_at_each_end(ends):
 
 
 def test_next_head_is_read_with_end_of_payload(ends):
-    """The first call finds a head, each other one takes all that is left of a payload and the head of the next."""
+    """The first call finds a head, each other one takes the rest of a payload and the head of the next."""
     owner = Owner()
     for number in range(3):
         ends.link.send(chunk(number), memoryview(noise(30_000)), owner)

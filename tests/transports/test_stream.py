@@ -18,7 +18,7 @@ BYE = [7]
 
 
 async def kernel_is_full(link):
-    """Turns of the loop until the kernel has taken nothing more for some of them: nobody reads at the other end."""
+    """Turns of the loop until the kernel has taken nothing more for some of them: the other end does not read."""
     taken, turns = -1, 0
     while turns < 20:
         turns = 0 if link.bytes_out != taken else turns + 1

@@ -1,4 +1,4 @@
-"""One of four ranks, two of which are killed: the second in the group that survived the first."""
+"""One of four ranks; two are killed: the second in the group that survived the first."""
 
 import os
 import signal

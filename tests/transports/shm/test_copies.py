@@ -1,6 +1,6 @@
 """Memory traffic of a long all_reduce, in bytes for each rank: figures without noise.
 
-A copy counts what it reads and what it writes, a fold all that it reads and its result.
+A copy counts what it reads and what it writes, a fold what it reads and its result.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Model:
         self.waits = waits
 
     def search(self) -> int:
-        """Look at all states; how many there are. At the end nobody waits, unless for one that has gone."""
+        """Look at all states; how many there are. At the end no rank waits, unless for one that has gone."""
 
         def ends(state: State) -> bool:
             return all(one.at == END for one in state) or any(one.at == GONE for one in state)

@@ -178,7 +178,7 @@ class Model:
             raise TornError(f"{rank} goes on with what is not of its use: {state}")
 
     def search(self) -> int:
-        """Look at all states; how many there are. At the end nobody waits, unless for one that has failed."""
+        """Look at all states; how many there are. At the end no rank waits, unless for one that has failed."""
 
         def ends(state: State) -> bool:
             return all(one.at == END for one in state) or any(one.at == GONE for one in state)

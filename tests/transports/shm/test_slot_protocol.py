@@ -1,6 +1,6 @@
 """The protocol of slots, stepped through every interleaving: who reads a buffer reads what belongs to that use.
 
-A model of three ranks, of which the first has handed out the slot. One atomic step at a time: a buffer is written and
+A model of three ranks; the first has handed out the slot. One atomic step at a time: a buffer is written and
 read in halves, words are stored and loaded one by one. At every step of a wait a rank may fail (a cancel, a timeout, an
 abort that comes), and before every use it may go the ordinary way, without the slot: up to the first rank and down from
 it. That one takes the slot back when it goes the ordinary way itself. Whatever is sent arrives at any time after that.
@@ -146,7 +146,7 @@ class Model:
         )
 
     def search(self) -> int:
-        """Look at all states; how many there are. At the end nobody waits, unless for one that has died or failed."""
+        """Look at all states; how many there are. At the end no rank waits, unless for one that has died or failed."""
 
         def ends(at: tuple[State, int]) -> bool:
             return any(rank.at == DEAD for rank in at[0]) or all(rank.at == OVER for rank in at[0])
@@ -213,7 +213,7 @@ Windows = tuple[Windowed, ...]
 
 
 class WindowModel:
-    """All ranks, of which each does what `PartedSlot` does, one store or load at a time.
+    """All ranks; each does what `PartedSlot` does, one store or load at a time.
 
     Args:
         size: number of ranks.
@@ -275,7 +275,7 @@ class WindowModel:
         return rank._replace(window=window, seen=0, at=SHOW if rank.shows < min(last, window + 1) else WAIT_POSTED)
 
     def search(self) -> int:
-        """Look at all states; how many there are. At the end nobody waits, unless for one that has gone."""
+        """Look at all states; how many there are. At the end no rank waits, unless for one that has gone."""
 
         def ends(state: Windows) -> bool:
             return all(one.at == END for one in state) or any(one.at == GONE for one in state)
