@@ -123,13 +123,7 @@ STRATEGY_KEY = "\0strategy"
 
 
 class Group:
-    """A group and its engine. Everything here runs on the engine's loop.
-
-    Attributes:
-        compiled: by name; empty while a strategy is being agreed. Replaced by another dictionary whenever an entry is
-            forgotten: so whatever was found in this one is valid while it is the same object.
-        former: while a strategy is being agreed, ``compiled`` of the one that is in force.
-    """
+    """A group and its engine. Everything here runs on the engine's loop."""
 
     def __init__(
         self, engine: Engine, view: GroupView, layout: Layout, strategy: AnyStrategy, timeout_s: float
@@ -141,6 +135,7 @@ class Group:
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = GroupTurns()
+        # By name. ``compiled`` is empty while a strategy is being agreed; ``former`` is that of the one in force then.
         self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
 
@@ -189,6 +184,7 @@ class Group:
 
     def forget(self) -> None:
         """Drop all cached plans."""
+        # Not cleared: plans that were found in a dictionary are valid while that is the current one.
         self.compiled = self.plans.compiled = {}
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:

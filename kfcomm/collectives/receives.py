@@ -283,6 +283,7 @@ class Streams:
             return
         if transfer.receive is None and isinstance(transfer.error, (PeerLost, EpochChanged)):
             stream.remove(transfer)  # every receive hears of that by itself
+        # In their order: none may overtake a message that was handed back.
         while stream and stream[0].is_over and (receive := stream[0].receive) is not None:
             first = stream.popleft()
             first.receive = receive.transfer = None
@@ -294,7 +295,7 @@ class Streams:
         """Assign the first messages to these receives, in this order; the others are free."""
         moved = [pair for pair in zip_longest(list(stream), receives) if pair[0].receive is not pair[1]]
         for transfer, _ in moved:
-            transfer.keep()
+            transfer.keep()  # it leaves the ``out`` of the receive that held it
         self._hold(moved)
         if stream:
             self.advance(stream[0])

@@ -194,11 +194,9 @@ class BackendPath(Path):
         self._set_timer(self._order_timer, self._order.deadline_s())
 
     def _launch_due(self) -> None:
-        """Launch the calls whose turn has come, once all ranks have heard that.
-
-        After a launch its caller may block this loop by waiting for the device, which waits for the other ranks: they
-        must know the order by then.
-        """
+        """Launch the calls whose turn has come, once all ranks have heard that."""
+        # After a launch its caller may block this loop by waiting for the device, which waits for the other ranks:
+        # they must know the order by then.
         while self.state is BackedState.READY and self._due and self._channel.is_heard(self._due[0][1]):
             self._launch(self._due.popleft()[0])
 

@@ -178,12 +178,10 @@ class Staging:
             staged.memory = np.empty(0, dtype)
 
     def _once_safe(self, staged: _Staged, copy: Step, *, in_order: bool) -> None:
-        """Copy when the caller's memory is ready: at once where the copy is put behind that on a stream (``in_order``).
-
-        Memory that is not pinned is not copied at once: its copy may block this thread until its stream comes to it,
-        and the stream may, by way of other ranks, wait for this thread.
-        """
+        """Copy when the caller's memory is ready: at once if ``in_order``, where a stream puts the copy behind that."""
         begin = partial(self._go_on, staged, copy)
+        # A copy of memory that is not pinned may block this thread until its stream comes to it, and the stream may, by
+        # way of other ranks, wait for this thread.
         if self._is_ready or (in_order and (staged.block is None or staged.block.is_pinned())):
             self._try(begin)
         else:
@@ -333,7 +331,7 @@ class Staging:
                 self._give_back(staged)
             elif staged.state is StagingState.POSTED and staged.handle is not None:
                 staged.handle.cancel()
-        for index, staged in enumerate(unposted):
+        for index, staged in enumerate(unposted):  # the turn of the first takes the numbers of all
             staged.turn.ready(do_nothing if index else partial(self._leave_out, staged.segment.index))
         self._forget_if_at_rest()
 
