@@ -60,7 +60,7 @@ class Pool:
 
 
 class Call:
-    """As ``calls.Call``: a head without chunks, which tells the path of its end."""
+    """As ``calls.DeviceCall``: a head without chunks, which tells the path of its end."""
 
     def __init__(
         self, rank: Rank, verb: Verb, key: str, parts: Sequence[Part], shape: tuple[int, ...], *, op: Op | None,

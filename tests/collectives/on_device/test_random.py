@@ -226,7 +226,7 @@ def under_way(world: DeviceWorld) -> list[str]:
                         "undecided": failures._undecided,
                         "asked": failures._asked,
                         "said": path._channel._outbox,
-                        "moving": path.state not in (backed.State.IDLE, backed.State.READY),
+                        "moving": path.state not in (backed.BackedState.IDLE, backed.BackedState.READY),
                         "serving": path._channel._mailbox._serving,
                     }
                 case staged.StagedPath():
