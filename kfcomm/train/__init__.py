@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from kfcomm.train.agreement import Agreement
     from kfcomm.train.asynchronous import PairAveraging, ParameterServer, Peers, shards
     from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+    from kfcomm.train.factors import (
+        Factors,
+        HybridGradients,
+        all_reduce_numbers,
+        factor_numbers,
+        most_samples,
+        takes_factors,
+    )
     from kfcomm.train.gradient_statistics import (
         SUMS,
         GradientMonitor,
@@ -24,19 +32,8 @@ if TYPE_CHECKING:
         mean_cosine,
         noise_estimate,
     )
+    from kfcomm.train.kfac import KFAC, Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
-    from kfcomm.train.layers import (
-        Factors,
-        HybridGradients,
-        Layer,
-        LayerOwnership,
-        all_reduce_numbers,
-        factor_numbers,
-        most_samples,
-        owners,
-        preconditioned,
-        takes_factors,
-    )
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
     from kfcomm.train.procedure import Pending
 else:  # type checkers would take any name for one that is there
@@ -44,15 +41,15 @@ else:  # type checkers would take any name for one that is there
         "agreement": ("Agreement",),
         "asynchronous": ("PairAveraging", "ParameterServer", "Peers", "shards"),
         "averages": ("SMA", "AdaSGD", "DiLoCo", "ElasticAveraging", "LocalAdaAlter", "LocalSGD", "SynchronousSGD"),
+        "factors": (
+            "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
+        ),
         "gradient_statistics": (
             "SUMS", "GradientMonitor", "GradientStatistics", "MovingAverage", "NoiseEstimate", "NoiseScale",
             "efficiency", "gradient_variance", "mean_cosine", "noise_estimate",
         ),
+        "kfac": ("KFAC", "Layer", "LayerOwnership", "owners", "preconditioned"),
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
-        "layers": (
-            "Factors", "HybridGradients", "Layer", "LayerOwnership", "all_reduce_numbers", "factor_numbers",
-            "most_samples", "owners", "preconditioned", "takes_factors",
-        ),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
         "procedure": ("Pending",),
     }  # fmt: skip
@@ -61,10 +58,10 @@ else:  # type checkers would take any name for one that is there
     )
 
 __all__ = [
-    "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "Factors", "GradientMonitor",
-    "GradientStatistics", "HybridGradients", "Lamb", "LambState", "Lars", "Layer", "LayerOwnership",
-    "LinearScaling", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale", "Observation",
-    "PairAveraging", "ParameterServer", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput",
+    "KFAC", "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "Factors",
+    "GradientMonitor", "GradientStatistics", "HybridGradients", "Lamb", "LambState", "Lars", "Layer",
+    "LayerOwnership", "LinearScaling", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale",
+    "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput",
     "all_reduce_numbers", "best_shape", "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance",
     "lars_rate", "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "shards",
     "takes_factors",

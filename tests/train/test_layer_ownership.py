@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import Layer, LayerOwnership, owners, preconditioned
-from kfcomm.train.layers import cost
+from kfcomm.train.kfac import cost
 
 
 def test_owners_by_hand() -> None:

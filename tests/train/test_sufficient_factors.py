@@ -62,7 +62,8 @@ async def test_means_are_the_same_whichever_way_a_layer_goes() -> None:
             assert list(found) == ["large", "small", "bias"]
             for name, truth in expected(3).items():
                 np.testing.assert_allclose(found[name], truth, rtol=1e-12, atol=1e-12)
-            assert "hybrid/factors" in names
+            assert "hybrid/factors/large" in names
+            assert "hybrid/factors/small" not in names
 
     def blocking() -> list[Any]:
         with sync_world(2) as comms:
@@ -118,3 +119,68 @@ async def test_results_go_where_they_are_wanted() -> None:
         ):
             with pytest.raises(ConfigError, match=said):
                 hybrid.average(given, out=out)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("is_weighted", [False, True])
+async def test_ranks_with_unlike_numbers_of_samples(dtype: Any, is_weighted: bool) -> None:
+    """The last batch of a sampler: steps of 6, 6, 5 and 0 samples on some rank, with the forms agreed at the first."""
+    steps = [(6, 6, 6), (6, 5, 5), (1, 0, 0), (40, 1, 7)]
+
+    def of(step: int, rank: int) -> dict[str, Any]:
+        rng = np.random.default_rng((step, rank))
+        count = steps[step][rank]
+        outer, inner = (rng.standard_normal((count, n)).astype(dtype) for n in (60, 40))
+        mean = outer / max(count, 1) if is_weighted else outer
+        bias = mean.sum(axis=0)
+        return {"dense": Factors(mean, inner), "bias": bias}
+
+    def truth(step: int) -> dict[str, Any]:
+        weights = steps[step] if is_weighted else (1, 1, 1)
+        ranks = [of(step, rank) for rank in range(3)]
+        dense = sum(w * (one["dense"].outer.T @ one["dense"].inner) for w, one in zip(weights, ranks, strict=True))
+        bias = sum(w * one["bias"] for w, one in zip(weights, ranks, strict=True))
+        return {"dense": dense / sum(weights), "bias": bias / sum(weights)}
+
+    async def main(comm: Communicator) -> tuple[list[dict[str, Any]], list[str]]:
+        hybrid = HybridGradients(comm)
+        found = []
+        for step, counts in enumerate(steps):
+            weight = counts[comm.rank] if is_weighted else None
+            found.append(await hybrid.average(of(step, comm.rank), weight=weight))
+        return found, [one.name for one in comm.statistics().keys]
+
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype is np.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    async with world(3) as comms:
+        ranks = await run_ranks(comms, main)
+    for found, names in ranks:
+        assert "hybrid/factors/dense" in names
+        for step, one in enumerate(found):
+            for name, wanted in truth(step).items():
+                assert one[name].dtype == dtype
+                np.testing.assert_allclose(one[name], wanted, **close)
+                assert np.array_equal(one[name], ranks[0][0][step][name])
+
+
+@pytest.mark.asyncio
+async def test_form_follows_the_mean_number_of_samples() -> None:
+    """A rank that has many would choose the gradient by itself, and one that has few the factors."""
+
+    async def main(comm: Communicator) -> list[str]:
+        count = (1, 60)[comm.rank]
+        factors = Factors(np.ones((count, 20)), np.ones((count, 20)))
+        found = await HybridGradients(comm).average({"dense": factors})
+        assert found["dense"][0, 0] == 30.5
+        return [one.name for one in comm.statistics().keys]
+
+    async with world(2) as comms:
+        for names in await run_ranks(comms, main):
+            assert "hybrid/factors/dense" not in names  # 30.5 samples of 20 + 20 numbers; the gradient has 400
+
+
+@pytest.mark.asyncio
+async def test_negative_weight_is_refused() -> None:
+    async with world(1) as comms:
+        with pytest.raises(ConfigError, match="a weight is a finite number from 0 on, not -1"):
+            HybridGradients(comms[0]).average({"x": np.ones(3)}, weight=-1)
