@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kfcomm.torch.attached import Attached, attach
     from kfcomm.torch.compression import Compression
     from kfcomm.torch.ddp import CompressionState, compression_hook
+    from kfcomm.torch.kfac import KFAC
     from kfcomm.torch.naming import named
     from kfcomm.torch.registration import communicator, get_reconfigure_handle, reconfigure, register, shrink
     from kfcomm.torch.state import all_gather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -23,6 +24,7 @@ else:  # type checkers would take any name for one that is there
         "attached": ("Attached", "attach"),
         "compression": ("Compression",),
         "ddp": ("CompressionState", "compression_hook"),
+        "kfac": ("KFAC",),
         "naming": ("named",),
         "optimizers": ("optimizers",),
         "registration": ("communicator", "get_reconfigure_handle", "reconfigure", "register", "shrink"),
@@ -33,7 +35,7 @@ else:  # type checkers would take any name for one that is there
     )
 
 __all__ = [
-    "Attached", "Compression", "CompressionState", "all_gather_object", "attach", "broadcast_object",
+    "KFAC", "Attached", "Compression", "CompressionState", "all_gather_object", "attach", "broadcast_object",
     "broadcast_optimizer_state", "broadcast_parameters", "communicator", "compression_hook", "get_reconfigure_handle",
     "named", "optimizers", "reconfigure", "register", "shrink",
 ]  # fmt: skip

@@ -196,8 +196,8 @@ class KFAC:
         self._decay = decay
         self._every = covariances_every, inverses_every
         self._kl_clip = kl_clip
-        self._weight = 0.0  # of the values in the averages: 1 - decay^t
         self._sums: dict[str, Array] = {}  # moving averages by layer and side, before the correction
+        self._weights: dict[str, float] = {}  # of the values in each: 1 - decay^t
         self._inverses: dict[str, Array] = {}
 
     @property
@@ -210,7 +210,8 @@ class KFAC:
         """Precondition the gradients of a step, by name; a `Pending` mapping of new arrays, the same on every rank.
 
         Args:
-            layers: the same names and shapes on every rank, in every step.
+            layers: the same names and shapes on every rank. A step may leave some out; the gradient of a layer whose
+                covariances are not known yet stays as it is.
             lr: learning rate, for ``kl_clip``.
 
         Raises:
@@ -219,15 +220,16 @@ class KFAC:
         """
         if self.wants_covariances:
             yield from self._average(layers)
-        if self._sums and (self.num_steps % self._every[1] == 0 or not self._inverses):
-            yield from self._invert(layers)
-        self.num_steps += 1
-        if not self._inverses:  # no step had finite covariances yet
-            return {name: one.gradient.copy() for name, one in layers.items()}
-        found = {
-            name: self._inverses[f"{name}/outer"] @ one.gradient @ self._inverses[f"{name}/inner"]
+        is_due = self.num_steps % self._every[1] == 0
+        wanted = {
+            name: one.gradient.shape
             for name, one in layers.items()
+            if f"{name}/outer" in self._sums and (is_due or f"{name}/outer" not in self._inverses)
         }
+        if wanted:
+            yield from self._invert(wanted)
+        self.num_steps += 1
+        found = {name: self._preconditioned(name, one.gradient) for name, one in layers.items()}
         if self._kl_clip is None:
             return found
         total = lr**2 * sum(float(np.vdot(one, layers[name].gradient)) for name, one in found.items())
@@ -247,11 +249,15 @@ class KFAC:
         if not all(np.isfinite(one).all() for one in means.values()):
             return
         kept, new = self._decay, 1 - self._decay
-        self._weight = kept * self._weight + new
-        self._sums = {one: kept * self._sums.get(one, 0) + new * mean for one, mean in means.items()}
+        for one, mean in means.items():
+            self._weights[one] = kept * self._weights.get(one, 0.0) + new
+            self._sums[one] = kept * self._sums.get(one, 0) + new * mean
 
-    def _invert(self, layers: Mapping[str, Layer]) -> Procedure[None]:
-        sizes = {name: one.gradient.shape for name, one in layers.items()}
+    def _preconditioned(self, name: str, gradient: Array) -> Array:
+        outer, inner = (self._inverses.get(f"{name}/{side}") for side in ("outer", "inner"))
+        return gradient.copy() if outer is None or inner is None else outer @ gradient @ inner
+
+    def _invert(self, sizes: Mapping[str, Sequence[int]]) -> Procedure[None]:
         owned = owners(sizes, self.comm.size, group_size=self.comm.size)
         of = {f"{name}/{side}": rank for name, ranks in owned.items() for side, rank in
               zip(("outer", "inner"), ranks, strict=True)}  # fmt: skip
@@ -261,10 +267,10 @@ class KFAC:
                  f"{self.name}/inverse/{one}")
             for one, rank in of.items()
         )  # fmt: skip
-        self._inverses = dict(zip(of, inverses, strict=True))
+        self._inverses |= zip(of, inverses, strict=True)
 
     def _inverse(self, one: str) -> Array:
-        average = self._sums[one] / self._sums[one].dtype.type(self._weight)
+        average = self._sums[one] / self._sums[one].dtype.type(self._weights[one])
         damping = self._damping_of(one.rpartition("/")[0])
         inverse = np.linalg.inv(average + damping * np.eye(len(average), dtype=average.dtype))
         return np.ascontiguousarray((inverse + inverse.T) / 2)
@@ -278,12 +284,12 @@ class KFAC:
     def state_dict(self) -> dict[str, Any]:
         """Averages and inverses, the same on all ranks; arrays, and values that msgpack carries."""
         return {
-            "num_steps": self.num_steps, "weight": self._weight, "sums": dict(self._sums),
+            "num_steps": self.num_steps, "weights": dict(self._weights), "sums": dict(self._sums),
             "inverses": dict(self._inverses),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another rank, or of a checkpoint."""
-        self.num_steps, self._weight = int(state["num_steps"]), float(state["weight"])
+        self.num_steps, self._weights = int(state["num_steps"]), dict(state["weights"])
         self._sums = {name: np.array(one) for name, one in state["sums"].items()}
         self._inverses = {name: np.array(one) for name, one in state["inverses"].items()}
