@@ -13,6 +13,8 @@
     │   ├── CollectiveAborted    another rank cancelled it or failed its local checks
     │   ├── PeerLost             a rank that takes part is gone (also a ConnectionError)
     │   └── EpochChanged         the membership changed under it
+    ├── StepVoid                 a guarded step counts for nothing on any rank; ends the block of the step
+    ├── GuardFailed              guarded steps have found no good step for long
     ├── TransportError           a link could not be opened, or broke (also a ConnectionError)
     ├── ProtocolError
     │   ├── LocalProtocolError   this side was about to break the protocol: a misuse of the core
@@ -117,6 +119,14 @@ class Partitioned(CollectiveError):
     def __init__(self, message: str, *, key: str = "", members: Sequence[int] = ()) -> None:
         super().__init__(message, key=key)
         self.members = tuple(members)
+
+
+class StepVoid(KfcommError):
+    """A guarded step counts for nothing, on any rank: it ends the block of the step, and the program goes on."""
+
+
+class GuardFailed(KfcommError):
+    """Guarded steps have found no good step for long: the model may be damaged, or the data. On all ranks."""
 
 
 class TransportError(KfcommError, ConnectionError):

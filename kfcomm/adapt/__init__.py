@@ -12,6 +12,7 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 
 from kfcomm.adapt.adaptation import Adaptation, Step
 from kfcomm.adapt.detectors import Interference, Stragglers, Trials, Verdict
+from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy, Request
@@ -25,6 +26,8 @@ __all__ = [
     "AvoidSlowLinks",
     "Context",
     "Decision",
+    "GuardActions",
+    "GuardSteps",
     "Hyperparameters",
     "Interference",
     "MarginalUtility",
@@ -33,10 +36,12 @@ __all__ = [
     "ReplaceStragglers",
     "Request",
     "Step",
+    "StepEvidence",
     "StepMeter",
     "StepMetrics",
     "Stragglers",
     "Trials",
     "Verdict",
+    "Void",
     "replay",
 ]

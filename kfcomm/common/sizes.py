@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from kfcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds
+
+T = TypeVar("T")
 
 _UNITS = {
     "": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 << 20, "G": 1 << 30, "GIB": 1 << 30,
@@ -38,6 +40,13 @@ def ranks_in_words(ranks: Iterable[int], most: int = 16) -> str:
     """``rank 3``, ``ranks 0-2, 5``; after ``most`` runs how many more there are."""
     found = sorted(ranks)
     return f"rank{'' if len(found) == 1 else 's'} {ranges(found, most) or 'none'}"
+
+
+def share_of(batch: Sequence[T], rank: int, size: int) -> Sequence[T]:
+    """Return the part of a global batch for one of ``size`` ranks; the first ones may be longer by one."""
+    each, more = divmod(len(batch), size)
+    start = rank * each + min(rank, more)
+    return batch[start : start + each + (rank < more)]
 
 
 def shortened(text: str, most: int) -> str:
