@@ -4,7 +4,7 @@ A bucket is flat memory as ``comm.empty`` gives it, and the gradients of its par
 ranks read and write them in place. A gradient that has a bucket to itself is even read from the tensor that autograd
 has made, so that nothing is copied.
 
-Steps and ranks differ in which parameters have a gradient. `Marks` tell all ranks for which parameters any rank has
+Steps and ranks differ in which parameters have a gradient. `marks` tell all ranks for which parameters any rank has
 one; the others are left alone, as a single process leaves them alone.
 """
 
@@ -33,9 +33,6 @@ Named = tuple[str, torch.Tensor]
 
 ALIGNED_NBYTES = 64
 """Gradients begin at multiples of this, as torch's own tensors do."""
-WORD_NBYTES = 4
-MARKS_URGENCY = 1 << 13
-"""Above the priority of any gradient, since all of them wait for the marks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -240,50 +237,6 @@ class CompressedAverage(threading.Thread):
 
     def cancel(self) -> None:
         """Do nothing: its calls end by their own timeouts."""
-
-
-class Marks:
-    """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank."""
-
-    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], name: str) -> None:
-        self._places = [place for bucket in buckets for place in bucket.places]
-        self._begin_words = len(self._places)
-        self._rank, self._size = comm.rank, comm.size
-        self._flat = np.zeros(len(self._places) + comm.size * WORD_NBYTES, np.uint8)
-        priority = 0 if buckets[0].is_shared else MARKS_URGENCY
-        self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
-        self.name = name
-        self.words: list[int] = []  # fields of the ranks, by group rank; known when the marks have arrived
-        self._is_read = True
-
-    def begin(self, word: int) -> None:
-        """Send the marks of this rank, which are final for this pass."""
-        self._flat[:] = 0
-        self._flat[: self._begin_words] = [place.has_come for place in self._places]
-        self._words()[self._rank] = word
-        self._exchange.start()
-        self._is_read = False
-
-    def _words(self) -> np.ndarray[Any, Any]:
-        return np.ndarray(self._size, np.dtype(f"<u{WORD_NBYTES}"), self._flat, self._begin_words)
-
-    def done(self) -> bool:
-        """Whether they have arrived, or have failed."""
-        return self._exchange.done()
-
-    def cancel(self) -> None:
-        """End what is under way, on every rank."""
-        self._exchange.cancel()
-
-    def wait(self) -> None:
-        """Wait for them."""
-        if self._is_read:
-            return
-        self._exchange.wait()
-        self._is_read = True
-        for place, mark in zip(self._places, self._flat.tolist(), strict=False):
-            place.is_used = bool(mark)
-        self.words = self._words().tolist()
 
 
 def dtype_problem(parameter: torch.Tensor) -> str | None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
-from kfcomm.torch.buckets import Bucket, BucketPlace, Marks
+from kfcomm.torch.buckets import Bucket, BucketPlace
+from kfcomm.torch.marks import Marks
 from kfcomm.torch.state import Buffers
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class GradientExchange:
         self.steps = StepCount()
         self._comm = comm
         self.name = name  # of the collectives
-        self._marks = Marks(comm, buckets, f"{name}/marks")
+        self._marks = Marks(comm, self.places, f"{name}/marks", is_shared=buckets[0].is_shared)
         self._buffers = Buffers(model, comm, f"{name}/buffers")
         self.profile = GradientProfile(comm, name)
         self._is_held = False
