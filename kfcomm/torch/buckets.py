@@ -11,7 +11,7 @@ one; the others are left alone, as a single process leaves them alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -148,21 +148,23 @@ class Bucket:
             self._missing -= 1
         return not self._missing
 
-    def begin(self, urgency: int) -> None:
-        """Average what the ranks have."""
+    def begin(self, urgency: int, look: Callable[[Bucket, np.ndarray[Any, Any]], object]) -> None:
+        """Average what the ranks have; ``look`` is called with this rank's contribution before."""
         wire_dtype, compressor = self._average.now()
         self._average.stepped()
         if compressor is None:
-            self._exchange = self._exact(wire_dtype, urgency)
+            source = self._collected()
+            self._exchange = self._exact(source, wire_dtype, urgency)
         else:
             for place in self.places:
                 place.collect()
+            source = self._flat
             self._exchange = CompressedAverage(self._comm, self, compressor)
+        look(self, source)
         self._exchange.start()
         self.is_begun = True
 
-    def _exact(self, wire_dtype: Any, urgency: int) -> PersistentCollective[Any]:
-        source = self._collected()
+    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> PersistentCollective[Any]:
         # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
             self._source, self._wire_dtype = source, wire_dtype

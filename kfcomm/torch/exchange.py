@@ -21,6 +21,7 @@ from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch
 from kfcomm.torch.buckets import Bucket, BucketPlace
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.state import Buffers
+from kfcomm.torch.watch import Watch
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,10 @@ class StepCount:
 class GradientExchange:
     """Exchange of all gradients of a model, once per pass."""
 
-    def __init__(self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module) -> None:
+    def __init__(
+        self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
         self.buckets = buckets
         self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]
         self.has_left = False  # all gradients of a pass were sent, and the wait for them is not complete
@@ -66,7 +70,10 @@ class GradientExchange:
         self.steps = StepCount()
         self._comm = comm
         self.name = name  # of the collectives
-        self._marks = Marks(comm, self.places, f"{name}/marks", is_shared=buckets[0].is_shared)
+        self._watch = watch = watch or Watch(())
+        self._marks = Marks(
+            comm, self.places, f"{name}/marks", num_numbers=watch.num_numbers, is_shared=buckets[0].is_shared
+        )
         self._buffers = Buffers(model, comm, f"{name}/buffers")
         self.profile = GradientProfile(comm, name)
         self._is_held = False
@@ -98,10 +105,11 @@ class GradientExchange:
                 bucket.prepare()
                 self._begin(bucket)
         # Last, since the contributions of this rank are final only now.
-        self._marks.begin(FAILED if has_failed else self.steps.word())
+        row = self._watch.row()
+        self._marks.begin(FAILED if has_failed else self.steps.word(), row)
 
     def _begin(self, bucket: Bucket) -> None:
-        bucket.begin(self.urgency.get(bucket, 0))
+        bucket.begin(self.urgency.get(bucket, 0), self._watch.left)
         self.profile.began(bucket)
 
     # ---------------------------------------------------------------- to be there
@@ -113,8 +121,9 @@ class GradientExchange:
     def wait_for(self, bucket: Bucket) -> list[BucketPlace]:
         """Wait for the average of a bucket; the places for which any rank had a gradient."""
         # The marks first: they tell whether the pass has failed on a rank, before any average of it is used.
-        self._wait_for_marks()
+        self.wait_for_marks()
         self._wait(bucket)
+        self._watch.arrived(bucket)
         return [place for place in bucket.places if place.is_used]
 
     def settle(self) -> None:
@@ -135,14 +144,16 @@ class GradientExchange:
         try:
             self._buffers.wait()
             if and_marks:
-                self._wait_for_marks()
+                self.wait_for_marks()
         except BaseException:
             self.clear()
             raise
 
-    def _wait_for_marks(self) -> None:
+    def wait_for_marks(self) -> None:
+        """Wait until it is known which gradients there are, and the rows of all ranks."""
         self._wait(self._marks)
         self._check()
+        self._watch.told(self._marks.ranks, self._marks.numbers)
 
     def _wait(self, one: Bucket | Marks) -> None:
         if one.done():
@@ -154,6 +165,7 @@ class GradientExchange:
     def close(self) -> None:
         """End the pass: everything was applied, or has failed."""
         self.has_left = False
+        self._watch.over()
         for bucket in self.buckets:
             bucket.reset()
 

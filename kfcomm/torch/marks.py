@@ -31,8 +31,9 @@ class Marks:
         is_shared: the ranks are on one host, where nothing is gained by priorities.
 
     Attributes:
-        words: of the ranks, by group rank; known when the marks have arrived.
-        numbers: of the ranks, of shape (ranks, ``num_numbers``); known then, too.
+        ranks: whose rows have arrived, by group rank.
+        words: of these ranks, in their order.
+        numbers: of these ranks, of shape (ranks, ``num_numbers``).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Marks:
         is_shared: bool = False,
     ) -> None:  # fmt: skip
         self.name = name
+        self.ranks: list[int] = []
         self.words: list[int] = []
         self.numbers: np.ndarray[Any, np.dtype[np.float64]] = np.zeros((comm.size, num_numbers))
         self._places = list(places)
@@ -76,5 +78,6 @@ class Marks:
         self._is_read = True
         for place, mark in zip(self._places, self._flat.tolist(), strict=False):
             place.is_used = bool(mark)
+        self.ranks = list(range(len(self._rows)))
         self.words = self._rows["word"].tolist()
         self.numbers = self._rows["numbers"].copy()

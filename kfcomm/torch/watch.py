@@ -1,0 +1,105 @@
+"""Numbers about gradients, taken where an exchange passes over them, and the rows in which all ranks learn them.
+
+A bucket is squared when this rank's contribution to it is complete, while it is still in the processor's cache. What
+follows from the numbers is left to the parts: the guard of steps, and the monitor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kfcomm.train.gradient_statistics import squared_norm
+
+if TYPE_CHECKING:
+    from kfcomm.torch.buckets import Bucket
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Part(Protocol):
+    """User of the numbers, with columns of its own in the rows.
+
+    Attributes:
+        num_numbers: number of its columns.
+        is_looking: it wants the squared norms of the pass under way.
+    """
+
+    num_numbers: int
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether it wants the numbers of the pass under way."""
+
+    def left(self, bucket: Bucket, sq_norm: float) -> None:
+        """Take the squared norm of this rank's contribution to a bucket."""
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Look at the average of a bucket, which has arrived."""
+
+    def row(self) -> Sequence[float]:
+        """This rank's numbers, when all buckets of the pass have left."""
+
+    def told(self, ranks: Sequence[int], numbers: Array) -> None:
+        """Take the rows of these ranks, one below the other."""
+
+    def over(self) -> None:
+        """End the pass, whose averages have all arrived, or none is used."""
+
+
+class Watch:
+    """Parts that look at the passes of one exchange.
+
+    Attributes:
+        num_numbers: width of a row.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.num_numbers = sum(part.num_numbers for part in parts)
+        self._parts = parts
+        self._has_told = True
+        self._arrived: set[Bucket] = set()
+
+    def left(self, bucket: Bucket, contribution: Array) -> None:
+        """Look at a bucket that is about to leave."""
+        looking = [part for part in self._parts if part.is_looking]
+        if looking:
+            sq_norm = squared_norm([contribution])
+            for part in looking:
+                part.left(bucket, sq_norm)
+
+    def row(self) -> list[float]:
+        """This rank's row, when all buckets have left."""
+        self._has_told = False
+        return [number for part in self._parts for number in part.row()]
+
+    def told(self, ranks: Sequence[int], rows: Array) -> None:
+        """Take the rows of all ranks, once a pass."""
+        if self._has_told:
+            return
+        self._has_told = True
+        begin = 0
+        for part in self._parts:
+            part.told(ranks, rows[:, begin : begin + part.num_numbers])
+            begin += part.num_numbers
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Look at an average, once a pass."""
+        if bucket not in self._arrived:
+            self._arrived.add(bucket)
+            for part in self._parts:
+                part.arrived(bucket)
+
+    def over(self) -> None:
+        """End the pass."""
+        self._arrived.clear()
+        for part in self._parts:
+            part.over()
+
+
+def unfit(bucket: Bucket) -> list[str]:
+    """Names of the parameters in whose memory in a bucket a number is NaN, infinite, or too large to be squared."""
+    return [place.name for place in bucket.places if not math.isfinite(squared_norm([place.view]))]
