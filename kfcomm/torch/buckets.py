@@ -23,11 +23,11 @@ from kfcomm.arrays import adapt, dtype_of
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, unsupported
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compression import Compression, Compressor, GradientAverage
+from kfcomm.torch.reductions import Reduction, is_elastic, reduction
 from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
-    from kfcomm.sync.handle import PersistentCollective
 
 Named = tuple[str, torch.Tensor]
 
@@ -99,9 +99,9 @@ class Bucket:
         self.is_begun = False  # their average is under way, or has arrived
         self._average = average
         self._missing = len(self.places)
-        self._exchange: PersistentCollective[Any] | CompressedAverage | None = None
+        self._exchange: Reduction | CompressedAverage | None = None
         """Average under way."""
-        self._persistent: PersistentCollective[Any] | None = None
+        self._persistent: Reduction | None = None
         self._wire_dtype: Any = None
         """Of the persistent collective."""
         self._source: np.ndarray[Any, Any] | None = None
@@ -164,14 +164,14 @@ class Bucket:
         self._exchange.start()
         self.is_begun = True
 
-    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> PersistentCollective[Any]:
+    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> Reduction:
         # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
             self._source, self._wire_dtype = source, wire_dtype
             # In shared memory nothing is gained by priorities, and links with priorities are slower.
             priority = 0 if self.is_shared else urgency
-            self._persistent = self._comm.all_reduce_init(
-                source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=wire_dtype
+            self._persistent = reduction(
+                self._comm, source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=wire_dtype
             )
         return self._persistent
 
@@ -276,7 +276,9 @@ def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Comp
 
 def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], bool]:
     """Memory as of ``comm.empty``, without its warning if ranks share none; and whether they share it."""
-    room = comm._session.network.room(count * dtype.itemsize) if comm.local_size == comm.size else None
+    # Shared memory is of one epoch and its ranks; in an elastic world a bucket lasts longer.
+    is_shared = comm.local_size == comm.size and not is_elastic(comm)
+    room = comm._session.network.room(count * dtype.itemsize) if is_shared else None
     return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
 
 

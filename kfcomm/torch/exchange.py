@@ -20,6 +20,7 @@ from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.torch.buckets import Bucket, BucketPlace
 from kfcomm.torch.marks import Marks
+from kfcomm.torch.reductions import world_ranks
 from kfcomm.torch.state import Buffers
 from kfcomm.torch.watch import Watch
 
@@ -70,14 +71,20 @@ class GradientExchange:
         self.steps = StepCount()
         self._comm = comm
         self.name = name  # of the collectives
-        self._watch = watch = watch or Watch(())
-        self._marks = Marks(
-            comm, self.places, f"{name}/marks", num_numbers=watch.num_numbers, is_shared=buckets[0].is_shared
-        )
+        self._watch = watch or Watch(())
         self._buffers = Buffers(model, comm, f"{name}/buffers")
-        self.profile = GradientProfile(comm, name)
         self._is_held = False
         """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""
+
+        self.renew()
+
+    def renew(self) -> None:
+        """Exchange with the ranks that the communicator has now; nothing is under way."""
+        self._marks = Marks(
+            self._comm, self.places, f"{self.name}/marks", num_numbers=self._watch.num_numbers,
+            is_shared=self.buckets[0].is_shared,
+        )  # fmt: skip
+        self.profile = GradientProfile(self._comm, self.name)
 
     # ---------------------------------------------------------------- to leave
 
@@ -204,9 +211,9 @@ class GradientExchange:
         return [*self.buckets, self._marks, self._buffers]
 
     def _check(self) -> None:
-        words = self._marks.words
-        members = self._comm._inner._group.view.members
-        failed = [world for world, word in zip(members, words, strict=True) if word == FAILED]
+        words, world = self._marks.words, world_ranks(self._comm)
+        members = [world[rank] for rank in self._marks.ranks]
+        failed = [rank for rank, word in zip(members, words, strict=True) if word == FAILED]
         # All ranks read the same words, so all come here. They wait for the rest: the next pass reuses its memory.
         if failed:
             self._wait_for_the_rest()
@@ -217,10 +224,10 @@ class GradientExchange:
             )
         if len(set(words)) > 1:
             self._wait_for_the_rest()
-            said = self._comm.all_gather_object(str(self.steps), f"{self.name}/steps")
+            said = self._comm.all_gather_object(str(self.steps), f"{self.name}/steps")  # fewer, after another loss
             raise CollectiveMismatch(
                 f"the optimizers of the ranks that attach {self.name!r} differ: "
-                + "; ".join(f"{ranks_in_words([world])}: {one}" for world, one in zip(members, said, strict=True))
+                + "; ".join(f"{ranks_in_words([world])}: {one}" for world, one in zip(members, said, strict=False))
                 + ". Replicas would differ: whether a step is made, and its learning rate, are to depend on what is "
                 "the same on all ranks, such as a loss averaged by comm.all_reduce",
                 key=self.name,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfcomm.torch.reductions import contributors, reduction
+
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
     from kfcomm.torch.buckets import BucketPlace
@@ -31,7 +33,7 @@ class Marks:
         is_shared: the ranks are on one host, where nothing is gained by priorities.
 
     Attributes:
-        ranks: whose rows have arrived, by group rank.
+        ranks: whose rows have arrived, by group rank: all, unless one was lost meanwhile in an elastic world.
         words: of these ranks, in their order.
         numbers: of these ranks, of shape (ranks, ``num_numbers``).
     """
@@ -46,12 +48,12 @@ class Marks:
         self.numbers: np.ndarray[Any, np.dtype[np.float64]] = np.zeros((comm.size, num_numbers))
         self._places = list(places)
         self._num_marks = len(self._places)
-        self._rank = comm.rank
+        self._comm, self._rank = comm, comm.rank
         row = np.dtype([("word", "<u4"), ("numbers", "<f8", (num_numbers,))])
         self._flat = np.zeros(self._num_marks + comm.size * row.itemsize, np.uint8)
         self._rows = np.ndarray(comm.size, row, self._flat, self._num_marks)
         priority = 0 if is_shared else MARKS_URGENCY
-        self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
+        self._exchange = reduction(comm, self._flat, name, op="max", out=self._flat, priority=priority)
         self._is_read = True
 
     def begin(self, word: int, numbers: Sequence[float] = ()) -> None:
@@ -78,6 +80,6 @@ class Marks:
         self._is_read = True
         for place, mark in zip(self._places, self._flat.tolist(), strict=False):
             place.is_used = bool(mark)
-        self.ranks = list(range(len(self._rows)))
-        self.words = self._rows["word"].tolist()
-        self.numbers = self._rows["numbers"].copy()
+        self.ranks = contributors(self._comm, self._exchange)
+        rows = self._rows[self.ranks]
+        self.words, self.numbers = rows["word"].tolist(), rows["numbers"].copy()
