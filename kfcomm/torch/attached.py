@@ -19,7 +19,7 @@ from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
 from kfcomm.torch.averaging import BUCKET_NBYTES, GradientAveraging, Method, Parts, Traffic, buckets_of, shares
-from kfcomm.torch.compression import Given, by_parameter
+from kfcomm.torch.compression import Given, by_parameter_of
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.state import broadcast_parameters, check_alike, described
 
@@ -87,7 +87,7 @@ def attach(
     try:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         parameters = parameters_of(model, optimizer)
-        chosen = by_parameter(compression, [one for one, _ in parameters])
+        chosen = by_parameter_of(model, compression, [one for one, _ in parameters])
         shared = shares(parameters, traffic, chosen)
         about |= {f"compression of {one}": str(kind) for one, kind in chosen.items() if kind is not None}
         about |= described(tensors)[0] | described_optimizer(optimizer, {one: own for own, one in parameters})

@@ -87,6 +87,7 @@ class GradientAveraging:
         if self._deferred is not None:
             self._hooks += self._deferred.hooks(self._hooks[0])
         for bucket in exchange.buckets:
+            self._hooks += bucket.watch(parts.model)
             for place in bucket.places:
                 hook = partial(self._accumulated, bucket, place)
                 self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))

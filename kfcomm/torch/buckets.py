@@ -108,6 +108,10 @@ class Bucket:
         """Source of the latest average. Kept until the next gradient exists: else that gets new pages in each step."""
         self._take_memory()
 
+    def watch(self, model: torch.nn.Module) -> list[Any]:
+        """Record what its gradients are made of, if its compression needs it; returns the hooks."""
+        return self._average.watch(model, [place.name for place in self.places])
+
     def __repr__(self) -> str:
         return f"<Bucket {self.name}, {len(self.places)} gradients, {self.nbytes} bytes>"
 

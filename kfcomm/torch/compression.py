@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kfcomm.common.arguments import hint
 from kfcomm.compression import Averaging, PowerSGD, TopK
 from kfcomm.errors import ConfigError
+from kfcomm.torch.factors import HybridAverage, linear_weights
+
+if TYPE_CHECKING:
+    import torch
 
 WIRE_DTYPES = ("float16", "bfloat16")
-MAKERS: dict[str, Any] = {"powersgd": PowerSGD, "topk": TopK}
+FACTORS = "factors"
+MAKERS: dict[str, Any] = {"powersgd": PowerSGD, "topk": TopK, FACTORS: HybridAverage}
 KINDS = (*WIRE_DTYPES, *MAKERS)
 
 
@@ -35,6 +40,8 @@ class Compression:
     bfloat16 every number as bfloat16; sums are made in float32          ``wire_dtype``; torch's bf16_compress_hook
     topk     of g + e the ``share`` of largest numbers, and their places Lin et al., ICLR 2018, arXiv:1712.01887
     powersgd P = M·orth(Q) and Q = Mᵀ·orth(P) of M = g + e: (n + m)·rank Vogels et al., NeurIPS 2019, arXiv:1905.13727
+    factors  A and B of a linear layer's gradient AᵀB over K samples,    Zhang et al., ATC 2017 (Poseidon); exact
+             where K(n + m) numbers are fewer; else the gradient
     ======== =========================================================== ==============================================
 
     e is the error of the step before (error feedback): e' = g + e − its compressed form.
@@ -88,6 +95,15 @@ Given: TypeAlias = "str | Compression | Mapping[str, str | Compression | None] |
 """One kind for all parameters, or kinds by patterns of names (``fnmatch``), where the first match holds."""
 
 
+def by_parameter_of(model: torch.nn.Module, given: Given, names: Iterable[str]) -> dict[str, Compression | None]:
+    """The compression of each parameter's gradient in a model: factors are of the weights of linear layers only."""
+    weights = linear_weights(model)
+    return {
+        name: None if kind is not None and kind.kind == FACTORS and name not in weights else kind
+        for name, kind in by_parameter(given, names).items()
+    }
+
+
 def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | None]:
     """The compression of each parameter's gradient."""
     if not isinstance(given, Mapping):
@@ -115,6 +131,10 @@ class GradientAverage:
         else:
             self.wire_dtype, self.compressor = wire_dtype, compression
         self._left = begin_after  # number of first steps that average exactly
+
+    def watch(self, model: torch.nn.Module, names: Collection[str]) -> list[Any]:
+        """Record what the gradients of these parameters are made of, if the compressor needs it; returns the hooks."""
+        return self.compressor.watch(model, names) if isinstance(self.compressor, HybridAverage) else []
 
     def now(self) -> tuple[Any, Compressor | None]:
         """Wire dtype of the step under way, and its compressor if it has one."""

@@ -28,11 +28,11 @@ from torch.nn.parallel import distributed
 
 from kfcomm.collectives.group import IN_ORDER
 from kfcomm.common.arguments import checked_name
-from kfcomm.errors import KfcommError
+from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.handle import Handle
 from kfcomm.torch.c10d import Ending, TorchWork, as_torch
-from kfcomm.torch.compression import Compression, Compressor, GradientAverage
+from kfcomm.torch.compression import FACTORS, Compression, Compressor, GradientAverage
 from kfcomm.torch.tensors import place
 
 SHARED_FROM_NBYTES = 1 << 20
@@ -141,6 +141,8 @@ class CompressionState:
         from kfcomm.torch.registration import backend_of
 
         self.name = checked_name(name)
+        if compression == FACTORS:
+            raise ConfigError("factors are recorded in the layers of a model: give them to kfcomm.torch.attach")
         kind = Compression(compression, **options) if isinstance(compression, str) else compression
         self._average = GradientAverage(self.name, kind, begin_after=begin_after)
         self.backend = backend_of(group)

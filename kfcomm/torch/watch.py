@@ -101,5 +101,5 @@ class Watch:
 
 
 def unfit(bucket: Bucket) -> list[str]:
-    """Names of the parameters in whose memory in a bucket a number is NaN, infinite, or too large to be squared."""
+    """Names of the parameters whose gradients hold a number that is NaN, infinite, or too large to be squared."""
     return [place.name for place in bucket.places if not math.isfinite(squared_norm([place.view]))]

@@ -95,7 +95,6 @@ class HybridGradients:
         """
         if weight is not None and not (np.isfinite(weight) and weight >= 0):
             raise ConfigError(f"a weight is a finite number from 0 on, not {weight!r}")
-        found = dict.fromkeys(gradients)
         factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
         room = dict.fromkeys(gradients) if out is None else _room(out, gradients)
         by_factors = yield from self._chosen(factored)
@@ -105,19 +104,10 @@ class HybridGradients:
             for name, one in factored.items()
             if name not in by_factors
         }
-        calls = [_gathered(self.name, name, factored[name], weight) for name in by_factors]
-        if whole:
-            into = None if out is None else {name: room[name] for name in whole}
-            calls.append(call("all_reduce_many", whole, f"{self.name}/gradients", op="avg", out=into, weight=weight))
-        if by_factors and weight is not None:
-            calls.append(call("all_reduce", np.float64(weight), f"{self.name}/weights"))
-        told = yield from together(calls)
-        total = self.comm.size if weight is None else float(told.pop()) if by_factors else 0.0
-        if whole:
-            found.update(told.pop())
-        for name, rows in zip(by_factors, told, strict=True):
-            found[name] = _product(rows, factored[name].outer.shape[1], total, room[name])
-        return found
+        found = yield from averaged(
+            self.comm, self.name, whole, {name: factored[name] for name in by_factors}, room, weight
+        )
+        return {name: found[name] for name in gradients}
 
     def _chosen(self, factored: Mapping[str, Factors]) -> Procedure[list[str]]:
         """The layers that go by factors: the same on all ranks."""
@@ -138,6 +128,25 @@ class HybridGradients:
             self._agreed = now, frozenset(chosen)
         self._num_left -= 1
         return [name for name in factored if name in self._agreed[1]]
+
+
+def averaged(
+    comm: Comm, prefix: str, whole: Mapping[str, Any], factored: Mapping[str, Factors], room: Mapping[str, Any],
+    weight: float | None = None,
+) -> Procedure[dict[str, Any]]:  # fmt: skip
+    """Average gradients in forms on which all ranks have agreed; ``room`` has the result's place, or None, by name."""
+    calls = [_gathered(prefix, name, one, weight) for name, one in factored.items()]
+    if whole:
+        into = None if any(one is None for one in room.values()) else {name: room[name] for name in whole}
+        calls.append(call("all_reduce_many", whole, f"{prefix}/gradients", op="avg", out=into, weight=weight))
+    if factored and weight is not None:
+        calls.append(call("all_reduce", np.float64(weight), f"{prefix}/weights"))
+    told = yield from together(calls)
+    total = comm.size if weight is None else float(told.pop()) if factored else 0.0
+    found = dict(told.pop()) if whole else {}
+    for (name, one), rows in zip(factored.items(), told, strict=True):
+        found[name] = _product(rows, one.outer.shape[1], total, room[name])
+    return found
 
 
 def _gathered(prefix: str, name: str, factors: Factors, weight: float | None) -> ProcedureCall:

@@ -183,7 +183,7 @@ def test_a_copied_state_continues_alike() -> None:
     assert torch.equal(first[1], again[1])
 
 
-def test_what_cannot_be_preconditioned_is_refused() -> None:
+def test_model_without_layers_for_kfac_is_refused() -> None:
     def rank(comm: Any) -> None:
         tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
         tied[1].weight = tied[0].weight
