@@ -3,6 +3,6 @@
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.loop import Elastic
 from kfcomm.elastic.sampler import ElasticSampler, Step
-from kfcomm.elastic.state import State
+from kfcomm.elastic.state import PerRank, State
 
-__all__ = ["Elastic", "ElasticCommunicator", "ElasticSampler", "State", "Step"]
+__all__ = ["Elastic", "ElasticCommunicator", "ElasticSampler", "PerRank", "State", "Step"]

@@ -40,11 +40,13 @@ from kfcomm.arrays import dtype_of
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.elastic.checks import sendable
 from kfcomm.elastic.replicas import checksum
-from kfcomm.elastic.state import Array, Kept, State, difference, load, outline_of, plan_of
+from kfcomm.elastic.state import Form, Kept, State, difference, load_form, outline_of, plan_of
+from kfcomm.elastic.trees import Array, described
 from kfcomm.errors import ConfigError
 
-FORM = 2
-"""Form 1 had no checksums."""
+FORM = 3
+"""Form 1 had no checksums, form 2 no objects."""
+NO_OBJECTS = described({})
 ENTRY = "kfcomm"
 PLAIN_KINDS = "biufc"
 """Kinds of dtypes that NumPy can save; arrays of others are saved as bytes."""
@@ -58,14 +60,16 @@ T = TypeVar("T")
 class CheckpointHeader(NamedTuple):
     """Contents of a checkpoint without its arrays."""
 
-    plan: list[list[Any]]  # see ``state.plan_of``
+    plan: list[list[Any]]  # path, shape and dtype of each array, those of objects last
     outline: list[Any] | None  # see ``state.outline_of``; None in files of form 1
-    small: Any  # see ``state.small_of``
+    small: Any  # description of the values without arrays
     place: Any  # position of training
     number: int  # of the step that begins
     lineage: list[str]  # ids of the jobs that continued from each other; the last one has written the file
     epoch: int  # of that job
     sums: list[int] | None  # checksums of the bytes of the arrays; None in files of form 1
+    objects: Any = NO_OBJECTS  # description of the states of objects, by name
+    num_parts: int = 0  # arrays of objects
 
 
 def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> None:
@@ -126,13 +130,14 @@ def _about(file: zipfile.ZipFile, path: Path) -> tuple[CheckpointHeader, str]:
     if form == 1:
         plan, small, place = fields
         number = place[0] if isinstance(place, list) and place and type(place[0]) is int else 0
-        return CheckpointHeader(plan, None, small, place, number, [digest], 0, None), digest
-    if form != FORM:
+        return CheckpointHeader(plan, None, described(small), place, number, [digest], 0, None), digest
+    if form not in (2, FORM):
         raise ConfigError(f"{_named(path)} is a checkpoint of another version of kfcomm")
     right, told = fields
     if _digest(told) != right:
         raise ValueError("its digest differs")
-    return CheckpointHeader(*unpacked(np.frombuffer(told, np.uint8))), digest
+    about = CheckpointHeader(*unpacked(np.frombuffer(told, np.uint8)))
+    return about if form == FORM else about._replace(small=described(about.small)), digest
 
 
 def _array(file: zipfile.ZipFile, name: str, shape: Sequence[int], dtype: str) -> Array:
@@ -309,15 +314,17 @@ class Checkpoint:
         if found is None:
             return None
         about, _ = found
-        if (mine := plan_of(self._state)) != about.plan:
-            raise ConfigError(f"{self.name} does not fit: {difference(mine, about.plan, 'the checkpoint')}")
+        num_plain = len(about.plan) - about.num_parts
+        form = Form(about.plan[:num_plain], about.outline or [], about.small, about.objects, about.plan[num_plain:])
+        if (mine := plan_of(self._state)) != form.plan:
+            raise ConfigError(f"{self.name} does not fit: {difference(mine, form.plan, 'the checkpoint')}")
         if about.outline not in (None, outline_of(self._state)):
             raise ConfigError(f"{self.name} does not fit: its names, or its lists and dictionaries, differ")
         arrays = arrays_in(self.path, about)
         try:
-            load(self._state, arrays, about.small)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.name} does not fit: {error!r}") from error
+            load_form(self._state, form, arrays)
+        except Exception as error:  # an object may raise anything, and so may values of other forms
+            raise ConfigError(f"{self.name} does not fit: {sendable(str(error) or repr(error))}") from error
         self.lineage = about.lineage
         return about.place
 
@@ -340,7 +347,9 @@ class Checkpoint:
     def _write(self, number: int, epoch: int) -> None:
         """Write a checkpoint from the copy of the state, on a thread of its own, while training changes the state."""
         kept, writer = self._kept, Writer(self.lineage[-1], epoch)
-        about = CheckpointHeader(kept.plan, kept.outline, kept.small, kept.place, number, self.lineage, epoch, None)
+        form, told = kept.form, (kept.place, number, self.lineage, epoch, None)
+        plan = [*form.plan, *form.parts]
+        about = CheckpointHeader(plan, form.outline, form.small, *told, form.objects, len(form.parts))
         try:
             clear(self.path, writer)
             draft = Draft(self.path, writer)

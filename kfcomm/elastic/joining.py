@@ -29,26 +29,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.arrays import adapt
 from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checkpoint import Checkpoint, Found
-from kfcomm.elastic.checks import unreadable
+from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.replicas import spread
 from kfcomm.elastic.sampler import Position
-from kfcomm.elastic.state import (
-    Array,
-    State,
-    arrays_of,
-    difference,
-    fault_of,
-    load,
-    outline_of,
-    places_of,
-    plan_of,
-    small_of,
-)
+from kfcomm.elastic.state import Form, Snapshot, State, difference, fault_of, load_form, places_of
+from kfcomm.elastic.trees import Array
 from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost, RendezvousError
 from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
@@ -61,12 +50,17 @@ logger = logging.getLogger("kfcomm")
 class StateOffer(NamedTuple):
     """Report of a rank on its state."""
 
-    plan: list[list[Any]]  # see ``plan_of``
-    outline: list[Any]  # see ``outline_of``
-    told: list[Any]  # position of training, and values of the state other than arrays
+    plan: list[list[Any]]  # see ``Form``
+    outline: list[Any]  # see ``Form``
+    told: list[Any]  # position of training, and the rest of the form
     wrong: str | None  # fault for which it can neither send nor receive a state
     program: str
     options: dict[str, Any]  # of its ``Elastic``, by name
+
+    @property
+    def form(self) -> Form:
+        """Values of its state without the contents of arrays."""
+        return Form(self.plan, self.outline, *self.told[1])
 
 
 class Handover:
@@ -96,7 +90,8 @@ class Handover:
         # that rank alone, as training must not end by it.
         are_new = are_new or having is None
         while True:
-            rows, uids = await self.calls.gather(list(self._offer(place, wrong)), "plans")
+            mine, offer = self._offer(place, wrong)
+            rows, uids = await self.calls.gather(list(offer), "plans")
             offers = [StateOffer(*row) for row in rows]
             # Computed on each rank from the same reports: no rank has to tell another its role.
             owners = [rank for rank, uid in enumerate(uids) if having is None or uid in having]
@@ -110,27 +105,35 @@ class Handover:
                 )
             _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
+            _check_parts(offers, givers, me)
             takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
-            arrays = [adapt(array).flat for _, array in arrays_of(self._state)]
+            form = first.form
+            arrays = mine.flat if mine is not None else []
             if me in takers:
                 # This rank may have to send its own state, if each rank has one and the lowest is lost.
-                arrays = [np.empty_like(one) for one in arrays] if having is None else places_of(self._state)
+                plain = arrays[: len(form.plan)]
+                plain = [np.empty_like(one) for one in plain] if having is None else places_of(self._state)
+                arrays = [*plain, *form.new_parts()]
             # A rank was lost on the way: reports and roles may differ now, so the round begins again.
             if takers and not await self._spread(uids, givers, takers, arrays):
                 continue
             if me in takers:
-                load(self._state, arrays, first.told[1])
+                load_form(self._state, form, arrays, likes=mine.objects if mine is not None else None)
             return first.told[0]
 
-    def _offer(self, place: Any, wrong: str | None) -> StateOffer:
+    def _offer(self, place: Any, wrong: str | None) -> tuple[Snapshot | None, StateOffer]:
+        """Values of this rank's state, and its report; no values if it has a fault."""
         wrong = wrong or fault_of(self._state)
         try:
             if wrong is None:
-                said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
-                return StateOffer(*said, None, self._program, self._options)
+                mine = Snapshot(self._state)
+                plan, outline, *rest = mine.form
+                return mine, StateOffer(plan, outline, [place, rest], None, self._program, self._options)
+        except ConfigError as error:
+            wrong = sendable(str(error))
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("the state", error)
-        return StateOffer([], [], [None, None], wrong, self._program, self._options)
+        return None, StateOffer([], [], [None, None], wrong, self._program, self._options)
 
     async def _spread(self, uids: Uids, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]) -> bool:
         """Transfer the arrays once; False if all ranks have to begin again."""
@@ -167,6 +170,17 @@ def _check(offers: Sequence[StateOffer], ranks: Iterable[int], me: int) -> None:
         unlike = (_unlike(offers[me], offer, f"rank {rank}") for rank, offer in judged)
         text = next((one for one in unlike if one is not None), "two other ranks differ")
         raise ConfigError(f"the states of the ranks differ: {text}")
+
+
+def _check_parts(offers: Sequence[StateOffer], givers: Sequence[int], me: int) -> None:
+    """Check that objects have one form on all ranks that send their state."""
+    parts = {rank: offers[rank].form.parts for rank in givers}
+    first = parts[givers[0]]
+    other = next((rank for rank, one in parts.items() if one != first), None)
+    if other is not None:
+        here, there = (me, givers[0]) if parts.get(me, first) != first else (givers[0], other)
+        text = difference(parts[here], parts[there], f"rank {there}")
+        raise ConfigError(f"the states of the ranks differ: on rank {here}, {text}")
 
 
 def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:

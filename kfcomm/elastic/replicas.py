@@ -21,23 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.arrays import adapt, dtype_of
 from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.call_log import Uids
-from kfcomm.elastic.checks import unreadable
+from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.state import (
-    Array,
-    State,
-    arrays_of,
-    described,
-    fault_of,
-    load,
-    plan_of,
-    rebuilt,
-    small_of,
-)
+from kfcomm.elastic.state import NOTHING, Form, Snapshot, State, fault_of, load_form, plan_of
+from kfcomm.elastic.trees import Array
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.world.communicator import Communicator
 
@@ -127,25 +117,21 @@ async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Ar
 class Copy(NamedTuple):
     """Copy of a state."""
 
-    plan: list[list[Any]]  # see ``plan_of``
-    tree: Any  # the other values, and the places of the arrays among them; see ``described``
+    form: Form
     data: Array  # bytes of the arrays, one after the other
 
     def arrays(self) -> list[Array]:
-        """Copy out its arrays."""
+        """Copy out its arrays, flat."""
         found, begin = [], 0
-        for _, shape, dtype in self.plan:
-            kind = dtype_of(dtype)
-            end = begin + int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-            found.append(self.data[begin:end].copy().view(kind).reshape(shape))
-            begin = end
+        for nbytes, kind in self.form.sizes():
+            found.append(self.data[begin : begin + nbytes].copy().view(kind))
+            begin += nbytes
         return found
 
 
 class Commit(NamedTuple):
     """Complete commit."""
 
-    small: Any  # values of this rank's state other than arrays
     copies: dict[int, Copy]  # of this rank's state and of the states that it replicates, by uid
     holders: dict[int, Uids]  # the ranks that have the copy of a rank, in the order of the ring, by its uid
 
@@ -164,8 +150,8 @@ class Replicas:
 
     async def commit(self) -> bool:
         """Commit the local states of all ranks, which all call it; returns whether the commit is complete."""
-        wrong, mine, small = self._copied()
-        said = [self._number, mine.plan, mine.tree, checksum([mine.data]), wrong]
+        wrong, mine = self._copied()
+        said = [self._number, list(mine.form), checksum([mine.data]), wrong]
         offers, uids = await self._calls.gather(said, "commit")
         for rank, (*_, fault) in enumerate(offers):
             if fault is not None:
@@ -175,7 +161,7 @@ class Replicas:
         copies = {here.births[here.rank]: mine}
         # Else a rank was lost since the reports, and the ring is another one: this commit is dropped below.
         if here.births == uids:
-            copies |= await self._exchanged(mine, [offer[1:4] for offer in offers])
+            copies |= await self._exchanged(mine, [offer[1:3] for offer in offers])
         held, present = await self._calls.gather(sorted(copies), "committed")
         having: dict[int, list[int]] = dict(zip(present, held, strict=True))
         # Computed by each survivor from the same reports, so that all come to the same decision.
@@ -184,7 +170,7 @@ class Replicas:
         holders = {uid: tuple(one for one in ring if one in having) for uid, ring in rings.items()}
         is_complete = all(living and all(uid in having[one] for one in living) for uid, living in holders.items())
         if is_complete:
-            former, self._last = self._last, Commit(small, copies, holders)
+            former, self._last = self._last, Commit(copies, holders)
             copies = former.copies if former else {}
         # The memory of the commit that was replaced, or of the dropped one, serves the next.
         self._spare = [copy.data for copy in copies.values()]
@@ -196,9 +182,9 @@ class Replicas:
             raise ConfigError("there is no complete commit to go back to")
         here = self._comm.current
         copy = self._last.copies[here.births[here.rank]]
-        if copy.plan != plan_of(self._own):
+        if copy.form.plan != plan_of(self._own):
             raise ConfigError("the arrays of this rank's own state have other shapes than at the last commit")
-        load(self._own, copy.arrays(), self._last.small)
+        load_form(self._own, copy.form, copy.arrays())
 
     def heirs(self) -> dict[int, int | None]:
         """Uid of the heir of each lost rank of the last complete commit, by its uid; None if all copies are lost."""
@@ -216,22 +202,23 @@ class Replicas:
         if self._last is None:
             return {}
         me, copies = self._comm.births[self._comm.rank], self._last.copies
-        return {
-            uid: rebuilt(copies[uid].tree, copies[uid].arrays()) for uid, heir in self.heirs().items() if heir == me
-        }
+        return {uid: copies[uid].form.values(copies[uid].arrays()) for uid, heir in self.heirs().items() if heir == me}
 
-    def _copied(self) -> tuple[str | None, Copy, Any]:
+    def _copied(self) -> tuple[str | None, Copy]:
         """Fault of this rank's state, or else a copy of it."""
-        own, wrong = self._own, fault_of(self._own)
+        wrong = fault_of(self._own)
         try:
             if wrong is None:
-                views = [adapt(array).flat.view(np.uint8) for _, array in arrays_of(own)]
+                now = Snapshot(self._own)
+                views = [one.view(np.uint8) for one in now.flat]
                 data = self._room(sum(one.size for one in views))
                 np.concatenate([data[:0], *views], out=data)
-                return None, Copy(plan_of(own), described(own), data), small_of(own)
+                return None, Copy(now.form, data)
+        except ConfigError as error:
+            wrong = sendable(str(error))
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("own", error)
-        return wrong, Copy([], [], np.empty(0, np.uint8)), None
+        return wrong, Copy(NOTHING, np.empty(0, np.uint8))
 
     def _room(self, nbytes: int) -> Array:
         """Buffer for a copy: memory of the commit before the last one, where it fits."""
@@ -246,9 +233,8 @@ class Replicas:
         distances = range(1, min(self._num_copies, comm.size - 1) + 1)
 
         async def take(rank: int) -> Copy | None:
-            plan, tree, right = offers[rank]
-            nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype_of(dtype).itemsize for _, shape, dtype in plan)
-            copy = Copy(plan, tree, self._room(nbytes))
+            form, right = Form(*offers[rank][0]), offers[rank][1]
+            copy = Copy(form, self._room(sum(nbytes for nbytes, _ in form.sizes())))
             await comm.recv(rank, tag, out=copy.data)
             return copy if checksum([copy.data]) == right else None
 

@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.arrays import adapt, adapt_out, same_memory
-from kfcomm.arrays.kinds import is_array_type
+from kfcomm.arrays import HostArray, adapt, adapt_out, dtype_of, same_memory
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.arrays.pages import populate
-from kfcomm.elastic.checks import MappingKey, Path, check, order_of, plain_key, sendable, shown, unreadable
+from kfcomm.elastic.checks import MappingKey, check, order_of, plain_key, sendable, shown, unreadable
+from kfcomm.elastic.trees import Array as Array
+from kfcomm.elastic.trees import described, is_array, leaves, on_host, rebuilt, sequence
 from kfcomm.errors import ConfigError
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _made: weakref.WeakSet[State] = weakref.WeakSet()
 """All states of this process, for ``make_ready``."""
+WAYS = ("mean", "sum")
+"""Conversions of values that differ between ranks."""
 
 
-class State:
-    """Arrays and small values by name, as attributes; the same on all ranks at the boundary of a step.
+class PerRank:
+    """Value of a state that differs between ranks, and how it is converted when the ranks change.
 
     ::
 
-        state = State(weights=weights, momentum={"w": np.zeros(3)}, step=0)
+        state = State(weights=PerRank(weights, "mean"), step=0)
+        state.weights -= 0.1 * gradient  # the value itself
+
+    Args:
+        value: array, number, or containers of them; or an object with state, all of whose arrays differ.
+        how: ``"mean"``: all ranks continue with the mean of the ranks that have it. ``"sum"``: with the sum divided by
+            the new number of ranks, so that the total stays the same. Only floating-point and complex values are
+            converted; others become those of the lowest rank.
+
+    Raises:
+        ConfigError: ``how`` is neither.
+    """
+
+    def __init__(self, value: Any, how: str) -> None:
+        if how not in WAYS:
+            raise ConfigError(f"a value of each rank is converted by one of {', '.join(WAYS)}, not {how!r}")
+        self.value = value
+        self.how = how
+
+
+class State:
+    """Arrays, small values and objects by name, as attributes; the same on all ranks at the boundary of a step.
+
+    ::
+
+        state = State(weights=weights, momentum={"w": np.zeros(3)}, step=0, model=module, optimizer=optimizer)
         state.weights -= 0.1 * gradient
         state.step += 1
 
     A value is an array (NumPy, torch, JAX), a value that msgpack can carry (numbers, text, bytes, None), or a
-    dictionary, list, tuple or named tuple of such values, as torch's ``state_dict()`` and JAX's trees are. Arrays that
-    are writeable are loaded in place (a tensor of a ``state_dict()`` is the module's own memory); JAX's are replaced.
+    dictionary, list, tuple or named tuple of such values, as JAX's trees are. Arrays that are writeable are loaded in
+    place (a tensor of a ``state_dict()`` is the module's own memory); JAX's are replaced.
+
+    Or it is an object with ``state_dict()`` and ``load_state_dict(tree)``: a torch module, optimizer or scheduler, an
+    algorithm, a monitor. Its state is such values in containers, also in the memory of a device. It is read when it is
+    needed only, so that its form may change: an optimizer has no state before its first step. A joining rank gets the
+    form of the others, with new arrays in host memory. ``load_state_dict`` must not communicate.
+
+    What differs between ranks is a `PerRank` value, or a key of an object's ``state_dict()`` that its ``merging()``
+    returns, with ``"mean"`` or ``"sum"``.
 
     Keys of a dictionary are text, bytes, numbers, bools or None. A value that cannot be sent to other ranks is refused
     on assignment; one that is put into a dictionary or list of the state later is refused at the next boundary between
-    two steps, on all ranks (with many thousands of values, at one of the next boundaries).
+    two steps, on all ranks (with many thousands of values, at one of the next boundaries); one in an object's state
+    when that is read.
 
     Raises:
         ConfigError: a value, or one inside it, is of another kind; with its path.
     """
 
     _values: dict[str, Any]
+    _ways: dict[str, str]
 
     def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
+        plain = {name: one.value if isinstance(one, PerRank) else one for name, one in values.items()}
+        for name, value in plain.items():
             if name.startswith("_"):
                 raise ConfigError(f"a name in a state does not begin with an underscore: {name!r}")
-            check(value, name)
-        object.__setattr__(self, "_values", dict(values))
+            _check_value(value, name)
+        object.__setattr__(self, "_values", plain)
+        object.__setattr__(self, "_ways", {name: one.how for name, one in values.items() if isinstance(one, PerRank)})
         _made.add(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,18 +101,48 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._values:
             raise ConfigError(f"a state has what it was made with: {', '.join(self._values)}; not {name!r}")
-        check(value, name)
+        if isinstance(value, PerRank) or has_state(value) != has_state(self._values[name]):
+            raise ConfigError(f"{name} of this state stays of its kind: a value, or an object with state_dict")
+        _check_value(value, name)
         self._values[name] = value
 
     def __repr__(self) -> str:
         return f"State({', '.join(self._values)})"
 
 
+def has_state(value: Any) -> bool:
+    """Whether a value is an object with ``state_dict`` and ``load_state_dict``."""
+    if isinstance(value, (type, Mapping, list, tuple)) or is_array(value):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _check_value(value: Any, name: str) -> None:
+    if has_state(value):
+        state_of(value, name)
+    else:
+        check(value, name)
+
+
+def state_of(value: Any, name: str) -> Any:
+    """Return the state of an object, with arrays in host memory.
+
+    Raises:
+        ConfigError: it cannot be read, or holds a value that cannot be sent; with its path.
+    """
+    try:
+        tree = on_host(value.state_dict())
+    except Exception as error:
+        raise ConfigError(unreadable(f"{name}.state_dict()", error)) from error
+    check(tree, name)
+    return tree
+
+
 def fault_of(state: State) -> str | None:
     """Return the fault of a state that cannot be sent to other ranks, or cannot be read; else None."""
-    # Arrays are not read: 0.2 µs for each value, so that each boundary can look.
+    # Arrays are not read: 0.2 µs for each value, so that each boundary can look. Objects are not asked for their state.
     try:
-        for name, value in state._values.items():
+        for name, value in _plain(state).items():
             check(value, name, is_quick=True)
     except Exception as error:  # noqa: BLE001  whatever the caller's objects raise
         return sendable(str(error)) if isinstance(error, ConfigError) else unreadable("the state", error)
@@ -80,26 +150,19 @@ def fault_of(state: State) -> str | None:
 
 
 def arrays_of(state: State) -> list[tuple[str, Any]]:
-    """Return its arrays, each with its path, in an order that depends on the paths only."""
-    return [(shown(path), value) for path, value in _leaves(state._values) if _is_array(value)]
+    """Return its arrays without those of objects, each with its path, in an order that depends on the paths only."""
+    return arrays_in(_plain(state))
 
 
 def plan_of(state: State) -> list[list[Any]]:
-    """Return path, shape and dtype of each array; msgpack can carry it."""
-    return [[place, list(view.shape), str(view.dtype)] for place, view in ((p, adapt(x)) for p, x in arrays_of(state))]
-
-
-def outline_of(state: State) -> list[Any]:
-    """Return its names, and the kinds of the containers around each array, mappings or lists; msgpack can carry it."""
-    paths = [path for path, value in _leaves(state._values) if _is_array(value)]
-    kinds = ["".join("m" if isinstance(one, MappingKey) else "l" for one in path) for path in paths]
-    return [sorted(state._values), kinds]
+    """Return path, shape and dtype of each array that is not of an object; msgpack can carry it."""
+    return _planned((place, adapt(array)) for place, array in arrays_of(state))
 
 
 def make_ready() -> None:
     """Populate the memory of all states of this process, from any thread; values do not change."""
     # While this rank waits to be let in. Else all ranks would wait for its page faults, which take as long as writing
-    # zeros to new memory.
+    # zeros to new memory. Objects have no memory for what they are to receive.
     for state in list(_made):
         for _, array in arrays_of(state):
             if not is_on_device(array):
@@ -108,34 +171,98 @@ def make_ready() -> None:
                     populate(view.flat)
 
 
+def small_of(state: State) -> Any:
+    """Return its values without arrays and objects."""
+    return _without_arrays(_plain(state))
+
+
+class Form(NamedTuple):
+    """Values of a state without the contents of its arrays; msgpack can carry it."""
+
+    plan: list[list[Any]]  # path, shape and dtype of each array that is not of an object
+    outline: list[Any]  # names with their kinds, and the containers around each of these arrays
+    small: Any  # description of the values that are not of objects
+    objects: Any  # description of the states of objects, by name
+    parts: list[list[Any]]  # path, shape and dtype of each array in these
+
+    def values(self, arrays: Sequence[Array]) -> dict[str, Any]:
+        """Rebuild the values, those of objects as well, with arrays of NumPy in the order of ``Snapshot.flat``."""
+        given = iter(self.shaped(arrays))
+        found: dict[str, Any] = rebuilt(self.small, given, as_numpy=True) | rebuilt(self.objects, given, as_numpy=True)
+        return found
+
+    def shaped(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return flat arrays in their shapes."""
+        return [one.reshape(shape) for one, (_, shape, _) in zip(arrays, [*self.plan, *self.parts], strict=True)]
+
+    def new_parts(self) -> list[Array]:
+        """Return new memory for the arrays of objects, flat."""
+        return [np.empty(math.prod(shape), dtype_of(dtype)) for _, shape, dtype in self.parts]
+
+    def sizes(self) -> list[tuple[int, np.dtype[Any]]]:
+        """Return the number of bytes, and the dtype, of each array."""
+        kinds = [(math.prod(shape), dtype_of(dtype)) for _, shape, dtype in (*self.plan, *self.parts)]
+        return [(size * kind.itemsize, kind) for size, kind in kinds]
+
+
+NOTHING = Form([], [], described({}), described({}), [])
+"""Form of a state without values."""
+
+
+class Snapshot:
+    """Values of a state at one moment: `Form` and arrays, those of objects last.
+
+    Raises:
+        ConfigError: the state of an object cannot be read, or sent.
+    """
+
+    def __init__(self, state: State) -> None:
+        plain = _plain(state)
+        self.objects = {name: state_of(one, name) for name, one in state._values.items() if name not in plain}
+        views = [[(place, adapt(one)) for place, one in arrays_in(tree)] for tree in (plain, self.objects)]
+        self.flat = [view.flat for some in views for _, view in some]  # the memory of the state itself where it can be
+        plans = [_planned(some) for some in views]
+        self.form = Form(plans[0], outline_of(state), described(plain), described(self.objects), plans[1])
+
+
+def outline_of(state: State) -> list[Any]:
+    """Return its names with their kinds, and the containers around each array, mappings or lists."""
+    plain = _plain(state)
+    paths = [path for path, value in leaves(plain) if is_array(value)]
+    kinds = ["".join("m" if isinstance(one, MappingKey) else "l" for one in path) for path in paths]
+    names = [f"{name}{_kind(state, name)}" for name in sorted(state._values)]
+    return [names, kinds]
+
+
+def _kind(state: State, name: str) -> str:
+    how = state._ways.get(name)
+    return (" (an object)" if has_state(state._values[name]) else "") + (f" ({how} of ranks)" if how else "")
+
+
 def places_of(state: State) -> list[Array]:
     """Return memory into which its arrays can be received, flat: their own where that is writeable, else new."""
     return [_place_of(array) for _, array in arrays_of(state)]
 
 
-def small_of(state: State) -> Any:
-    """Return its values without arrays; msgpack can carry them."""
-    return _without_arrays(state._values)
-
-
 def load(state: State, arrays: list[Array], small: Any) -> None:
     """Load another rank's values: arrays in the order of ``arrays_of``, in place where they are writeable."""
     given = iter(arrays)
-    for name in sorted(state._values):
+    for name in sorted(_plain(state)):
         state._values[name] = _loaded(state._values[name], given, small[name])
 
 
-def described(state: State) -> Any:
-    """Describe it without the contents of arrays, for ``rebuilt`` on a rank with another form; msgpack can carry it."""
-    # A leaf is [0, value], an array [1], a list [2, items] and a mapping [3, pairs], sorted by key.
-    return _described(state._values)
+def load_form(state: State, form: Form, arrays: list[Array], *, likes: Mapping[str, Any] | None = None) -> None:
+    """Load another rank's values, also of objects.
 
-
-def rebuilt(tree: Any, arrays: list[Array]) -> dict[str, Any]:
-    """Rebuild the values of ``described``, with these arrays in the order of ``arrays_of``."""
-    given = iter(arrays)
-    found: dict[str, Any] = _rebuilt(tree, given)
-    return found
+    Args:
+        state: what to load into.
+        form: of the values.
+        arrays: in the order of ``Snapshot.flat``. Objects may keep those that are theirs.
+        likes: states of the objects of this rank, see ``rebuilt``.
+    """
+    load(state, arrays[: len(form.plan)], rebuilt(form.small, repeat(None), as_numpy=True))
+    for name, tree in rebuilt(form.objects, iter(form.shaped(arrays)[len(form.plan) :]), likes).items():
+        state._values[name].load_state_dict(tree)
 
 
 class Kept:
@@ -144,26 +271,24 @@ class Kept:
     def __init__(self, state: State) -> None:
         self.place: Any = None  # position of training, or another value that was copied with it
         self._state = state
-        self.plan: list[list[Any]] = []  # see ``plan_of``
-        self.arrays: list[Array] = []  # flat, in the order of ``arrays_of``
-        self.outline: list[Any] = []  # see ``outline_of``
-        self.small: Any = None  # see ``small_of``
+        self.form = NOTHING
+        self.arrays: list[Array] = []  # flat, in the order of ``Snapshot.flat``
 
     def keep(self, place: Any) -> None:
         """Copy the state now."""
-        views = [adapt(array).flat for _, array in arrays_of(self._state)]
+        now = Snapshot(self._state)
         # Page faults of new memory take longer than the copy, so buffers are reused.
-        if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
-            self.arrays = [np.empty(one.size, one.dtype) for one in views]
-        for copy, view in zip(self.arrays, views, strict=True):
+        if [(one.size, one.dtype) for one in now.flat] != [(one.size, one.dtype) for one in self.arrays]:
+            self.arrays = [np.empty(one.size, one.dtype) for one in now.flat]
+        for copy, view in zip(self.arrays, now.flat, strict=True):
             copy[:] = view
-        self.plan, self.outline = plan_of(self._state), outline_of(self._state)
-        self.small = small_of(self._state)
-        self.place = place
+        self.form, self.place = now.form, place
 
     def restore(self) -> None:
         """Restore the state from the copy."""
-        load(self._state, self.arrays, self.small)
+        plain = len(self.form.plan)
+        # An object may keep the arrays that it is given, and this copy may be restored again.
+        load_form(self._state, self.form, [*self.arrays[:plain], *(one.copy() for one in self.arrays[plain:])])
 
 
 def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> str | None:
@@ -180,64 +305,41 @@ def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> st
     return None
 
 
-def _is_array(value: Any) -> bool:
-    kind: Any = type(value)
-    return is_array_type(kind)
+def arrays_in(tree: Any) -> list[tuple[str, Any]]:
+    """Return the arrays of a tree, each with its path, in an order that depends on the paths only."""
+    return [(shown(path), value) for path, value in leaves(tree) if is_array(value)]
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=order_of):
-            plain = plain_key(key)
-            yield from _leaves(value[key], (*path, MappingKey(plain) if path else plain))
-    elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            yield from _leaves(one, (*path, place))
-    else:
-        yield path, value
+def _planned(views: Iterable[tuple[str, HostArray]]) -> list[list[Any]]:
+    return [[place, list(view.shape), str(view.dtype)] for place, view in views]
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return [3, [[plain_key(key), _described(value[key])] for key in sorted(value, key=order_of)]]
-    if isinstance(value, (list, tuple)):
-        return [2, [_described(one) for one in value]]
-    return [1] if _is_array(value) else [0, value]
-
-
-def _rebuilt(tree: Any, arrays: Iterator[Array]) -> Any:
-    match tree:
-        case [3, pairs]:
-            return {key: _rebuilt(one, arrays) for key, one in pairs}
-        case [2, items]:
-            return [_rebuilt(one, arrays) for one in items]
-        case [1]:
-            return next(arrays)
-        case [_, value]:
-            return value
+def _plain(state: State) -> dict[str, Any]:
+    """Return its values that are not objects."""
+    return {name: value for name, value in state._values.items() if not has_state(value)}
 
 
 def _without_arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {plain_key(key): _without_arrays(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_arrays(one) for one in value]
-    return None if _is_array(value) else value
+        return sequence(() if isinstance(value, tuple) else [], [_without_arrays(one) for one in value])
+    return None if is_array(value) else value
 
 
 def _has_arrays(value: Any) -> bool:
-    return any(_is_array(leaf) for _, leaf in _leaves(value))
+    return any(is_array(leaf) for _, leaf in leaves(value))
 
 
 def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
-    """Load a value in the order of `_leaves`. Containers without arrays are replaced, whatever their new length."""
+    """Load a value in the order of `leaves`. Containers without arrays are replaced, whatever their new length."""
     if not _has_arrays(value):
         return _of_kind(value, small)
     if isinstance(value, Mapping):
         return _loaded_mapping(value, arrays, small)
     if isinstance(value, (list, tuple)):
         held = [_loaded(one, arrays, small[place] if place < len(small) else None) for place, one in enumerate(value)]
-        return _sequence(value, [*held[: len(small)], *small[len(held) :]])
+        return sequence(value, [*held[: len(small)], *small[len(held) :]])
     return _written(value, next(arrays))
 
 
@@ -259,16 +361,11 @@ def _of_kind(value: Any, small: Any) -> Any:
     """Convert received lists to tuples where ``value`` has tuples."""
     if isinstance(value, Mapping) and isinstance(small, dict):
         return {key: _of_kind(value.get(key), one) for key, one in small.items()}
-    if isinstance(value, (list, tuple)) and isinstance(small, list):
+    if isinstance(value, (list, tuple)) and isinstance(small, (list, tuple)):
         items = [_of_kind(value[place] if place < len(value) else None, one) for place, one in enumerate(small)]
-        return _sequence(value, items)
+        # Checkpoints of earlier versions have lists for tuples.
+        return sequence(value if isinstance(value, tuple) and len(value) == len(small) else small, items)
     return small
-
-
-def _sequence(like: Sequence[Any], items: list[Any]) -> Any:
-    """Make a list or tuple of the same kind; named tuples, such as optax's states, take their items one by one."""
-    kind: Any = type(like)
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def _place_of(array: Any) -> Array:

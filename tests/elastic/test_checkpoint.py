@@ -89,7 +89,7 @@ async def test_checkpoint_of_another_state_is_refused(tmp_path: Path, monkeypatc
     ):
         with pytest.raises(ConfigError, match=text):
             await Checkpoint(path, 1, state).read()
-    monkeypatch.setattr("kfcomm.elastic.checkpoint.FORM", 3)
+    monkeypatch.setattr("kfcomm.elastic.checkpoint.FORM", 4)
     with pytest.raises(ConfigError, match="of another version of kfcomm"):
         await Checkpoint(path, 1, State(a=np.zeros(3))).read()
     with pytest.raises(ConfigError, match="there is no directory"):

@@ -171,7 +171,7 @@ async def test_a_copy_that_came_damaged_counts_for_nothing(monkeypatch: pytest.M
         exchanged = Replicas._exchanged
 
         async def exchange(self: Any, mine: Any, offers: Any) -> Any:
-            wrong = [(plan, tree, right + (self._last is not None)) for plan, tree, right in offers]
+            wrong = [(form, right + (self._last is not None)) for form, right in offers]
             return await exchanged(self, mine, wrong)
 
         monkeypatch.setattr(Replicas, "_exchanged", exchange)

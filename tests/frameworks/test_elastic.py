@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.joining import Handover
 from kfcomm.elastic.state import Kept
 from kfcomm.errors import ConfigError
@@ -80,6 +82,88 @@ async def test_a_newcomers_module_and_optimizer_are_those_of_the_others() -> Non
         for parameter, like in zip(module.parameters(), made[0][0].parameters(), strict=True):
             mine, theirs = optimizer.state[parameter], made[0][1].state[like]
             assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def check_same(module: Any, optimizer: Any, like: Any, like_optimizer: Any) -> None:
+    """Check that a module and its optimizer continue as others: same bits after one more step of both."""
+    for one in (optimizer, like_optimizer):
+        for parameter in one.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        one.step()
+    for mine, theirs in zip(module.state_dict().values(), like.state_dict().values(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    group, right = optimizer.param_groups[0], like_optimizer.param_groups[0]
+    assert (group["lr"], group["betas"]) == (right["lr"], right["betas"])
+    assert isinstance(group["betas"], tuple)
+
+
+@pytest.mark.asyncio
+async def test_joining_rank_gets_all_of_an_optimizer_before_its_first_step() -> None:
+    async with world(3, elastic=True) as comms:
+        made = [trained(0), trained(0), (trained(1)[0], None)]
+        module = made[2][0]
+        optimizer = torch.optim.Adam(module.parameters(), lr=1.0)
+        schedulers = [torch.optim.lr_scheduler.StepLR(one or optimizer, 3) for _, one in made]
+        schedulers[0].last_epoch = schedulers[1].last_epoch = 2
+        states = [
+            State(module=one, optimizer=other or optimizer, scheduler=scheduler)
+            for (one, other), scheduler in zip(made, schedulers, strict=True)
+        ]
+        places = [one.data_ptr() for one in module.parameters()]
+        await hand_over(comms, states)
+        assert [one.data_ptr() for one in module.parameters()] == places
+        assert schedulers[2].last_epoch == 2
+        check_same(module, optimizer, *made[0])
+
+
+@pytest.mark.asyncio
+async def test_module_and_optimizer_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    module, optimizer = trained(0)
+    checkpoint = Checkpoint(tmp_path / "c.npz", 1, State(module=module, optimizer=optimizer))
+    checkpoint.look(1, "place")
+    await checkpoint.close()
+    other = trained(1)[0]
+    fresh = torch.optim.Adam(other.parameters())
+    again = Checkpoint(tmp_path / "c.npz", 1, State(module=other, optimizer=fresh))
+    assert await again.read() == "place"
+    await again.close()
+    check_same(other, fresh, module, optimizer)
+
+
+def test_step_that_runs_again_begins_with_the_same_module_and_optimizer() -> None:
+    (module, optimizer), (other, beside) = trained(0), trained(0)
+    kept = Kept(State(module=module, optimizer=optimizer))
+    kept.keep(None)
+    for _ in range(2):  # the copy stays what it was, whatever the optimizer does with what it got
+        optimizer.step()
+        kept.restore()
+    check_same(module, optimizer, other, beside)
+
+
+class Tree:
+    """Object with a tree of JAX."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def state_dict(self) -> Any:
+        return {"tree": self.tree}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.tree = state["tree"]
+
+
+@pytest.mark.asyncio
+async def test_object_with_a_tree_gets_arrays_and_tuples_of_their_kinds() -> None:
+    async with world(3, elastic=True) as comms:
+        trees = [Tree(tree(value)) for value in (2.0, 2.0, 5.0)]
+        await hand_over(comms, [State(tree=one) for one in trees])
+        mine = trees[2].tree
+        assert isinstance(mine[0], Moments)
+        assert isinstance(mine[0].mu["w"], jax.Array)
+        assert mine[0].mu["b"][0].dtype == jnp.bfloat16
+        assert jax.tree.all(jax.tree.map(lambda one, other: (one == other).all(), mine, trees[0].tree))
 
 
 @pytest.mark.asyncio
