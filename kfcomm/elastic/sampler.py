@@ -244,15 +244,19 @@ class Step:
         number: number of the step, from 0 since training began; a repeated step keeps its number.
         indices: indices of the samples that this rank trains on.
         batch: indices of the samples of all ranks.
+        sampler: sampler that gave them; ``sampler.passes`` is the number of the pass.
         is_void: it has ended because ranks were lost, and is repeated.
     """
 
-    __slots__ = ("_restarts", "batch", "indices", "is_void", "number")
+    __slots__ = ("_restarts", "batch", "indices", "is_void", "number", "sampler")
 
-    def __init__(self, number: int, indices: Indices, batch: Indices, *, restarts: bool = False) -> None:
+    def __init__(
+        self, number: int, indices: Indices, batch: Indices, sampler: ElasticSampler, *, restarts: bool = False
+    ) -> None:
         self.number = number
         self.indices = indices
         self.batch = batch
+        self.sampler = sampler
         self.is_void = False
         self._restarts = restarts
 

@@ -119,7 +119,7 @@ class Walks:
                 if not len(batch):
                     return
                 mine = share(batch, uids.index(self._comm.current.births[self._comm.current.rank]), len(uids))
-                yield course.begin(Step(self._number(), mine, batch, restarts=self._restarts), uids)
+                yield course.begin(Step(self._number(), mine, batch, sampler, restarts=self._restarts), uids)
         finally:
             course.is_left = True
 
