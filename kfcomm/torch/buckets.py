@@ -98,6 +98,7 @@ class Bucket:
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False  # their average is under way, or has arrived
         self._average = average
+        self.is_exact = average.compressor is None  # else the average is an approximation
         self._missing = len(self.places)
         self._exchange: Reduction | CompressedAverage | None = None
         """Average under way."""
@@ -187,6 +188,11 @@ class Bucket:
                 return adapt(gradient).flat
         for place in self.places:
             place.collect()
+        return self._flat
+
+    @property
+    def content(self) -> np.ndarray[Any, Any]:
+        """Its memory: the average, once that has arrived."""
         return self._flat
 
     def done(self) -> bool:

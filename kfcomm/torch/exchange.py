@@ -160,7 +160,7 @@ class GradientExchange:
         """Wait until it is known which gradients there are, and the rows of all ranks."""
         self._wait(self._marks)
         self._check()
-        self._watch.told(self._marks.ranks, self._marks.numbers)
+        self._watch.told(self._comm.size, self._marks.ranks, self._marks.numbers)
 
     def _wait(self, one: Bucket | Marks) -> None:
         if one.done():
@@ -172,7 +172,6 @@ class GradientExchange:
     def close(self) -> None:
         """End the pass: everything was applied, or has failed."""
         self.has_left = False
-        self._watch.over()
         for bucket in self.buckets:
             bucket.reset()
 

@@ -12,6 +12,7 @@ of it. That holds for all optimizers of torch that need no closure, and for subc
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType
@@ -209,3 +210,63 @@ class Updates:
             self._optimizer.param_groups = all_groups
             for place, gradient in zip(places, gradients, strict=True):
                 place.parameter.grad = gradient
+
+
+SCALED_CODE = torch.amp.GradScaler.step.__code__
+
+
+def loss_scale(optimizer: torch.optim.Optimizer) -> float:
+    """The factor of the loss whose gradients the exchange has seen: of a ``GradScaler`` whose step calls; 1 without."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # A scaler tells an optimizer nothing about itself, unless the optimizer is fused.
+        if frame.f_code is SCALED_CODE and frame.f_locals.get("optimizer") is optimizer:
+            scaler = frame.f_locals["self"]
+            return float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        frame = frame.f_back
+    return 1.0
+
+
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of a fused optimizer will do nothing, since a ``GradScaler`` has found infinite gradients."""
+    found: Any = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+class Withholding:
+    """Steps of an optimizer that update nothing: its groups have no parameters meanwhile."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Take the parameters away."""
+        # Rather than gradients of None, for which optimizers of the program's own may still decay their weights.
+        if self._groups is None:
+            self._groups = self._optimizer.param_groups
+            self._optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+
+    def end(self) -> None:
+        """Give them back."""
+        if self._groups is not None:
+            self._optimizer.param_groups, self._groups = self._groups, None
+
+
+class ModelCopy:
+    """Copy of an optimizer's parameters and state, for a step with a closure, which may update before it is judged."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        each = [one for group in optimizer.param_groups for one in group["params"]]
+        self._values = [(one, one.detach().clone()) for one in each]
+        self._state = {one: copy.deepcopy(state) for one, state in optimizer.state.items()}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def put_back(self) -> None:
+        """Make parameters and state what they were."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        state = self._optimizer.state
+        state.clear()
+        state.update(self._state)

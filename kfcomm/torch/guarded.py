@@ -1,0 +1,255 @@
+"""Guarded steps of an attachment: evidence from the rows of all ranks, and what a void step leaves as it was.
+
+A step is judged within ``optimizer.step()``, before any update: when the rows of the backward pass have come, which all
+ranks read alike. So one that the program or its ``GradScaler`` leaves out is not judged. A void step
+
+- makes no update: the optimizer sees no parameters for the time of its step;
+- has the model's buffers put back, which the forward pass has changed already, and the state of compressors;
+- leaves gradients of zeros, so that nothing of it is added to the next one.
+
+Buffers are copied before the first forward pass after a step. They are also put back before a forward pass that follows
+infinite gradients for which a ``GradScaler`` has left the step out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
+from kfcomm.torch.marks import Marks
+from kfcomm.torch.watch import Array, unfit
+from kfcomm.train.gradient_statistics import squared_norm
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from kfcomm.sync import Communicator
+    from kfcomm.torch.buckets import Bucket, BucketPlace
+
+GIVEN, LATE = 1, 2
+"""Of a rank's loss: it is in the row; the rank has observed one only after its pass, in some earlier step."""
+MAX_NAMES = 4
+"""Parameters that a rank names."""
+
+
+class Evidence:
+    """What the guard needs of a pass: each rank's loss, and the squared norm of its own gradient.
+
+    Attributes:
+        names: parameters in which this rank's own gradients are not finite, since the last step.
+        rows: of the ranks that were there, by rank; None before the first pass of a step.
+    """
+
+    num_numbers = 3
+    is_looking = True
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: dict[int, Sequence[float]] | None = None
+        self.size = 0
+        self._first_bad: dict[int, Sequence[float]] | None = None
+        self._sq_norm = 0.0
+        self._loss: float | None = None
+        self._is_sent = False  # the row of this step's latest pass
+        self._is_late = False
+
+    def observe(self, loss: float) -> None:
+        """Take this rank's loss of the step."""
+        self._loss = loss
+        self._is_late = self._is_late or self._is_sent
+
+    def left(self, bucket: Bucket, sq_norm: float, cost_s: float) -> None:
+        """Add a bucket."""
+        self._sq_norm += sq_norm
+        if not math.isfinite(sq_norm):
+            self.names += unfit(bucket)
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Nothing."""
+
+    def row(self) -> Sequence[float]:
+        """The squared norm, the loss, and what is known of that."""
+        sq_norm, self._sq_norm = self._sq_norm, 0.0
+        self._is_sent = True
+        return [sq_norm, self._loss or 0.0, GIVEN * (self._loss is not None) + LATE * self._is_late]
+
+    def told(self, ranks: Sequence[int], numbers: Array) -> None:
+        """Keep the rows until the step."""
+        self.size = len(numbers)
+        self.rows = {rank: numbers[rank].tolist() for rank in ranks}
+        # Later passes of the step add to a gradient that all ranks have got from this one.
+        if self._first_bad is None and not self.is_finite:
+            self._first_bad = self.rows
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all norms of the latest pass are finite."""
+        return self.rows is None or all(math.isfinite(row[0]) for row in self.rows.values())
+
+    @property
+    def lacks_losses(self) -> bool:
+        """Whether losses are observed too late for the rows, on some rank; all ranks answer alike."""
+        rows = (self.rows or {}).values()
+        return any(int(row[2]) & LATE for row in rows) and not all(int(row[2]) & GIVEN for row in rows)
+
+    def late_row(self) -> Sequence[float]:
+        """The loss, and whether there is one."""
+        return [self._loss or 0.0, float(self._loss is not None)]
+
+    def of_step(self, step: int, scale: float, batch: Any, late: dict[int, Sequence[float]] | None) -> StepEvidence:
+        """Evidence for the guard."""
+        rows = self.rows or {}
+        culprits = rows if self._first_bad is None or self.is_finite else self._first_bad
+        losses: list[float | None] = [None] * self.size
+        sq_norms: list[float | None] = [None] * self.size
+        for rank, row in rows.items():
+            sq_norms[rank] = culprits.get(rank, row)[0] / (scale * scale)
+            if int(row[2]) & GIVEN:
+                losses[rank] = row[1]
+        for rank, (loss, is_given) in (late or {}).items():
+            if is_given:
+                losses[rank] = loss
+        return StepEvidence(step, losses, sq_norms, batch)
+
+    def begin_step(self) -> None:
+        """Forget the step that is over."""
+        self.names = []
+        self.rows = self._first_bad = None
+        self._loss = None
+        self._is_sent = False
+
+
+class KeptBuffers:
+    """Copies of a model's buffers, from before the forward passes of a step."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._of = [module for module in model.modules() if module._buffers]
+        self._kept: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+        self._is_fresh: set[torch.nn.Module] = set()
+
+    def hooks(self, model: torch.nn.Module, before: Any) -> list[RemovableHandle]:
+        """Call ``before()``, and copy buffers that are not copied since the last step, before forward passes."""
+
+        def whole(*_: Any) -> None:
+            before()
+            self.keep()
+
+        # A program may call parts of its model, so each module with buffers has a hook of its own.
+        found = [model.register_forward_pre_hook(whole, prepend=True)] if self._of else []
+        found += [one.register_forward_pre_hook(lambda one, _: self._keep(one), prepend=True) for one in self._of]
+        return found
+
+    def begin_step(self) -> None:
+        """What is copied now is of an earlier step."""
+        self._is_fresh.clear()
+
+    def keep(self) -> None:
+        """Copy all buffers that are not copied yet."""
+        for module in self._of:
+            self._keep(module)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _keep(self, module: torch.nn.Module) -> None:
+        if module in self._is_fresh:
+            return
+        self._is_fresh.add(module)
+        kept = self._kept.setdefault(module, {})
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                kept.pop(name, None)
+            elif name in kept and (kept[name].shape, kept[name].dtype) == (buffer.shape, buffer.dtype):
+                kept[name].copy_(buffer)
+            else:
+                kept[name] = buffer.detach().clone()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def put_back(self) -> None:
+        """Make the buffers what they were."""
+        for module in self._is_fresh:
+            for name, kept in self._kept[module].items():
+                buffer = module._buffers.get(name)
+                if buffer is not None and (kept.shape, kept.dtype) == (buffer.shape, buffer.dtype):
+                    buffer.copy_(kept)
+                else:
+                    module._buffers[name] = kept.clone()
+
+
+class Guarded:
+    """Judge of the steps of one attachment.
+
+    Attributes:
+        evidence: part of the exchange's watch.
+        buffers: of the model.
+    """
+
+    def __init__(self, guard: GuardSteps, comm: Communicator, model: torch.nn.Module, name: str) -> None:
+        self.guard = guard
+        self.evidence = Evidence()
+        self.buffers = KeptBuffers(model)
+        self._comm = comm
+        self._name = name
+        self._late: Marks | None = None
+
+    def hooks(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """Register the hooks that copy buffers."""
+        return self.buffers.hooks(model, self._before_forward)
+
+    def _before_forward(self) -> None:
+        # A step was left out by a scaler: its infinite gradients may come from infinite inputs.
+        if not self.evidence.is_finite:
+            self.buffers.put_back()
+
+    def renew(self) -> None:
+        """Continue with the ranks that there are now."""
+        self._late = None
+
+    def judge(self, step: int, scale: float, batch: Any, places: Iterable[BucketPlace]) -> Void | None:
+        """Judge a step by its rows, which have come. All ranks call it.
+
+        Args:
+            step: number of the step.
+            scale: factor of the loss whose gradients were exchanged.
+            batch: see `StepEvidence`.
+            places: of all gradients.
+
+        Returns:
+            None for a good step, or one without a backward pass.
+
+        Raises:
+            GuardFailed: see `GuardSteps.judge`.
+        """
+        if self.evidence.rows is None:
+            return None
+        late = self._late_losses() if self.evidence.lacks_losses else None
+        void = self.guard.judge(self.evidence.of_step(step, scale, batch, late))
+        return None if void is None else replace(void, names=self._names(void, places))
+
+    def _late_losses(self) -> dict[int, Sequence[float]]:
+        if self._late is None:
+            self._late = Marks(self._comm, (), f"{self._name}/losses", num_numbers=2)
+        self._late.begin(0, self.evidence.late_row())
+        self._late.wait()
+        return dict(zip(self._late.ranks, self._late.numbers.tolist(), strict=True))
+
+    def _names(self, void: Void, places: Iterable[BucketPlace]) -> tuple[str, ...]:
+        """Parameters with wrong numbers, of each culprit: those that are not finite, or the largest."""
+        names = self.evidence.names[:MAX_NAMES] if self._comm.rank in void.ranks else []
+        told = self._comm.all_gather_object([self._comm.rank, names], f"{self._name}/culprits")
+        found = tuple(f"rank {rank}: {', '.join(given)}" for rank, given in told if given)
+        return found or (tuple(_largest(places)) if void.is_finite else ())
+
+
+def _largest(places: Iterable[BucketPlace]) -> list[str]:
+    """Names of the parameters whose mean gradients make up most of its norm, the largest first."""
+    squares = {place.name: squared_norm([place.view]) for place in places}
+    whole, found = sum(squares.values()), list[str]()
+    for name in sorted(squares, key=lambda one: -squares[one]):
+        found.append(name)
+        if len(found) == MAX_NAMES or sum(squares[one] for one in found) > whole / 2:
+            break
+    return found
