@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from kfcomm.train.gradient_statistics import GradientMonitor
+    from kfcomm.train.gradient_monitor import GradientMonitor
 
 NAME = "optimizer"
 

@@ -20,20 +20,17 @@ if TYPE_CHECKING:
         most_samples,
         takes_factors,
     )
+    from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
     from kfcomm.train.gradient_statistics import (
-        SUMS,
-        GradientMonitor,
         GradientStatistics,
         MovingAverage,
-        NoiseEstimate,
-        NoiseScale,
         efficiency,
         gradient_variance,
         mean_cosine,
-        noise_estimate,
     )
     from kfcomm.train.kfac import KFAC, Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
+    from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
     from kfcomm.train.procedure import Pending
 else:  # type checkers would take any name for one that is there
@@ -44,12 +41,13 @@ else:  # type checkers would take any name for one that is there
         "factors": (
             "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
         ),
+        "gradient_monitor": ("SUMS", "GradientMonitor"),
         "gradient_statistics": (
-            "SUMS", "GradientMonitor", "GradientStatistics", "MovingAverage", "NoiseEstimate", "NoiseScale",
-            "efficiency", "gradient_variance", "mean_cosine", "noise_estimate",
+            "GradientStatistics", "MovingAverage", "efficiency", "gradient_variance", "mean_cosine",
         ),
         "kfac": ("KFAC", "Layer", "LayerOwnership", "owners", "preconditioned"),
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
+        "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
         "procedure": ("Pending",),
     }  # fmt: skip

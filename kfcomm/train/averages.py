@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kfcomm.train.agreement import Agreement, Tree, copied, leaves, mapped, rebuilt
-from kfcomm.train.gradient_statistics import SUMS, GradientMonitor
+from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
 from kfcomm.train.procedure import Comm, Procedure, call
 from kfcomm.train.rules import (
     Accumulators,

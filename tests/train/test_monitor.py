@@ -84,7 +84,8 @@ async def test_shares_of_the_norm_give_what_the_whole_gives_one_step_later(size:
         seen = []
         for step in range(steps):
             await way.gradients(tree(step, comm.rank))
-            seen.append({name: x for name, x in monitor.values.items() if name not in ("throughput", "goodput")})
+            times = "throughput", "goodput"
+            seen.append({name: x for name, x in monitor.values.items() if name not in times})
         return seen
 
     async with world(size) as comms:
@@ -93,7 +94,8 @@ async def test_shares_of_the_norm_give_what_the_whole_gives_one_step_later(size:
     assert found[0][0] == {}
     for step in range(steps - 1):
         local, both = float((drawn[step] ** 2).sum() / size), float((drawn[step].mean(axis=0) ** 2).sum())
-        expected = {"gradient_norm": both**0.5, "gradient_variance": local - both}
+        batches = {"small_batch": 4, "big_batch": 4 * size, "measurement": step + 1}
+        expected = batches | {"gradient_norm": both**0.5, "gradient_variance": local - both}
         if size > 1:
             scale.update(local, both, 4, 4 * size)
             expected["gradient_cosine"] = (size * both - local) / ((size - 1) * local)

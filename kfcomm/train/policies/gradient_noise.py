@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.errors import ConfigError
-from kfcomm.train.gradient_statistics import DECAY, MovingAverage, gain, noise_estimate
+from kfcomm.train.gradient_statistics import MovingAverage, gain
+from kfcomm.train.noise_scale import DECAY, noise_estimate
 from kfcomm.types import override
 
 LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"
