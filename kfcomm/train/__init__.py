@@ -10,7 +10,8 @@ from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.agreement import Agreement
-    from kfcomm.train.asynchronous import PairAveraging, ParameterServer, Peers, shards
+    from kfcomm.train.algorithms import Algorithm
+    from kfcomm.train.asynchronous import PairAveraging, ParameterServer, Peers, RoundRobin, shards
     from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
     from kfcomm.train.factors import (
         Factors,
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
-    from kfcomm.train.procedure import Pending
+    from kfcomm.train.procedure import Pending, Procedure, call, carried
+    from kfcomm.train.rules import towards
+    from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
 else:  # type checkers would take any name for one that is there
     _HOMES = {
         "agreement": ("Agreement",),
-        "asynchronous": ("PairAveraging", "ParameterServer", "Peers", "shards"),
+        "algorithms": ("Algorithm",),
+        "asynchronous": ("PairAveraging", "ParameterServer", "Peers", "RoundRobin", "shards"),
         "averages": ("SMA", "AdaSGD", "DiLoCo", "ElasticAveraging", "LocalAdaAlter", "LocalSGD", "SynchronousSGD"),
         "factors": (
             "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
@@ -49,18 +53,21 @@ else:  # type checkers would take any name for one that is there
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
-        "procedure": ("Pending",),
+        "procedure": ("Pending", "Procedure", "call", "carried"),
+        "rules": ("towards",),
+        "trees": ("Tree", "copied", "leaves", "mapped", "rebuilt"),
     }  # fmt: skip
     __getattr__ = imported_when_used(
         __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
     )
 
 __all__ = [
-    "KFAC", "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "Factors",
+    "KFAC", "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "Algorithm", "DiLoCo", "ElasticAveraging", "Factors",
     "GradientMonitor", "GradientStatistics", "HybridGradients", "Lamb", "LambState", "Lars", "Layer",
     "LayerOwnership", "LinearScaling", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale",
-    "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput",
-    "all_reduce_numbers", "best_shape", "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance",
-    "lars_rate", "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "shards",
-    "takes_factors",
+    "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Procedure", "RoundRobin", "Shape",
+    "SynchronousSGD", "Throughput", "Tree", "all_reduce_numbers", "best_shape", "call", "carried", "copied",
+    "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance", "lars_rate", "leaves", "mapped",
+    "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "shards",
+    "takes_factors", "towards",
 ]  # fmt: skip

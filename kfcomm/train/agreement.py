@@ -19,120 +19,185 @@ number out of its range, is an error on every rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self
 
 from kfcomm.collectives.handle import looked_at
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried, together
+from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
+from kfcomm.train.turns import ModelKey, Turn, key_of, turns_of
 
-Tree: TypeAlias = Any
-"""An array, or a dict, list or tuple of trees."""
+__all__ = [
+    "Agreement", "Tree", "check_alike", "copied", "introduce", "introduction", "leaves", "mapped", "rebuilt", "refuse",
+]  # fmt: skip
 
-ALONE = "x"
-"""The name of an array that is a tree by itself."""
-
-
-def leaves(tree: Tree) -> dict[str, Any]:
-    """Return the arrays of a tree, at least one, by name: keys and positions on the way to each, joined by slashes."""
-    found: dict[str, Any] = {}
-    _collect(tree, "", found)
-    if not found:
-        raise ConfigError("a tree without arrays has nothing to agree on")
-    return found
-
-
-def rebuilt(tree: Tree, arrays: Mapping[str, Any], path: str = "") -> Tree:
-    """Rebuild a tree like ``tree`` with other arrays, by the names of ``leaves``."""
-    children = _children(tree)
-    if children is None:
-        return arrays[path or ALONE]
-    made = {key: rebuilt(child, arrays, _below(path, key)) for key, child in children}
-    if isinstance(tree, Mapping):
-        return made
-    parts = list(made.values())
-    if isinstance(tree, tuple):
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return parts
-
-
-def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Map ``function`` over the arrays of ``tree`` and the same ones of ``others``; return a tree like ``tree``."""
-    first, rest = leaves(tree), [leaves(other) for other in others]
-    for other in rest:
-        if other.keys() != first.keys():
-            unlike = ", ".join(sorted(other.keys() ^ first.keys())[:4])
-            raise ConfigError(f"the trees have different arrays: {unlike}")
-    return rebuilt(tree, {name: function(x, *(other[name] for other in rest)) for name, x in first.items()})
-
-
-def copied(tree: Tree) -> Tree:
-    """Copy a tree: programs update models in place, and kept models must not follow."""
-    return mapped(lambda x: 1 * x, tree)
-
-
-def _collect(tree: Tree, path: str, found: dict[str, Any]) -> None:
-    children = _children(tree)
-    if children is None:
-        if (path or ALONE) in found:
-            raise ConfigError(f"two arrays of a tree have the name {path!r}")
-        found[path or ALONE] = tree
-        return
-    for key, child in children:
-        _collect(child, _below(path, key), found)
-
-
-def _children(tree: Tree) -> list[tuple[Any, Any]] | None:
-    """Keys and subtrees; None for an array."""
-    if isinstance(tree, Mapping):
-        return list(tree.items())
-    if isinstance(tree, (list, tuple)):
-        return list(enumerate(tree))
-    return None
-
-
-def _below(path: str, key: Any) -> str:
-    return f"{path}/{key}" if path else str(key)
-
+logger = logging.getLogger("kfcomm")
 
 MEETS_AS = "agreement"
 """Name for the check of algorithms without a name, the same for all: ranks with different ones must meet."""
 
 METHODS = ("gradients", "parameters")
 DIFFERENT = "the ranks agree in different ways"
+HAND_OVER = "hand the algorithm to new ranks by State(way=...) of an Elastic, or by load_state_dict"
 
 
 class Agreement:
     """Algorithm by which replicas agree. Made alike on every rank; subclasses define what travels, and when.
 
+    *State.* Subclasses name the attributes that are their state in ``shared_state`` and ``rank_state``; ``state_dict``
+    and ``load_state_dict`` follow, so that the algorithm can be given to ``kfcomm.elastic.State``.
+
+    *Ranks that change.* In an elastic job an algorithm is kept: it compares itself with the new ranks in the first step
+    with them, and ranks that are behind take over its state. After ``shrink`` of a plain communicator assign the new
+    one to ``comm``.
+
+    *Switching.* When another algorithm begins for a model of this communicator, by its ``parameters``, all ranks first
+    continue with the mean of their models, unless these are equal, and the algorithm begins from that.
+
     Attributes:
         comm: communicator of the ranks that agree.
         name: prefix of its collectives. Several algorithms in use at once on one communicator need different names.
-        num_steps: number of calls of ``parameters`` on this rank.
+        num_steps: number of calls of ``parameters`` on this rank, since it began.
 
     Raises:
         ConfigError: a number is out of its range; on the other ranks their first exchange raises it.
     """
 
     default_name: ClassVar[str]
+    takes_model: ClassVar[bool] = False
+    """Whether the constructor takes a model, or a tree like it, after the communicator."""
+    shared_state: ClassVar[tuple[str, ...]] = ()
+    """Attributes with state that is the same on all ranks: trees of arrays, or values."""
+    rank_state: ClassVar[Mapping[str, str]] = {}
+    """Attributes with state that differs between ranks, and how it is converted when the ranks change; see
+    ``merging``."""
+    counts_alike: ClassVar[bool] = True
+    """Whether all ranks make the same number of steps; else each its own."""
     shares_gradients = False
     """Whether all ranks continue with the same gradients."""
+    keeps_replicas = True
+    """Whether the ranks' models differ between exchanges. A subclass that shares gradients keeps none by default."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "shares_gradients" in vars(cls) and "keeps_replicas" not in vars(cls):
+            cls.keeps_replicas = not cls.shares_gradients
 
     def __init__(self, comm: Comm, name: str | None, numbers: Mapping[str, Any], problem: str | None = None) -> None:
         name = None if name is None else checked_name(name)
-        self.comm = comm
+        self._comm = comm
         self.name = self.default_name if name is None else name
         self.num_steps = 0
         self._meets_as = MEETS_AS if name is None else name
         given = ", ".join(f"{one}={value!r}" for one, value in numbers.items())
         self._said = f"{type(self).__name__}({given})"
-        self._introduced: set[str] = set()
+        self._introduced: dict[str, int] = {}
+        """Epoch in which the ranks have compared each method."""
+        self._turns = turns_of(comm)
+        self._turn = Turn(self._said, self.keeps_replicas)
+        self._model_key: ModelKey | None = None
+        self._was_latest = False
+        """Whether a loaded state is that of an algorithm in use, which its next step continues."""
         if problem is not None:
             refuse(comm, self._said, problem, *map(self._introduction, METHODS))
 
+    @classmethod
+    def over(cls, comm: Comm, model: Tree, *, name: str | None = None, **options: Any) -> Self:
+        """Make the algorithm for a model: `Algorithm` does so for every kind.
+
+        Args:
+            comm: communicator of the ranks that agree.
+            model: at the beginning, a tree of arrays.
+            name: see `Agreement`.
+            options: of the constructor.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        given = (model,) if cls.takes_model else ()
+        make: Callable[..., Self] = cls
+        return make(comm, *given, name=name, **options)
+
     def __repr__(self) -> str:
         return f"<{self._said} of rank {self.comm.rank} of {self.comm.size}>"
+
+    @property
+    def comm(self) -> Comm:
+        """Communicator of the ranks that agree; to be replaced by that of the ranks that survive (``shrink``)."""
+        return self._comm
+
+    @comm.setter
+    def comm(self, comm: Comm) -> None:
+        is_latest, self._comm = self._is_latest, comm
+        self._turns = turns_of(comm)
+        self._introduced.clear()
+        if is_latest and self._model_key is not None:
+            self._turns[self._model_key] = self._turn
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by name: arrays, in containers of the program, and values. Cost: no copies.
+
+        The arrays are the algorithm's own. They are not modified later, and not to be modified.
+        """
+        found = {"num_steps": self.num_steps, "is_latest": self._is_latest or self._was_latest}
+        for key, value in self._parts():
+            if hasattr(value, "state_dict"):
+                found |= {f"{key}/{one}": part for one, part in value.state_dict().items()}
+            else:
+                found[key] = value
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; its arrays are copied, and converted to the kinds of the algorithm's own.
+
+        Raises:
+            ConfigError: it is the state of another algorithm, or of another model; nothing is loaded.
+        """
+        objects = {key: value for key, value in self._parts() if hasattr(value, "state_dict")}
+        given = {key: value for key, value in state.items() if key.partition("/")[0] not in objects}
+        own = {key: value for key, value in Agreement.state_dict(self).items() if key.partition("/")[0] not in objects}
+        if own.keys() != given.keys():
+            raise ConfigError(
+                f"the state of {self._said} has {', '.join(sorted(own))}; the given one {', '.join(sorted(given))}"
+            )
+        found = {key: converted(own[key], value, f"{key} of {self._said}") for key, value in given.items()}
+        for key, one in objects.items():
+            one.load_state_dict({k.partition("/")[2]: v for k, v in state.items() if k.partition("/")[0] == key})
+        self.num_steps = int(found["num_steps"])
+        for one in (*self.shared_state, *self.rank_state):
+            if one.lstrip("_") in found:
+                setattr(self, one, found[one.lstrip("_")])
+        self._become_latest(bool(found["is_latest"]))
+
+    def merging(self) -> dict[str, str]:
+        """Return how the parts of the state that differ between ranks are converted when the ranks change.
+
+        ``mean``: floating-point numbers become the mean over the ranks that have them, other values those of the lowest
+        rank. ``sum``: the total over these ranks, divided by the new number of ranks. All other parts are the same on
+        all ranks.
+        """
+        found = {one.lstrip("_"): how for one, how in self.rank_state.items()}
+        for key, value in self._parts():
+            found |= {f"{key}/{one}": how for one, how in getattr(value, "merging", dict)().items()}
+        return found
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        return [(one.lstrip("_"), getattr(self, one)) for one in (*self.shared_state, *self.rank_state)]
+
+    def restart(self, model: Tree) -> None:
+        """Begin anew with a model that is the same on all ranks, as if made with it now."""
+        self.num_steps = 0
+        self._start_from(model)
+
+    def _start_from(self, model: Tree) -> None:
+        """Begin from this model. A subclass copies what it keeps of it."""
+
+    # ---------------------------------------------------------------- exchanges
 
     @carried
     def introduce(self) -> Procedure[None]:
@@ -142,7 +207,6 @@ class Agreement:
             CollectiveMismatch, ConfigError: see ``gradients``.
         """
         names = [self._introduction(method) for method in METHODS]
-        self._introduced.update(METHODS)
         rows = yield from together(call("all_gather_object", [self._said, None], name) for name in names)
         for name, told in zip(names, rows, strict=True):  # after both: what one rank has told is heard by all
             check_alike(self.comm.rank, self._said, told, name)
@@ -153,10 +217,12 @@ class Agreement:
 
         Raises:
             CollectiveMismatch: from waiting: the ranks agree in different ways.
-            ConfigError: another rank was given numbers that cannot be.
+            ConfigError: another rank was given numbers that cannot be; or gradients are shared, and the models of the
+                ranks differ since another algorithm: call ``parameters`` first.
             CollectiveError: an exchange failed.
         """
-        yield from self._introduce("gradients")
+        if self._introduced.get("gradients") != self._epoch or self._unequal_since is not None:
+            yield from self._introduce_gradients(tree)
         return (yield from self._gradients(tree))
 
     @carried
@@ -166,7 +232,11 @@ class Agreement:
         Raises:
             CollectiveMismatch, ConfigError, CollectiveError: see ``gradients``.
         """
-        yield from self._introduce("parameters")
+        begins = self._introduced.get("parameters") != self._epoch or not self._is_latest
+        former = self._take_turn(tree) if begins else None
+        self._step_begins()
+        if begins:
+            tree = yield from self._begin(tree, former)
         self.num_steps += 1
         return (yield from self._parameters(tree))
 
@@ -180,14 +250,126 @@ class Agreement:
         yield from ()
         return tree
 
+    def _step_begins(self) -> None:
+        """Decide what is decided once for the gradients and the model of a step, before any wait."""
+
+    def _ranks_changed(self, tree: Tree) -> None:
+        """Follow the size and the rank, before the first exchange with these ranks; ``tree`` is the model."""
+
+    # ---------------------------------------------------------------- the first exchange with these ranks
+
     def _introduction(self, method: str) -> str:
         return f"{self._meets_as}/introduction of {method}"
 
-    def _introduce(self, method: str) -> Procedure[None]:
-        # Each method by itself, since both may be under way together.
-        if method not in self._introduced:
-            self._introduced.add(method)
-            yield from introduction(self.comm.rank, self._said, self._introduction(method))
+    @property
+    def _epoch(self) -> int:
+        epoch: int = getattr(self._comm, "epoch", 0)
+        return epoch
+
+    @property
+    def _is_latest(self) -> bool:
+        return self._model_key is not None and self._turns.get(self._model_key) is self._turn
+
+    @property
+    def _unequal_since(self) -> Turn | None:
+        """Turn of another algorithm, after which models differ, where this one needs equal ones; else None."""
+        if not self.shares_gradients or self._model_key is None:
+            return None
+        latest = self._turns.get(self._model_key)
+        return None if latest is None or latest is self._turn or not latest.keeps_replicas else latest
+
+    def _become_latest(self, is_latest: bool) -> None:
+        self._was_latest = is_latest and self._model_key is None
+        if not is_latest:
+            self._return_turn()
+        elif self._model_key is not None:
+            self._turns[self._model_key] = self._turn
+
+    def _take_turn(self, tree: Tree) -> Turn | None:
+        """Become the latest algorithm of the model, anew; returns the turn of another one that was it."""
+        key = self._model_key = key_of(self._meets_as, leaves(tree))
+        latest = self._turns.get(key)
+        if latest is self._turn:
+            return None
+        self._turns[key] = self._turn
+        was_latest, self._was_latest = self._was_latest, False
+        self._turn.former = latest
+        if was_latest or latest is None:
+            return None
+        self.restart(tree)
+        return latest
+
+    def _return_turn(self) -> None:
+        if self._model_key is not None and self._is_latest:
+            if self._turn.former is None:
+                del self._turns[self._model_key]
+            else:
+                self._turns[self._model_key] = self._turn.former
+
+    def _introduce_gradients(self, tree: Tree) -> Procedure[None]:
+        if self._model_key is None:
+            self._model_key = key_of(self._meets_as, leaves(tree))
+        self._introduced["gradients"] = self._epoch
+        name, unequal = self._introduction("gradients"), self._unequal_since
+        row = [self._said, None, self.shares_gradients, None if unequal is None else unequal.said]
+        told = yield call("all_gather_object", row, name)
+        check_alike(self.comm.rank, self._said, told, name)
+        for rank, (_, _, shares, since) in enumerate(told):
+            if since is not None:
+                raise ConfigError(
+                    f"the models of the ranks differ since {since}, and {self._said} shares gradients: call its "
+                    "parameters(model) first, which makes them equal"
+                )
+            if shares != told[0][2]:
+                raise CollectiveMismatch(
+                    f"{self._said} of rank {rank} {'shares' if shares else 'does not share'} gradients by now, unlike "
+                    f"that of rank 0: {HAND_OVER}", key=name,
+                )  # fmt: skip
+
+    def _begin(self, tree: Tree, former: Turn | None) -> Procedure[Tree]:
+        """Compare the ranks at the first step, after another algorithm, and when the ranks have changed."""
+        name = self._introduction("parameters")
+        self._ranks_changed(tree)
+        self._introduced["parameters"] = self._epoch
+        row = [self._said, None, self.num_steps, None if former is None else former.keeps_replicas]
+        try:
+            told = yield call("all_gather_object", row, name)
+            check_alike(self.comm.rank, self._said, told, name)
+            if all(replicas is None for *_, replicas in told):
+                yield from self._catch_up([steps for _, _, steps, _ in told])
+                return tree
+            if former is None:
+                self.restart(tree)
+            return (yield from self._switch(tree, any(replicas for *_, replicas in told)))
+        except BaseException:
+            if former is not None:
+                self._return_turn()
+            self._introduced.pop("parameters", None)
+            raise
+
+    def _switch(self, tree: Tree, are_replicas: bool) -> Procedure[Tree]:
+        """Continue with the mean of the models that another algorithm has left."""
+        logger.info("rank %d: %s begins, after another algorithm", self.comm.rank, self._said)
+        if are_replicas:
+            tree = yield from self._reduced(tree, "agreed")
+        self._start_from(tree)
+        return tree
+
+    def _catch_up(self, steps: Sequence[int]) -> Procedure[None]:
+        """Take over the state of the first rank that is ahead, where the program has not handed it to a new rank."""
+        most = max(steps)
+        if not self.counts_alike or min(steps) == most:
+            return
+        root, own = steps.index(most), self.state_dict()
+        parts = leaves(own)
+        arrays = {one: x for one, x in parts.items() if is_array(x)}
+        values = {one: x for one, x in parts.items() if one not in arrays}
+        told = yield call("all_gather_object", values, f"{self.name}/state")
+        found = dict(told[root])
+        for one, x in arrays.items():
+            found[one] = yield call("broadcast", x, root, f"{self.name}/state/{one}")
+        if steps[self.comm.rank] < most:
+            self.load_state_dict(rebuilt(own, found))
 
     def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
         """Reduce the arrays of a tree over all ranks."""
@@ -219,9 +401,9 @@ def introduction(rank: int, said: str, name: str, wrong: str = DIFFERENT) -> Pro
 
 def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str = DIFFERENT) -> None:
     """Compare the reports of all ranks: the algorithm of each, and its fault (a `ConfigError`)."""
-    for other, (way, problem) in enumerate(told):
+    for other, (way, problem, *_) in enumerate(told):
         if problem is not None:
             raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")
-    unlike = next((other for other, one in enumerate(told) if one != told[0]), None)
+    unlike = next((other for other, one in enumerate(told) if one[0] != told[0][0]), None)
     if unlike is not None:
         raise CollectiveMismatch(f"{wrong}: rank 0 has {told[0][0]}; rank {unlike} has {told[unlike][0]}", key=name)

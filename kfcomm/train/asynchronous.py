@@ -12,16 +12,18 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
-from kfcomm.train.agreement import Agreement, Tree, check_alike, introduce, leaves, mapped, rebuilt, refuse
+from kfcomm.train.agreement import Agreement, check_alike, introduce, refuse
 from kfcomm.train.procedure import Comm, Procedure, ProcedureCall, call, carried, report, together
 from kfcomm.train.rules import count_problem, towards
+from kfcomm.train.trees import Tree, leaves, mapped, rebuilt
+from kfcomm.types import override
 
 Blob: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -73,18 +75,22 @@ class Peers:
         seed: the same one gives the same draws on the same rank.
         weights: for each rank a number, at least 0, to whose size its probability is proportional: bandwidths, say, so
             that peers behind slow links are asked less often. This rank's own does not count. None: all are equal.
+        drawn: draws to leave out, which were made before.
 
     Raises:
         ConfigError: there are no other ranks, or the weights are not valid.
     """
 
-    def __init__(self, rank: int, size: int, *, seed: int = 0, weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, *, seed: int = 0, weights: Sequence[float] | None = None, drawn: int = 0
+    ) -> None:
         if not 0 <= rank < size or size < 2:
             raise ConfigError(f"rank {rank} of {size} has no peers to draw")
         # One of the n − 1 others: to draw one of all, and move one's own to the next, makes that neighbour twice as
         # likely.
         self._others = [peer for peer in range(size) if peer != rank]
-        self._draws = np.random.default_rng((seed, rank))
+        # Each draw takes one number of the generator, which can leave out any of them at once.
+        self._draws = np.random.Generator(np.random.PCG64((seed, rank)).advance(drawn))
         self._bounds: list[float] | None = None
         if weights is not None:
             problem = weights_problem(rank, size, weights)
@@ -95,9 +101,33 @@ class Peers:
 
     def draw(self) -> int:
         """Draw the next peer."""
-        if self._bounds is None:
-            return self._others[int(self._draws.integers(len(self._others)))]
-        return self._others[bisect_right(self._bounds, self._draws.random())]
+        number = self._draws.random()
+        place = int(number * len(self._others)) if self._bounds is None else bisect_right(self._bounds, number)
+        return self._others[place]
+
+
+class RoundRobin:
+    """All other ranks in turns, the next one first: no rank is asked twice before each was asked once.
+
+    Args:
+        rank: of who asks.
+        size: ranks, at least 2.
+        drawn: turns that are over.
+
+    Raises:
+        ConfigError: there are no other ranks.
+    """
+
+    def __init__(self, rank: int, size: int, *, drawn: int = 0) -> None:
+        if not 0 <= rank < size or size < 2:
+            raise ConfigError(f"rank {rank} of {size} has no peers to ask in turns")
+        self._rank, self._size, self._drawn = rank, size, drawn
+
+    def draw(self) -> int:
+        """Return the next peer."""
+        place = self._drawn % (self._size - 1)
+        self._drawn += 1
+        return (self._rank + 1 + place) % self._size
 
 
 def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | None:
@@ -108,6 +138,9 @@ def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | Non
     if not (np.isfinite(own).all() and (own >= 0).all() and own.sum() > 0):
         return f"weights are at least 0, and not all 0, not {list(weights)!r}"
     return None
+
+
+PEERS = ("random", "round-robin")
 
 
 class PairAveraging(Agreement):
@@ -124,9 +157,11 @@ class PairAveraging(Agreement):
     Args:
         comm: communicator of the ranks that agree.
         model: at the beginning; others may fetch it at once.
-        weights: probability with which each rank is asked, see `Peers`; None: all equal.
+        peers: ``random``, or ``round-robin``: each of the others in turns.
+        weights: probability with which each rank is asked, see `Peers`; None: all equal. When the ranks change, those
+            that stay keep theirs, and new ones get the mean of them.
         max_staleness: in gradients, above 0.
-        seed: of the draws.
+        seed: of the draws, which follow from it, the rank, the size and the number of draws before.
         name: see `Agreement`.
 
     Attributes:
@@ -144,21 +179,78 @@ class PairAveraging(Agreement):
     """
 
     default_name = "pair-averaging"
+    takes_model = True
+    rank_state: ClassVar = {"num_steps": "mean", "age": "mean", "num_left_out": "mean", "_num_drawn": "mean"}
+    counts_alike = False
 
     def __init__(
-        self, comm: Comm, model: Tree, *, weights: Sequence[float] | None = None, max_staleness: float = 100.0,
-        seed: int = 0, name: str | None = None,
+        self, comm: Comm, model: Tree, *, peers: str = "random", weights: Sequence[float] | None = None,
+        max_staleness: float = 100.0, seed: int = 0, name: str | None = None,
     ) -> None:  # fmt: skip
         self.age = 0.0
         self.staleness = 0.0
         self.num_left_out = 0
         self._max_staleness = max_staleness
-        problem = pairs_problem(comm, weights, max_staleness)
-        super().__init__(comm, name, {"max_staleness": max_staleness}, problem)
-        self._peers = Peers(comm.rank, comm.size, seed=seed, weights=weights) if comm.size > 1 else None
+        self._kind, self._weights, self._seed = peers, weights, seed
+        self._num_drawn = 0
+        problem = pairs_problem(comm, weights, max_staleness, peers)
+        super().__init__(comm, name, {"max_staleness": max_staleness, "peers": peers}, problem)
+        self._known = self._ranks
+        self._weight_of = None if weights is None else dict(zip(self._known, weights, strict=False))
+        self._peers = self._peers_now()
         self._packing = Packing(model, num_head=1)
         self._blob = f"{self.name}/model"
-        comm.save(self._blob, self._packing.pack(model, [0.0]))
+        self._start_from(model)
+
+    @override
+    def restart(self, model: Tree) -> None:
+        """Begin anew; draws continue. See ``Agreement.restart``."""
+        self.age, self.staleness, self.num_left_out = 0.0, 0.0, 0
+        super().restart(model)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see ``Agreement.load_state_dict``."""
+        super().load_state_dict(state)
+        self._peers = self._peers_now()
+
+    @override
+    def _start_from(self, model: Tree) -> None:
+        self.comm.save(self._blob, self._packing.pack(model, [self.age]))
+
+    @override
+    def _ranks_changed(self, tree: Tree) -> None:
+        # Others may ask for the model as soon as all ranks have met.
+        self._start_from(tree)
+        if self._known != self._ranks:
+            self._known = self._ranks
+            self._peers = self._peers_now()
+
+    @override
+    def _switch(self, tree: Tree, are_replicas: bool) -> Procedure[Tree]:
+        agreed = yield from super()._switch(tree, are_replicas)
+        # Else a peer might be asked for a model that it has saved before the switch.
+        yield call("barrier", f"{self.name}/begun")
+        return agreed
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(getattr(self.comm, "births", range(self.comm.size)))
+
+    def _peers_now(self) -> Peers | RoundRobin | None:
+        """The draws among the present ranks; None without others."""
+        rank, size = self.comm.rank, self.comm.size
+        if size == 1:
+            return None
+        if self._kind == "round-robin":
+            return RoundRobin(rank, size, drawn=self._num_drawn)
+        weights = None
+        if self._weight_of is not None:
+            mean = sum(self._weight_of.values()) / len(self._weight_of)
+            weights = [self._weight_of.get(uid, mean) for uid in self._ranks]
+            if weights_problem(rank, size, weights) is not None:
+                weights = None
+        return Peers(rank, size, seed=self._seed, weights=weights, drawn=self._num_drawn)
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self._peers is None:
@@ -167,6 +259,7 @@ class PairAveraging(Agreement):
         if self.num_steps > 1:
             self.age += 1
         yield call("save", self._blob, self._packing.pack(tree, [self.age]))
+        self._num_drawn += 1
         blob = yield call("request", self._blob, self._peers.draw())
         theirs, (age,) = self._packing.unpack(blob, tree)
         self.staleness = self.age - age
@@ -178,8 +271,14 @@ class PairAveraging(Agreement):
         return mapped(lambda x, other: towards(x, other, 0.5), tree, theirs)
 
 
-def pairs_problem(comm: Comm, weights: Sequence[float] | None, max_staleness: float) -> str | None:
+def pairs_problem(
+    comm: Comm, weights: Sequence[float] | None, max_staleness: float, peers: str = "random"
+) -> str | None:
     """Fault of the numbers of PairAveraging; None without one."""
+    if peers not in PEERS:
+        return f"peers is one of {', '.join(PEERS)}, not {peers!r}"
+    if peers != "random" and weights is not None:
+        return "weights are of random peers"
     if not max_staleness > 0:
         return f"max_staleness is above 0, not {max_staleness!r}"
     if weights is None or comm.size == 1:

@@ -7,13 +7,14 @@ time. The classes below carry them over a communicator; ``kfcomm.jax.optimizers`
 from __future__ import annotations
 
 import operator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kfcomm.train.agreement import Agreement, Tree, copied, leaves, mapped, rebuilt
+from kfcomm.errors import ConfigError
+from kfcomm.train.agreement import Agreement
 from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
-from kfcomm.train.procedure import Comm, Procedure, call
+from kfcomm.train.procedure import Comm, Procedure, call, is_elastic
 from kfcomm.train.rules import (
     Accumulators,
     Mean,
@@ -27,6 +28,11 @@ from kfcomm.train.rules import (
     op_problem,
     towards,
 )
+from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
+from kfcomm.types import override
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class SynchronousSGD(Agreement):
@@ -48,6 +54,7 @@ class SynchronousSGD(Agreement):
 
     default_name = "ssgd"
     shares_gradients = True
+    shared_state = ("_monitor",)
 
     def __init__(
         self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None
@@ -74,22 +81,19 @@ class SynchronousSGD(Agreement):
 
 
 class ModelAgreement(Agreement):
-    """Agreement on models, by a rule; gradients stay a rank's own."""
+    """Agreement on models, by a rule, which keeps the trees of ``shared_state``; gradients stay a rank's own."""
 
-    _keeps: ClassVar[tuple[str, ...]] = ()
-    """Attributes that hold the trees that the rule keeps between meetings."""
-
-    def __init__(self, comm: Comm, name: str | None, rule: Rule) -> None:
+    def __init__(self, comm: Comm, name: str | None, rule: Rule, numbers: Mapping[str, Any] | None = None) -> None:
         self._rule = rule
-        super().__init__(comm, name, rule.numbers, rule.problem)
+        super().__init__(comm, name, rule.numbers if numbers is None else numbers, rule.problem)
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.num_steps % self._rule.every:
             return tree
         mean = leaves((yield from self._reduced(tree, "model")))
-        kept = [leaves(getattr(self, one)) for one in self._keeps]
+        kept = [leaves(getattr(self, one)) for one in self.shared_state]
         met = {one: self._rule.meet(x, mean[one], *(tree[one] for tree in kept)) for one, x in leaves(tree).items()}
-        for place, one in enumerate(self._keeps, 1):
+        for place, one in enumerate(self.shared_state, 1):
             setattr(self, one, rebuilt(getattr(self, one), {name: arrays[place] for name, arrays in met.items()}))
         return rebuilt(tree, {name: arrays[0] for name, arrays in met.items()})
 
@@ -118,6 +122,10 @@ class SMA(ModelAgreement):
         super().__init__(comm, name, MoveToMean(alpha))
 
 
+BETA = 0.9
+"""n·α of elastic averaging, where α is not given."""
+
+
 class ElasticAveraging(ModelAgreement):
     """EA-SGD: every rank's model and a center are moved towards each other; the center is the result.
 
@@ -128,7 +136,8 @@ class ElasticAveraging(ModelAgreement):
     Args:
         comm: communicator of the ranks that agree.
         center: z at the beginning: a model, the same on all ranks.
-        alpha: α, above 0 and at most 1/n: the center is drawn by all n ranks.
+        alpha: α, above 0 and at most 1/n: the center is drawn by all n ranks. In an elastic job it is lowered to 1/n
+            while that is less. None: 0.9/n, the paper's choice (section 5), for any n.
         every: steps from one exchange to the next.
         name: see `Agreement`.
 
@@ -142,11 +151,30 @@ class ElasticAveraging(ModelAgreement):
     """
 
     default_name = "ea-sgd"
-    _keeps = ("center",)
+    takes_model = True
+    shared_state = ("center",)
 
-    def __init__(self, comm: Comm, center: Tree, alpha: float, *, every: int = 1, name: str | None = None) -> None:
-        self.center = copied(center)
-        super().__init__(comm, name, MoveToCenter(alpha, every, comm.size))
+    def __init__(
+        self, comm: Comm, center: Tree, alpha: float | None = None, *, every: int = 1, name: str | None = None
+    ) -> None:
+        self._alpha, self._every = alpha, every
+        self._start_from(center)
+        super().__init__(comm, name, self._rule_for(comm), {"alpha": alpha, "every": every})
+
+    @override
+    def _start_from(self, model: Tree) -> None:
+        self.center = copied(model)
+
+    @override
+    def _ranks_changed(self, tree: Tree) -> None:
+        self._rule = self._rule_for(self.comm)
+
+    def _rule_for(self, comm: Comm) -> MoveToCenter:
+        alpha = BETA / comm.size if self._alpha is None else self._alpha
+        if is_elastic(comm) and alpha_problem(alpha) is None:
+            # A rank that joins is given the number that was valid for fewer ranks.
+            alpha = min(alpha, 1 / comm.size)
+        return MoveToCenter(alpha, self._every, comm.size)
 
 
 class LocalSGD(ModelAgreement):
@@ -196,15 +224,20 @@ class DiLoCo(ModelAgreement):
     """
 
     default_name = "diloco"
-    _keeps = ("model", "_velocity")
+    takes_model = True
+    shared_state = ("model", "_velocity")
 
     def __init__(
         self, comm: Comm, start: Tree, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        self.model = copied(start)
-        self._velocity = mapped(lambda x: 0 * x, start)
+        self._start_from(start)
         super().__init__(comm, name, OuterStep(every, lr, momentum))
+
+    @override
+    def _start_from(self, model: Tree) -> None:
+        self.model = copied(model)
+        self._velocity = mapped(lambda x: 0 * x, model)
 
 
 # ---------------------------------------------------------------- gradients and models
@@ -231,32 +264,76 @@ class LocalAdaAlter(Agreement):
     """
 
     default_name = "local-adaalter"
+    takes_model = True
+    shared_state = ("_shared", "_num_local")
+    rank_state: ClassVar = {"_own": "mean"}
 
     def __init__(
         self, comm: Comm, like: Tree, every: int, *, epsilon: float = 1.0, initial: float = 1.0,
         name: str | None = None,
     ) -> None:  # fmt: skip
         self._rule = rule = Accumulators(every, epsilon, initial)
-        self._own = self._shared = mapped(rule.start, like)
+        self._accumulate_from(like)
+        super().__init__(comm, name, rule.numbers, rule.problem)
+
+    def _accumulate_from(self, like: Tree) -> None:
+        self._own = self._shared = mapped(self._rule.start, like)
         # g∘g of gradients that come while a meeting is under way: they are not in its mean, and are added to it.
         self._meanwhile: Tree | None = None
         self._num_local = 0
-        super().__init__(comm, name, rule.numbers, rule.problem)
 
+    @override
+    def restart(self, model: Tree) -> None:
+        """Begin anew: accumulators too. See ``Agreement.restart``."""
+        super().restart(model)
+        self._accumulate_from(model)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by name; while the ranks meet, as if this meeting had failed. See ``Agreement``."""
+        return super().state_dict() | {"own": self._all_own()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see ``Agreement.load_state_dict``."""
+        super().load_state_dict(state)
+        self._meanwhile = None
+
+    def _all_own(self) -> Tree:
+        return self._own if self._meanwhile is None else mapped(operator.add, self._own, self._meanwhile)
+
+    @override
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         yield from ()
         self._num_local += 1
         if self._meanwhile is None:
-            self._own = mapped(accumulate, self._own, tree)
+            self._own = self._accumulated(self._own, tree)
         else:
-            self._meanwhile = mapped(accumulate, self._meanwhile, tree)
-        return mapped(lambda g, shared: self._rule.direction(g, shared, self._num_local), tree, self._shared)
+            self._meanwhile = self._accumulated(self._meanwhile, tree)
+        shared = leaves(self._shared)
+        found = {one: self._rule.direction(g, shared[one], self._num_local) for one, g in leaves(tree).items()}
+        return rebuilt(tree, found)
 
+    def _accumulated(self, accumulators: Tree, gradients: Tree) -> Tree:
+        # Parameters without a gradient in this step, as torch has them, count as zero.
+        found = leaves(accumulators)
+        unknown = leaves(gradients).keys() - found.keys()
+        if unknown:
+            raise ConfigError(f"the model has no arrays for the gradients {', '.join(sorted(unknown)[:4])}")
+        return rebuilt(accumulators, found | {one: accumulate(found[one], g) for one, g in leaves(gradients).items()})
+
+    @override
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.num_steps % self._rule.every:
             return tree
-        num_told, self._meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
-        mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
+        num_told, meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
+        self._meanwhile = meanwhile
+        try:
+            mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
+        except BaseException:
+            if self._meanwhile is not None:  # else a state was loaded since
+                self._own, self._meanwhile = self._all_own(), None
+            raise
         self._shared = mean["accumulators"]
         self._own = mapped(operator.add, self._shared, self._meanwhile)
         self._meanwhile = None
@@ -293,34 +370,61 @@ class AdaSGD(Agreement):
     """
 
     default_name = "adasgd"
+    shared_state = ("is_synchronous", "_is_agreed")
+    rank_state: ClassVar = {"_wishes": "sum"}
 
     def __init__(self, comm: Comm, alpha: float = 0.1, *, after: int | None = None, name: str | None = None) -> None:
-        self.is_synchronous = False
         self._alpha = alpha
         self._after = after
-        self._wants_change = False
+        self._wishes = 0.0
         self._is_agreed = False
         problem = alpha_problem(alpha) or (None if after is None else count_problem("after", after))
         super().__init__(comm, name, {"alpha": alpha, "after": after}, problem)
+        self._set_synchronous(False)
+
+    @override
+    def restart(self, model: Tree) -> None:
+        """Begin anew, with SMA. See ``Agreement.restart``."""
+        super().restart(model)
+        self._wishes, self._is_agreed = 0.0, False
+        self._set_synchronous(False)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see ``Agreement.load_state_dict``."""
+        super().load_state_dict(state)
+        self._set_synchronous(self.is_synchronous)
 
     def change(self) -> None:
         """Ask for S-SGD, on any rank: all ranks change one step after the next exchange of models."""
-        self._wants_change = True
+        self._wishes = 1.0
 
+    def _set_synchronous(self, is_synchronous: bool) -> None:
+        self.is_synchronous = self.shares_gradients = is_synchronous
+        self.keeps_replicas = self._turn.keeps_replicas = not is_synchronous
+
+    @override
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         if not self.is_synchronous:
             return tree
         return (yield from self._reduced(tree, "gradients"))
 
+    @override
+    def _step_begins(self) -> None:
+        # Before any wait: the gradients of this step are already averaged.
+        is_due = self._is_agreed or (self._after is not None and self.num_steps >= self._after)
+        self._changes = is_due and not self.is_synchronous
+        if self._changes:
+            self._set_synchronous(True)
+
+    @override
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self._changes:
+            return (yield from self._reduced(tree, "model"))
         if self.is_synchronous:
             return tree
-        if self._is_agreed or (self._after is not None and self.num_steps > self._after):
-            # Set before the wait: the gradients of this step are already averaged.
-            self.is_synchronous = self.shares_gradients = True
-            return (yield from self._reduced(tree, "model"))
         # With the models: all ranks learn of a wish at the same step, without a message of its own.
-        wish: Any = np.array([self._wants_change], np.float32)
+        wish: Any = np.array([self._wishes], np.float32)
         found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
         self._is_agreed = bool(found[WISH][0] > 0)
         return mapped(lambda x, mean: towards(x, mean, self._alpha), tree, rebuilt(tree, found))

@@ -39,6 +39,11 @@ Comm: TypeAlias = Any
 """A communicator of either interface, elastic or not."""
 
 
+def is_elastic(comm: Comm) -> bool:
+    """Whether the ranks of a communicator can change, so that what is made over it has to follow their number."""
+    return hasattr(comm, "propose_size")
+
+
 class ProcedureCall(NamedTuple):
     """A call of a verb."""
 
