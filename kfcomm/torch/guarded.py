@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
+from kfcomm.arrays.norms import squared_norm
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.watch import Array, unfit
-from kfcomm.train.gradient_statistics import squared_norm
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kfcomm.train.gradient_statistics import squared_norm
+from kfcomm.arrays.norms import squared_norm
 
 if TYPE_CHECKING:
     from kfcomm.torch.buckets import Bucket

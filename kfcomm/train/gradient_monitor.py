@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.arrays.norms import squared_norm
 from kfcomm.errors import ConfigError
 from kfcomm.train.cadence import Cadence, Every
 from kfcomm.train.gradient_statistics import (
@@ -31,7 +32,6 @@ from kfcomm.train.gradient_statistics import (
     gradient_variance,
     mean_cosine,
     share,
-    squared_norm,
 )
 from kfcomm.train.noise_scale import DECAY, NoiseScale
 from kfcomm.train.procedure import Comm, report

@@ -14,15 +14,6 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.errors import ConfigError
 
-BLOCK = 1 << 16
-"""Elements whose squares are added in the array's own precision, for float32 to about 1e-6; blocks are in float64."""
-
-
-def squared_norm(arrays: Iterable[Any]) -> float:
-    """Σ x² over all elements of arrays in host memory; infinite or NaN where an element is, without a warning."""
-    # One pass: about 5 ms for 25 million elements of float32.
-    return float(sum(_of_one(adapt(x).flat) for x in arrays))
-
 
 def share(arrays: Iterable[Any], part: int, parts: int) -> list[np.ndarray[Any, Any]]:
     """One of ``parts`` shares of all elements, end to end: views of the arrays that it touches. Sizes differ by one."""
@@ -36,14 +27,6 @@ def share(arrays: Iterable[Any], part: int, parts: int) -> list[np.ndarray[Any, 
             found.append(flat[low:high])
         at += flat.size
     return found
-
-
-@np.errstate(all="ignore")
-def _of_one(flat: np.ndarray[Any, Any]) -> float:
-    # Squares of float16 overflow above 256, and bfloat16 loses most of its digits in a sum.
-    dtype = flat.dtype if flat.dtype in (np.float32, np.float64) else np.dtype(np.float32)
-    blocks = (flat[at : at + BLOCK].astype(dtype, copy=False) for at in range(0, flat.size, BLOCK))
-    return float(sum(float(np.dot(block, block)) for block in blocks))
 
 
 def check_decay(decay: float) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kfcomm import Communicator, Statistics
+from kfcomm.arrays.norms import squared_norm
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.monitor.metrics import METRICS, Scrape
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import GradientMonitor, NoiseScale, SynchronousSGD
-from kfcomm.train.gradient_statistics import share, squared_norm
+from kfcomm.train.gradient_statistics import share
 
 
 class Ticks:

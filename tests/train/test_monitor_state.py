@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.arrays.norms import squared_norm
 from kfcomm.train import SUMS, GradientMonitor, NoiseScale
-from kfcomm.train.gradient_statistics import squared_norm
 
 
 def comm_of(rank: int, size: int) -> Any:
