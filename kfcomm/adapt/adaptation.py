@@ -137,7 +137,7 @@ class Adaptation:
         """Report numbers of this step to the policies of all ranks, at the next meeting.
 
         The values are in ``StepMetrics.observed`` by name and rank, for this one meeting. The last value of a name
-        counts.
+        counts; nan is a value like others.
 
         Raises:
             ConfigError: a value is not a number, or there are more than 64 names.

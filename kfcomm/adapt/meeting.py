@@ -21,7 +21,6 @@ which ends with the first lost rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -160,7 +159,7 @@ class Meetings:
         rank, size = place.comm.rank, place.comm.size
         signs = [runner.sign for runner in self._runners]
         row = MeetingTable.fill(
-            rank, size, step, reading, signs, [mine.get(name, math.nan) for name in columns],
+            rank, size, step, reading, signs, [mine.get(name) for name in columns],
             is_new=not mine.keys() <= set(columns),
         )  # fmt: skip
         self._meeting = place.meet(row)
@@ -174,13 +173,13 @@ class Meetings:
     async def _metrics(self, table: MeetingTable, observed: Mapping[str, float]) -> StepMetrics:
         """Return the measurements and observations of all ranks; new names cost one more exchange."""
         host, known = self._host, self._host.observed.columns
-        shared = {name: tuple(table.observed[:, at].tolist()) for at, name in enumerate(known)}
+        shared = {name: table.observed_of(at) for at, name in enumerate(known)}
         if table.has_news:
             new = {name: value for name, value in observed.items() if name not in known}
             said: Sequence[Mapping[str, float]] = await self.place.tell(new, "observed")
             names = sorted({name for one in said for name in one})
             if len(said) == self.place.comm.size:  # else a rank is lost, and this step comes to nothing
-                shared |= {name: tuple(one.get(name, math.nan) for one in said) for name in names}
+                shared |= {name: tuple(one.get(name) for one in said) for name in names}
             host.observed.columns = (*known, *names)
         return table.metrics(host.comm.strategy, host.hyperparameters, shared)
 

@@ -33,6 +33,8 @@ LEAST_OWN_PART = 0.05
 """If ranks' own work takes less than this part of a step, their speeds are unknown."""
 
 _NUM_FIELDS = 6  # step, seconds, busy_s, nbytes, count, whether it has observed something new
+_BITS = 48
+"""Columns of one mark, which is a whole number that float64 holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class StepMetrics:
         waited_s: seconds for which the collectives of all ranks together waited for data of this rank. A rank that
             waits is waited for, too: the rank with the largest number is only the first to look at.
         hyperparameters: hyperparameters of the step.
-        observed: numbers of ``Adaptation.observe``, by name, by rank; nan where a rank has not observed the name.
+        observed: numbers of ``Adaptation.observe``, by name, by rank; None where a rank has not observed the name. A
+            rank that has observed nan is there with it.
     """
 
     step: int
@@ -104,7 +107,7 @@ class StepMetrics:
     counts: tuple[int, ...]
     waited_s: tuple[float, ...]
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
-    observed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    observed: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -112,8 +115,8 @@ class StepMetrics:
         return len(self.seconds)
 
     def mean(self, name: str) -> float:
-        """Return the mean over the ranks of an observed number; nan if no rank has observed it."""
-        known = [one for one in self.observed.get(name, ()) if not math.isnan(one)]
+        """Return the mean over the ranks that have observed a number; nan if one of them is nan, or without any."""
+        known = [one for one in self.observed.get(name, ()) if one is not None]
         return fmean(known) if known else math.nan
 
     @cached_property
@@ -169,17 +172,22 @@ class MeetingTable:
     # By rank: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed a name without a column
     rows: Row
     signs: Row  # (size, number of policies): whole numbers below 2**53, which float64 holds
-    observed: Row  # (size, number of columns): nan where a rank has not observed the name
+    marks: Row  # (size, number of columns / 48): a bit for each column that the rank has observed
+    observed: Row  # (size, number of columns): 0 where a rank has not observed the name
     waited_s: Row  # (size,)
 
     @staticmethod
     def fill(
-        rank: int, size: int, step: int, reading: Reading, signs: Sequence[int], observed: Sequence[float] = (),
-        *, is_new: bool = False,
+        rank: int, size: int, step: int, reading: Reading, signs: Sequence[int],
+        observed: Sequence[float | None] = (), *, is_new: bool = False,
     ) -> Row:  # fmt: skip
-        """Return a rank's array: ``size * (6 + number of policies + number of columns + 1)`` float64."""
+        """Return a rank's array: ``size * (6 + number of policies + number of columns, their marks, + 1)`` float64.
+
+        ``observed`` is None in a column that the rank has not observed.
+        """
         own = (
-            step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, is_new, *signs, *observed,
+            step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, is_new, *signs, *_marks(observed),
+            *(0.0 if one is None else one for one in observed),
         )  # fmt: skip
         # Signs have 48 bits, which float64 holds exactly.
         flat = np.zeros(size * (len(own) + 1))
@@ -192,8 +200,11 @@ class MeetingTable:
         """Parse the sum of the arrays."""
         width = len(flat) // size - 1
         rows = flat[: size * width].reshape(size, width)
-        signs = rows[:, _NUM_FIELDS : _NUM_FIELDS + num_policies]
-        return cls(rows[:, :_NUM_FIELDS], signs, rows[:, _NUM_FIELDS + num_policies :], flat[size * width :])
+        begin = _NUM_FIELDS + num_policies
+        end = begin + -(-(width - begin) // (_BITS + 1))  # of the marks: one before each 48 columns
+        return cls(
+            rows[:, :_NUM_FIELDS], rows[:, _NUM_FIELDS:begin], rows[:, begin:end], rows[:, end:], flat[size * width :]
+        )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -209,9 +220,17 @@ class MeetingTable:
         """Signs of a policy, by rank."""
         return tuple(int(sign) for sign in self.signs[:, policy])
 
+    def observed_of(self, column: int) -> tuple[float | None, ...]:
+        """Observations of a column, by rank; None for a rank without one."""
+        marks = self.marks[:, column // _BITS].tolist()
+        values = self.observed[:, column].tolist()
+        seen = [int(mark) >> column % _BITS & 1 for mark in marks]
+        return tuple(value if was_seen else None for value, was_seen in zip(values, seen, strict=True))
+
     def metrics(
-        self, strategy: AnyStrategy, hyperparameters: Hyperparameters, observed: Mapping[str, tuple[float, ...]]
-    ) -> StepMetrics:
+        self, strategy: AnyStrategy, hyperparameters: Hyperparameters,
+        observed: Mapping[str, tuple[float | None, ...]],
+    ) -> StepMetrics:  # fmt: skip
         """Return the measurements of the step."""
         _, seconds, busy_s, nbytes, counts, _ = self.rows.T.tolist()
         return StepMetrics(
@@ -225,6 +244,12 @@ class MeetingTable:
             hyperparameters=hyperparameters,
             observed=observed,
         )
+
+
+def _marks(observed: Sequence[float | None]) -> list[int]:
+    """Whole numbers with a bit for each column that is observed."""
+    parts = (observed[at : at + _BITS] for at in range(0, len(observed), _BITS))
+    return [sum(1 << bit for bit, one in enumerate(part) if one is not None) for part in parts]
 
 
 class Observed:

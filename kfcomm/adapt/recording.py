@@ -2,7 +2,7 @@
 
 A record has the metrics, changes and decisions of a run, with one line of JSON for each meeting of the ranks. The first
 line, and another one whenever the ranks have changed, has the ranks and the hyperparameters. Numbers are kept to the
-last bit; null is nan. A replay calls a policy with them, whether it was in the run or not.
+last bit; null is a number that was not observed. A replay calls a policy with them, whether it was in the run or not.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def strategy_as_json(strategy: AnyStrategy) -> list[str]:
 
 
 def encoded(value: Any) -> Any:
-    """Encode a value for strict JSON: null for nan, text for infinities."""
+    """Encode a value for strict JSON: text for nan and infinities."""
     match value:
         case None | bool() | int() | str():
             return value
         case float():
-            return None if math.isnan(value) else value if math.isfinite(value) else {"float": str(value)}
+            return value if math.isfinite(value) else {"float": str(value)}
         case Mapping() if all(isinstance(key, str) for key in value):
             return {key: encoded(one) for key, one in value.items()}
         case list() | tuple():
@@ -153,17 +153,12 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Decode the result of ``encoded``, except nan, which stays None, and tuples, which stay lists."""
+    """Decode the result of ``encoded``, except tuples, which stay lists."""
     if isinstance(value, dict):
         if value.keys() == {"float"}:
             return float(value["float"])
         return {key: decoded(one) for key, one in value.items()}
     return [decoded(one) for one in value] if isinstance(value, list) else value
-
-
-def numbers(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Decode numbers by rank."""
-    return tuple(math.nan if one is None else one for one in values)
 
 
 def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -253,9 +248,9 @@ class _ReplayHost(PolicyHost):
         return StepMetrics(
             step=line["step"],
             strategy=self._strategy_of(line["strategy"]),
-            **{name: numbers(line[name]) for name in NUMBERS},
+            **{name: tuple(line[name]) for name in NUMBERS},
             hyperparameters=self.hyperparameters,
-            observed={name: numbers(values) for name, values in line["observed"].items()},
+            observed={name: tuple(values) for name, values in line["observed"].items()},
         )
 
     @override

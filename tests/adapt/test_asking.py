@@ -224,14 +224,16 @@ async def test_observations_of_one_rank_reach_all() -> None:
         adaptation.observe(loss=step + rank / 10)
         if step == 2 and rank == 1:
             adaptation.observe(noise=7, signal=math.inf)
+        if step == 3 and rank == 0:
+            adaptation.observe(signal=math.nan)
 
     await trained(lambda comm: [Look()], body, steps=4, size=2)
     nan = math.nan
-    wanted: list[dict[str, list[float]]] = [
+    wanted: list[dict[str, list[float | None]]] = [
         {"loss": [0.0, 0.1]},
         {"loss": [1.0, 1.1]},
-        {"loss": [2.0, 2.1], "noise": [nan, 7.0], "signal": [nan, math.inf]},
-        {"loss": [3.0, 3.1], "noise": [nan, nan], "signal": [nan, nan]},
+        {"loss": [2.0, 2.1], "noise": [None, 7.0], "signal": [None, math.inf]},
+        {"loss": [3.0, 3.1], "noise": [None, None], "signal": [nan, None]},
     ]
     assert [str(one) for one in seen[::2]] == [str(one) for one in wanted]
     assert [str(one) for one in seen[1::2]] == [str(one) for one in wanted]

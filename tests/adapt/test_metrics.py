@@ -52,11 +52,12 @@ def test_a_step_of_collectives_alone_says_nothing_of_the_ranks() -> None:
 
 
 floats = st.floats(0, 1e9)
+values = st.none() | st.floats(width=64).map(lambda x: x + 0.0)  # a sum with zeros has no -0.0
 
 
-@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.data())
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3) | st.integers(46, 99), st.data())
 def test_meeting_table_round_trip(size: int, num_policies: int, num_columns: int, data: st.DataObject) -> None:
-    total: Any = np.zeros(size * (num_policies + num_columns + 7))
+    total: Any = np.zeros(size * (num_policies + num_columns + -(-num_columns // 48) + 7))
     readings, signs, observed, news = [], [], [], []
     for rank in range(size):
         mine = [data.draw(floats) for _ in range(2)]
@@ -64,14 +65,17 @@ def test_meeting_table_round_trip(size: int, num_policies: int, num_columns: int
         reading = Reading(*mine, data.draw(st.integers(0, 2**50)), data.draw(st.integers(0, 2**30)), waited_s)
         readings.append(reading)
         signs.append([data.draw(st.integers(0, 2**48 + 1)) for _ in range(num_policies)])
-        observed.append([data.draw(st.floats(width=64)) for _ in range(num_columns)])
+        observed.append(data.draw(st.lists(values, min_size=num_columns, max_size=num_columns)))
         news.append(data.draw(st.booleans()))
         total += MeetingTable.fill(rank, size, 5, reading, signs[-1], observed[-1], is_new=news[-1])
     table = MeetingTable.read(total, size, num_policies)
     given = Hyperparameters(batch_size=7)
     heard = table.metrics(STAR, given, {"a": (1.0,)})
     assert table.steps == (5,) * size
-    np.testing.assert_array_equal(table.observed, np.array(observed).reshape(size, num_columns))
+    found = [table.observed_of(column) for column in range(num_columns)]
+    assert [list(map(repr, one)) for one in zip(*found, strict=True)] == [
+        list(map(repr, one)) for one in observed if num_columns
+    ]
     assert table.has_news == any(news)
     assert heard.hyperparameters is given
     assert heard.observed == {"a": (1.0,)}
@@ -86,9 +90,10 @@ def test_meeting_table_round_trip(size: int, num_policies: int, num_columns: int
 
 
 def test_the_mean_of_what_some_have_observed() -> None:
-    step = metrics(observed={"loss": (1.0, math.nan, 2.0, math.nan), "noise": (math.nan,) * 4})
+    step = metrics(observed={"loss": (1.0, None, 2.0, None), "noise": (None,) * 4})
     assert step.mean("loss") == 1.5
     assert math.isnan(step.mean("noise"))
+    assert math.isnan(metrics(observed={"loss": (1.0, math.nan, 3.0, None)}).mean("loss"))
     assert math.isnan(step.mean("unheard of"))
 
 

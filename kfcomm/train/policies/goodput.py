@@ -13,7 +13,7 @@ from kfcomm.adapt.policy import Context
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import GradientStatistics
-from kfcomm.train.policies.gradient_noise import GradientPolicy
+from kfcomm.train.policies.measured import GradientPolicy
 from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
 from kfcomm.types import override
 
@@ -196,11 +196,11 @@ class PolluxGoodput(GradientPolicy):
     @override
     def state_dict(self) -> Any:
         seen = [[list(key), times] for key, times in sorted(self._seen.items())]
-        return [self._gradients.state(), seen, self._initial_batch]
+        return [self._gradients.state_dict(), seen, self._initial_batch]
 
     @override
     def load_state_dict(self, state: Any) -> None:
-        self._gradients.load(state[0])
+        self._gradients.load_state_dict(state[0])
         self._seen = {(hosts, ranks, batch): list(times) for (hosts, ranks, batch), times in state[1]}
         self._initial_batch = state[2]
 
