@@ -2,8 +2,9 @@
 
 Each rank adds the error of its compressed gradient to its next gradient (Seide et al., 2014; Karimireddy et al., ICML
 2019): for any compressor C, c_t = C(g_t + e_t), e_{t+1} = g_t + e_t − c_t. So at every step Σg = Σc + e: nothing is
-lost, only delayed. Both work on NumPy arrays, or arrays that NumPy reads in place, over any blocking communicator.
-(For half of the bytes, without a state, use ``wire_dtype`` of ``all_reduce``.)
+lost, only delayed. When the ranks change, the sum of the errors is divided among the new ranks (``state_dict``,
+``merging``), so that this holds on. Both work on NumPy arrays, or arrays that NumPy reads in place, over any blocking
+communicator. (For half of the bytes, without a state, use ``wire_dtype`` of ``all_reduce``.)
 
 **PowerSGD** (Vogels, Karimireddy, Jaggi, NeurIPS 2019): gradients that are matrices travel as products of thin ones.
 A gradient of shape (n, a, b, ...) is a matrix M of n × m, m = a·b·..., with the error of the step before added. One
@@ -85,6 +86,14 @@ class Errors:
         """Return the error of a gradient; None if it was never compressed."""
         return self._kept.get(name)
 
+    def all(self) -> dict[str, Array]:
+        """Return all errors by name; they are replaced at the next step, and not modified."""
+        return dict(self._kept)
+
+    def replace(self, errors: Mapping[str, Any]) -> None:
+        """Continue with copies of these errors, in place of all."""
+        self._kept = {name: np.array(error) for name, error in errors.items()}
+
 
 def is_worth(shape: tuple[int, ...], rank: int, min_rate: float) -> bool:
     """Whether a gradient of this shape is compressed: (n + m)·rank·min_rate < n·m."""
@@ -139,9 +148,39 @@ class PowerSGD:
             raise ConfigError(f"PowerSGD needs a rank of at least 1 and a positive rate, not {rank} and {min_rate}")
         self._rank, self._min_rate = rank, min_rate
         self._left = begin_after
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.Generator(np.random.PCG64(seed))
         self._qs: dict[str, Array] = {name: np.array(q) for name, q in (first or {}).items()}
         self.errors = Errors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: Q, the generator and the steps without compression, alike on all ranks; and the errors."""
+        generator = self._random.bit_generator.state["state"]
+        return {
+            "rank": self._rank,
+            "left": self._left,
+            "generator": {name: str(number) for name, number in generator.items()},  # of 128 bits
+            "q": dict(self._qs),
+            "errors": self.errors.all(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; its arrays are copied.
+
+        Raises:
+            ConfigError: it is one of another rank of matrices.
+        """
+        if state["rank"] != self._rank:
+            raise ConfigError(f"this PowerSGD has rank {self._rank}; the state is of one with rank {state['rank']}")
+        self._left = int(state["left"])
+        now: Any = self._random.bit_generator.state
+        now["state"] = {name: int(number) for name, number in state["generator"].items()}
+        self._random.bit_generator.state = now
+        self._qs = {name: np.array(q) for name, q in state["q"].items()}
+        self.errors.replace(state["errors"])
+
+    def merging(self) -> dict[str, str]:
+        """Return what differs between ranks: their errors, whose sum is divided among the new ranks."""
+        return {"errors": "sum"}
 
     def average(self, comm: Averaging, gradients: Mapping[str, Any], *, name: str = "power") -> dict[str, Array]:
         """Return the approximate mean of all ranks' gradients, by name; the same on all ranks.
@@ -231,6 +270,18 @@ class TopK:
             raise ConfigError(f"the share of numbers that travel is more than 0 and at most 1, not {share}")
         self._share = share
         self.errors = Errors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: the errors of this rank."""
+        return {"errors": self.errors.all()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with copies of these errors."""
+        self.errors.replace(state["errors"])
+
+    def merging(self) -> dict[str, str]:
+        """Return what differs between ranks: their errors, whose sum is divided among the new ranks."""
+        return {"errors": "sum"}
 
     def average(self, comm: Averaging, gradients: Mapping[str, Any], *, name: str = "top") -> dict[str, Array]:
         """Return the approximate mean of all ranks' gradients, by name; the same on all ranks.
