@@ -10,7 +10,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Named, dtype_problem
-from kfcomm.torch.reductions import is_elastic
+from kfcomm.torch.reductions import aside, is_elastic
 from kfcomm.torch.state import check_alike
 from kfcomm.torch.tensors import read
 
@@ -20,12 +20,15 @@ class Comparison:
 
     In a fixed world that is when they attach. The ranks of an elastic world change, and one that joins must not wait
     for the others, which train: there they compare in the first pass or step after a change.
+
+    Attributes:
+        about: descriptions by name.
     """
 
-    def __init__(self, comm: Any, name: str, about: Mapping[str, str]) -> None:
+    def __init__(self, comm: Any, name: str, about: dict[str, str]) -> None:
         self._comm = comm
         self._name = name
-        self._about = about
+        self.about = about
         self._is_elastic = is_elastic(comm)
         self._uids: Any = None
 
@@ -42,7 +45,7 @@ class Comparison:
                 f"{self._name!r} is attached in an elastic job: train in the steps of an Elastic, which gives all "
                 "ranks the same state: for step in attached.steps(), or Elastic(comm, State(training=attached))"
             )
-        check_alike(self._comm, self._name, self._about, None)
+        check_alike(self._comm, aside(self._comm, self._name), self.about, None)
         self._uids = self._comm.births
         return True
 
@@ -67,16 +70,21 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
     return found
 
 
-def described_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
-    """Description of an optimizer for comparison: its class, the options of its groups, its state of each parameter."""
+def described_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], *, with_numbers: bool
+) -> dict[str, str]:
+    """Description of an optimizer for comparison: its class, and the parameters of its groups.
+
+    ``with_numbers``: also the options of the groups, and the state of each parameter. A rank that joins gets these.
+    """
     said = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
-        own = {key: _described(value) for key, value in group.items() if key != "params"}
+        own = {key: _described(value) for key, value in group.items() if with_numbers and key != "params"}
         own["params"] = ", ".join(names.get(one, "another") for one in group["params"])
         said[f"group {number} of the optimizer"] = str(own)
     for parameter, name in names.items():
         state = optimizer.state.get(parameter)
-        if state:
+        if state and with_numbers:
             said[f"the optimizer's state of {name}"] = str({key: _described(value) for key, value in state.items()})
     return said
 

@@ -18,38 +18,55 @@ from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
-from kfcomm.torch.averaging import BUCKET_NBYTES, GradientAveraging, Method, Parts, Traffic, buckets_of, shares
-from kfcomm.torch.compression import Given, by_parameter_of
+from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, Traffic, shares
+from kfcomm.torch.compression import Given as Compressions
+from kfcomm.torch.compression import by_parameter_of
+from kfcomm.torch.elastic import ElasticSteps, Given
+from kfcomm.torch.methods import Choice, Plan, agree_on_model, meet, method_of, op_of, problem_of
 from kfcomm.torch.reductions import is_elastic
+from kfcomm.torch.snapshot import CompositeState, Training, tensors_of
 from kfcomm.torch.state import broadcast_parameters, check_alike, described
+from kfcomm.train import Agreement, Algorithm
 
 if TYPE_CHECKING:
     from kfcomm.adapt import Policy
-    from kfcomm.elastic import ElasticSampler
+    from kfcomm.elastic import Step
     from kfcomm.sync import Communicator
+    from kfcomm.sync.elastic import Elastic
     from kfcomm.torch.exchange import GradientExchange
 
 
 def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, name: str = "grad",
     algorithm: Any = "ssgd", monitor: Any = False, policies: Sequence[Policy] = (),
-    elastic: ElasticSampler | Mapping[str, Any] | None = None, batch_size: int | None = None, defer: bool = False,
-    bucket_nbytes: int = BUCKET_NBYTES, wire_dtype: Any = None, compression: Given = None,
+    elastic: Given = None, batch_size: int | None = None, defer: bool = False, bucket_nbytes: int = BUCKET_NBYTES,
+    wire_dtype: Any = None, compression: Compressions = None,
 ) -> Attached:  # fmt: skip
-    """Average the gradients of a model over all ranks from now on, by hooks; the training loop stays as it is.
+    """Let the ranks' models agree from now on, by hooks; the training loop stays as it is.
 
     Every rank calls it, with the same model. Parameters and buffers, those with ``persistent=False`` too, become those
-    of rank 0. Buffers become rank 0's again at the end of each backward pass that exchanges gradients.
+    of rank 0. Where gradients are averaged, buffers become rank 0's again at the end of each backward pass that
+    exchanges gradients; where ranks keep replicas, buffers stay each rank's own.
+
+    In an elastic job (``kfcomm.sync.init(elastic=True)``) nothing is exchanged here, since a rank that joins must not
+    wait for the others: all ranks get one model by their ``Elastic``, and compare what they attach in its first step.
+    Train in ``attached.steps()``, or in the steps of ``Elastic(comm, State(training=attached))``.
 
     Args:
         model: in host memory. Its gradients are those of the parameters that ``optimizer`` has.
         optimizer: one of torch's, or one like these, with the same state on every rank.
-        comm: blocking, of ``kfcomm.sync``.
+        comm: blocking, of ``kfcomm.sync``; of a fixed world or an elastic one.
         name: of the collectives; another one for each model that is attached to one communicator.
-        algorithm: by which ranks agree: ``"ssgd"``, the mean of their gradients.
+        algorithm: by which ranks agree, a name of ``kfcomm.train.Algorithm`` or one of these with options:
+            ``Algorithm("sma", alpha=0.2)``. ``"ssgd"``: the mean of their gradients; ``"adasum"``: their adaptive sum;
+            both travel during the backward pass. Others exchange models or gradients at the beginning of
+            ``optimizer.step()``: SMA, EA-SGD, local SGD, DiLoCo, AdaSGD, Local AdaAlter (over plain SGD),
+            PairAveraging, and algorithms of the program's own, by their class or a function.
         monitor: whether to measure the noise of the gradients.
         policies: of ``kfcomm.adapt``.
-        elastic: sampler for ``steps``, or a mapping of it (``"sampler"``) and of options of an ``Elastic``.
+        elastic: sampler for ``steps``; or a mapping with it as ``"sampler"``, with options of an ``Elastic``, and with
+            more values and objects for its ``State`` as ``"state"``: ``{"sampler": sampler, "checkpoint": "train.npz",
+            "state": {"scheduler": scheduler}}``.
         batch_size: samples of a step, over all ranks.
         defer: False: when ``backward()`` returns, every ``parameter.grad`` is the average. True: gradients are under
             way until the program reads them, and a parameter is updated when the program uses it after
@@ -57,11 +74,11 @@ def attach(
             fails raises where it is used. Call ``wait()`` before uses that torch does not see: of a tensor or NumPy
             array made earlier that shares memory with a parameter, of ``optimizer.state``, or by code that is not
             Python (TorchScript, an extension). Only optimizers whose ``step`` is torch's own, without a closure, are
-            deferred; others update at once.
+            deferred; others update at once. Not in an elastic job, whose steps end with all their collectives.
         bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves.
         wire_dtype: see ``Communicator.all_reduce``.
         compression: a kind by name, or a ``Compression`` with options, for all gradients; or by patterns of parameters'
-            names, where the first match holds: ``{"*.bias": None, "*": "powersgd"}``.
+            names, where the first match holds: ``{"*.bias": None, "*": "powersgd"}``. With means of gradients only.
 
     Returns:
         The attachment, which lasts until ``detach`` is called.
@@ -69,40 +86,50 @@ def attach(
     Raises:
         ConfigError: on all ranks, naming the difference and the ranks: their models, optimizers or options differ; or
             one of them cannot be attached: the optimizer's parameters are not those of the model; a parameter is not in
-            host memory; a compression is unknown, or for names that no parameter has.
+            host memory; the algorithm is unknown, or has no use for one of the options; a compression is unknown, or
+            for names that no parameter has. In an elastic job on this rank, and differences in the first step.
 
     Cost:
         Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
         the model. In a backward pass 2(n−1)/n times the bytes of the gradients, a byte for each, a broadcast of the
-        buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory.
+        buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory. In an elastic
+        job another copy of the averages, and their memory. Other algorithms: see ``kfcomm.train``.
     """
     if not isinstance(comm, Adapter):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
-    if algorithm != "ssgd" or monitor or policies or elastic is not None or batch_size is not None:
-        raise ConfigError("algorithm, monitor, policies, elastic and batch_size of attach are not there yet")
+    if monitor or policies or batch_size is not None:
+        raise ConfigError("monitor, policies and batch_size of attach are not there yet")
     parts = Parts(model, optimizer, comm, checked_name(name))
-    traffic = Traffic(defer, bucket_nbytes, wire_dtype, compression)
-    about: dict[str, str] = {"bucket_nbytes": str(bucket_nbytes), "wire_dtype": str(wire_dtype), "defer": str(defer)}
-    problem, tensors = None, dict[str, torch.Tensor]()
+    plan, chosen = _planned(parts, Traffic(defer, bucket_nbytes, wire_dtype, compression), algorithm)
+    return Attached(plan, chosen, elastic)
+
+
+def _planned(parts: Parts, traffic: Traffic, algorithm: Any) -> tuple[Plan, Algorithm]:
+    """Make what the method needs, alike on all ranks; in a fixed world they all have rank 0's tensors then."""
+    comm, name, problem = parts.comm, parts.name, None
+    about = {"bucket_nbytes": str(traffic.bucket_nbytes), "wire_dtype": str(traffic.wire_dtype)}
+    about["defer"] = str(traffic.defer)
+    shared: Shares = []
+    chosen, tensors = Algorithm("ssgd"), dict[str, torch.Tensor]()
     try:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        parameters = parameters_of(model, optimizer)
-        chosen = by_parameter_of(model, compression, [one for one, _ in parameters])
-        shared = shares(parameters, traffic, chosen)
-        about |= {f"compression of {one}": str(kind) for one, kind in chosen.items() if kind is not None}
-        about |= described(tensors)[0] | described_optimizer(optimizer, {one: own for own, one in parameters})
+        chosen, tensors = Algorithm.of(algorithm), tensors_of(parts.model)
+        about["algorithm"] = str(chosen)
+        parameters = parameters_of(parts.model, parts.optimizer)
+        kinds = by_parameter_of(parts.model, traffic.compression, [one for one, _ in parameters])
+        shared = shares(parameters, traffic, kinds)
+        about |= {f"compression of {one}": str(kind) for one, kind in kinds.items() if kind is not None}
+        names = {own: one for one, own in parameters}
+        about |= described(tensors)[0] | described_optimizer(parts.optimizer, names, with_numbers=not is_elastic(comm))
+        problem = problem_of(chosen, traffic, comm)
     except Exception as error:  # noqa: BLE001  any error is reported to the other ranks
         problem = str(error)
-    if is_elastic(comm):
-        # Without a word to the others, who may be amid their steps; an Elastic gives all ranks one state.
-        if problem is not None:
-            raise ConfigError(f"{name!r} cannot work: {problem}")
-    else:
+    if not is_elastic(comm):
         # Before the broadcast, to which unlike models would give unlike tensors.
         check_alike(comm, name, about, problem)
         broadcast_parameters(tensors, comm, name=f"{name}/state")
-    met = Comparison(comm, name, about).look
-    return Attached(parts, GradientAveraging(parts, traffic, buckets_of(parts, traffic, shared), met))
+    elif problem is not None:
+        raise ConfigError(f"{name!r} cannot work: {problem}")
+    return Plan(parts, traffic, shared, Comparison(comm, name, about)), chosen
 
 
 class Attached:
@@ -121,9 +148,15 @@ class Attached:
     noticed: the others wait for the next pass of that rank.
     """
 
-    def __init__(self, parts: Parts, method: Method) -> None:
-        self._parts = parts
-        self._method = method
+    def __init__(self, plan: Plan, algorithm: Algorithm, elastic: Given) -> None:
+        self._plan = plan
+        self._choice = Choice(algorithm)
+        self._method = method_of(plan, algorithm)
+        parts = plan.parts
+        if not is_elastic(parts.comm):
+            meet(self._method)
+        self._training = Training(parts.model, parts.optimizer, lambda: self._method.keeps_replicas)
+        self._steps = ElasticSteps(parts.comm, self, elastic)
         before_close(parts.comm, self._finish)
 
     def __repr__(self) -> str:
@@ -140,7 +173,8 @@ class Attached:
             loss_of(model(second)).backward()
             optimizer.step()
 
-        The last pass averages the sum. Without it the result is the same, with an exchange for each pass.
+        The last pass averages the sum. Without it the result is the same, with an exchange for each pass. Algorithms
+        that make their exchange in the optimizer's step do so once a step in any case.
         """
         before, self._method.syncs = self._method.syncs, False
         try:
@@ -149,10 +183,12 @@ class Attached:
             self._method.syncs = before
 
     def wait(self) -> None:
-        """Wait until nothing is under way, and every ``parameter.grad`` is the average, on all ranks.
+        """Wait until nothing is under way, and every ``parameter.grad`` is what the step will use, on all ranks.
 
         It also averages what passes in ``no_sync`` have accumulated, and gradients that the program has assigned to
-        ``parameter.grad``; then every rank has to call it. With ``defer=True`` all parameters are updated.
+        ``parameter.grad``; then every rank has to call it. With ``defer=True`` all parameters are updated. An algorithm
+        that makes its exchange in the optimizer's step makes it now: call it on all ranks before code that looks at
+        gradients which the algorithm changes, such as clipping.
 
         Raises:
             CollectiveError: an average has failed, as where a peer has died, or the backward pass of another rank has.
@@ -160,14 +196,111 @@ class Attached:
         self._method.wait()
 
     def detach(self) -> None:
-        """Wait, and remove all hooks. Gradients are no longer averaged."""
+        """Wait, and remove all hooks. The ranks agree on nothing any more."""
         try:
-            self.wait()
+            self._method.close()
         finally:
             self._method.remove()
 
     def _finish(self) -> None:
         self._method.finish()
+
+    # ---------------------------------------------------------------- algorithms
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in force."""
+        return self._choice.algorithm
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The object that runs it, see ``kfcomm.train``; None where gradients travel by buckets (ssgd, adasum)."""
+        found: Agreement | None = getattr(self._method, "agreement", None)
+        return found
+
+    def use(self, algorithm: Any) -> None:
+        """Agree by another algorithm from the next step on.
+
+        All ranks call it between the same two steps. Where the former algorithm keeps replicas, all continue with their
+        mean; one that shares gradients begins with rank 0's state of the optimizer, too.
+
+        Args:
+            algorithm: see `attach`.
+
+        Raises:
+            ConfigError: it is unknown, or does not go with the options of the attachment.
+            CollectiveError: an exchange failed.
+        """
+        algorithm = Algorithm.of(algorithm)
+        problem = problem_of(algorithm, self._plan.traffic, self._plan.parts.comm)
+        if problem is not None:
+            raise ConfigError(problem)
+        self._method.finish()
+        self._plan.comparison.look()
+        if op_of(algorithm) is not None and op_of(self.algorithm) is None:
+            agree_on_model(self._plan, with_state=self._method.keeps_replicas)
+        self._change(algorithm)
+
+    def _change(self, algorithm: Algorithm) -> None:
+        former, self._method = self._method, method_of(self._plan, algorithm)
+        former.remove()
+        self._method.syncs = former.syncs
+        self._choice.change(algorithm)
+        self._plan.comparison.about["algorithm"] = str(algorithm)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State between two steps: model, optimizer, algorithm, compressors. Cost: no copies.
+
+        It is for checkpoints, and for ``kfcomm.elastic.State(training=attached)``.
+        """
+        if not is_elastic(self._plan.parts.comm):
+            self._finish()  # deferred updates; in an elastic job there are none
+        return {**self._choice.told(), **self._parts().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, by its algorithm. Nothing is exchanged: all ranks load the same.
+
+        Raises:
+            ConfigError: it is of another model, or of an algorithm that this program has not given.
+        """
+        algorithm = self._choice.of(state)
+        if algorithm != self.algorithm:
+            self._change(algorithm)
+        self._parts().load_state_dict(state)
+
+    def merging(self) -> dict[str, str]:
+        """Keys of the state whose values differ between ranks, and how they are converted when the ranks change."""
+        return self._parts().merging()
+
+    def _parts(self) -> CompositeState:
+        return CompositeState({"training": self._training, "method": self._method})
+
+    # ---------------------------------------------------------------- elastic training
+
+    @property
+    def elastic(self) -> Elastic | None:
+        """The ``Elastic`` of the latest ``steps``; None before."""
+        return self._steps.elastic
+
+    def steps(self, *, passes: int | None = None) -> Iterator[Step]:
+        """Yield the steps of an elastic job, between which ranks join and leave; see ``kfcomm.elastic.Elastic.steps``.
+
+        ::
+
+            for step in attached.steps(passes=3):
+                optimizer.zero_grad()
+                loss_of(model(x[step.indices]), y[step.indices]).backward()
+                optimizer.step()
+
+        Args:
+            passes: number of complete passes of the sampler at which the loop ends.
+
+        Raises:
+            ConfigError: ``attach`` was not given ``elastic``; and as of ``Elastic``.
+        """
+        return self._steps.through(passes)
 
     @property
     def _exchange(self) -> GradientExchange:

@@ -24,6 +24,8 @@ from kfcomm.torch.buckets import Bucket, BucketPlace, Named, share_out
 from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
+from kfcomm.torch.reductions import aside
+from kfcomm.torch.snapshot import CompositeState
 from kfcomm.torch.steps import Passes, hook_steps, mean_loss
 
 if TYPE_CHECKING:
@@ -50,7 +52,6 @@ class Traffic:
     bucket_nbytes: int = BUCKET_NBYTES
     wire_dtype: Any = None
     compression: Given = None
-    op: str = "avg"
 
 
 class Method(Protocol):
@@ -59,18 +60,36 @@ class Method(Protocol):
     syncs: bool
     """Whether backward passes exchange gradients: not within ``no_sync``."""
 
+    @property
+    def keeps_replicas(self) -> bool:
+        """Whether the models of the ranks differ."""
+
     def finish(self) -> None:
         """Wait for everything that was deferred or is under way on this rank."""
 
     def wait(self) -> None:
         """Wait, and exchange what was gathered without an exchange; on all ranks."""
 
+    def close(self) -> None:
+        """Leave nothing undone, before the hooks are removed."""
+
     def remove(self) -> None:
         """Remove all hooks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State between two steps, see `snapshot`."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+
+    def merging(self) -> Mapping[str, str]:
+        """Conversions of the values that differ between ranks."""
 
 
 class GradientAveraging:
     """Synchronous SGD, or Adasum, by buckets. ``met`` is called at the beginning of each pass, see `Meeting`."""
+
+    keeps_replicas = False
 
     def __init__(self, parts: Parts, traffic: Traffic, buckets: Sequence[Bucket], met: Callable[[], bool]) -> None:
         self.syncs = True
@@ -78,6 +97,7 @@ class GradientAveraging:
         self._met = met
         self._optimizer = optimizer = parts.optimizer
         self.exchange = exchange = GradientExchange(parts.comm, parts.name, buckets, parts.model)
+        self._averages = CompositeState({str(n): bucket.average for n, bucket in enumerate(buckets)})
         self._passes = Passes(self._leave, self._end_of_pass, exchange.fail)
         self._parameters = frozenset(place.parameter for place in exchange.places)
         self._deferred = Deferred(optimizer, exchange) if traffic.defer else None
@@ -102,11 +122,30 @@ class GradientAveraging:
             self._leave()
             self.exchange.settle()
 
+    close = wait
+
     def remove(self) -> None:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps, the options of the latest one, and what compressors keep."""
+        steps = self.exchange.steps
+        return {"steps": [steps.count, steps.text], **self._averages.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        steps = self.exchange.steps
+        steps.count, steps.text = state["steps"]
+        self._averages.load_state_dict(state)
+
+    def merging(self) -> Mapping[str, str]:
+        """Conversions of what compressors keep."""
+        return self._averages.merging()
 
     # ---------------------------------------------------------------- backward
 
@@ -167,7 +206,7 @@ class GradientAveraging:
         def settled(loss: Any) -> Any:
             self.finish()
             self._check()
-            return mean_loss(self._parts.comm, loss, f"{self._parts.name}/loss")
+            return mean_loss(self._parts.comm, loss, aside(self._parts.comm, f"{self._parts.name}/loss"))
 
         return settled
 
@@ -202,13 +241,13 @@ def shares(parameters: Sequence[Named], traffic: Traffic, chosen: Mapping[str, C
     return [(part, chosen[part[0][0]]) for part in share_out(parameters[::-1], traffic.bucket_nbytes, chosen)]
 
 
-def buckets_of(parts: Parts, traffic: Traffic, shared: Shares) -> list[Bucket]:
-    """Buckets with their memory."""
+def buckets_of(parts: Parts, traffic: Traffic, shared: Shares, op: str) -> list[Bucket]:
+    """Buckets with their memory, whose gradients are combined by ``op``."""
     buckets = []
     for part, kind in shared:
         name = title(parts.name, part)
         begin_after = 0 if kind is None else kind.begin_after
-        average = GradientAverage(name, kind, wire_dtype=traffic.wire_dtype, begin_after=begin_after)
+        average = GradientAverage(name, kind, wire_dtype=traffic.wire_dtype, begin_after=begin_after, op=op)
         buckets.append(Bucket(parts.comm, part, name, average))
     return buckets
 

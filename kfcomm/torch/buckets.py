@@ -97,7 +97,7 @@ class Bucket:
         self.places = [BucketPlace(one, parameter, parameter.detach()) for one, parameter in parameters]
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False  # their average is under way, or has arrived
-        self._average = average
+        self.average = average
         self.is_exact = average.compressor is None  # else the average is an approximation
         self._missing = len(self.places)
         self._exchange: Reduction | CompressedAverage | None = None
@@ -111,7 +111,7 @@ class Bucket:
 
     def watch(self, model: torch.nn.Module) -> list[Any]:
         """Record what its gradients are made of, if its compression needs it; returns the hooks."""
-        return self._average.watch(model, [place.name for place in self.places])
+        return self.average.watch(model, [place.name for place in self.places])
 
     def __repr__(self) -> str:
         return f"<Bucket {self.name}, {len(self.places)} gradients, {self.nbytes} bytes>"
@@ -155,8 +155,8 @@ class Bucket:
 
     def begin(self, urgency: int, look: Callable[[Bucket, np.ndarray[Any, Any]], object]) -> None:
         """Average what the ranks have; ``look`` is called with this rank's contribution before."""
-        wire_dtype, compressor = self._average.now()
-        self._average.stepped()
+        wire_dtype, compressor = self.average.now()
+        self.average.stepped()
         if compressor is None:
             source = self._collected()
             self._exchange = self._exact(source, wire_dtype, urgency)
@@ -175,9 +175,12 @@ class Bucket:
             self._source, self._wire_dtype = source, wire_dtype
             # In shared memory nothing is gained by priorities, and links with priorities are slower.
             priority = 0 if self.is_shared else urgency
-            self._persistent = reduction(
-                self._comm, source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=wire_dtype
-            )
+            given: Any = source
+            options = {"op": self.average.op, "out": self._flat, "priority": priority, "wire_dtype": wire_dtype}
+            if self.average.op == "adasum":  # of each gradient by itself
+                views = [place.view.view(-1).numpy() for place in self.places]
+                given, options["out"] = [source] if len(views) == 1 else views, views
+            self._persistent = reduction(self._comm, given, self.name, options)
         return self._persistent
 
     def _collected(self) -> np.ndarray[Any, Any]:

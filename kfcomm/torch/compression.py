@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -123,8 +123,10 @@ class GradientAverage:
     """Algorithm, with its state, by which the gradients of one name are averaged, for attach and for DDP."""
 
     def __init__(
-        self, name: str, compression: Compression | Compressor | None, *, wire_dtype: Any = None, begin_after: int = 0
-    ) -> None:
+        self, name: str, compression: Compression | Compressor | None, *, wire_dtype: Any = None, begin_after: int = 0,
+        op: str = "avg",
+    ) -> None:  # fmt: skip
+        self.op = op
         self.compressor: Compressor | None
         if isinstance(compression, Compression):
             self.wire_dtype, self.compressor = compression.wire_dtype, compression.made(name)
@@ -143,3 +145,20 @@ class GradientAverage:
     def stepped(self) -> None:
         """Count a step."""
         self._left -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of first steps that are left, and the compressor's state."""
+        told: Callable[[], dict[str, Any]] = getattr(self.compressor, "state_dict", dict)
+        return {"left": self._left, **told()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        own = dict(state)
+        self._left = own.pop("left")
+        if own:
+            self.compressor.load_state_dict(own)  # type: ignore[union-attr]
+
+    def merging(self) -> Mapping[str, str]:
+        """Conversions of the compressor's state."""
+        told: Callable[[], Mapping[str, str]] = getattr(self.compressor, "merging", dict)
+        return told()

@@ -20,7 +20,7 @@ from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.torch.buckets import Bucket, BucketPlace
 from kfcomm.torch.marks import Marks
-from kfcomm.torch.reductions import world_ranks
+from kfcomm.torch.reductions import aside, world_ranks
 from kfcomm.torch.state import Buffers
 from kfcomm.torch.watch import Watch
 
@@ -37,24 +37,23 @@ class StepCount:
     """Steps that an optimizer has made, as a word that ranks compare."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._numbers: list[dict[str, Any]] = []
+        self.count = 0
+        self.text = ""  # options of the groups at the latest step
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """Count one more step, with the options that the groups have now."""
-        self._count += 1
-        self._numbers = [
-            {name: _number(value) for name, value in group.items() if name != "params"}
+        self.count += 1
+        self.text = "; ".join(
+            ", ".join(f"{name}={_number(value)}" for name, value in sorted(group.items()) if name != "params")
             for group in optimizer.param_groups
-        ]
+        )
 
     def word(self) -> int:
         """The word, which is never ``FAILED``."""
         return zlib.crc32(str(self).encode()) % FAILED
 
     def __str__(self) -> str:
-        shown = "; ".join(", ".join(f"{name}={value}" for name, value in group.items()) for group in self._numbers)
-        return f"{self._count} steps, the latest with {shown}" if shown else f"{self._count} steps"
+        return f"{self.count} steps, the latest with {self.text}" if self.text else f"{self.count} steps"
 
 
 class GradientExchange:
@@ -72,7 +71,7 @@ class GradientExchange:
         self._comm = comm
         self.name = name  # of the collectives
         self._watch = watch or Watch(())
-        self._buffers = Buffers(model, comm, f"{name}/buffers")
+        self._buffers = Buffers(model, comm, aside(comm, f"{name}/buffers"))
         self._is_held = False
         """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""
 
@@ -223,7 +222,8 @@ class GradientExchange:
             )
         if len(set(words)) > 1:
             self._wait_for_the_rest()
-            said = self._comm.all_gather_object(str(self.steps), f"{self.name}/steps")  # fewer, after another loss
+            # of fewer ranks, after another loss
+            said = self._comm.all_gather_object(str(self.steps), aside(self._comm, f"{self.name}/steps"))
             raise CollectiveMismatch(
                 f"the optimizers of the ranks that attach {self.name!r} differ: "
                 + "; ".join(f"{ranks_in_words([world])}: {one}" for world, one in zip(members, said, strict=False))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kfcomm.torch.reductions import contributors, reduction
+from kfcomm.torch.reductions import aside, contributors, reduction
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -53,7 +53,8 @@ class Marks:
         self._flat = np.zeros(self._num_marks + comm.size * row.itemsize, np.uint8)
         self._rows = np.ndarray(comm.size, row, self._flat, self._num_marks)
         priority = 0 if is_shared else MARKS_URGENCY
-        self._exchange = reduction(comm, self._flat, name, op="max", out=self._flat, priority=priority)
+        options = {"op": "max", "out": self._flat, "priority": priority}
+        self._exchange = reduction(comm, self._flat, aside(comm, name), options)
         self._is_read = True
 
     def begin(self, word: int, numbers: Sequence[float] = ()) -> None:

@@ -11,7 +11,9 @@ optimizer's own step; with a closure, each time that the closure has made gradie
 has them; the resulting gradients become ``parameter.grad``, resulting models are copied into the parameters once.
 ``kfcomm.torch.attach`` is for synchronous SGD whose gradients travel while torch computes.
 
-In an elastic job: ``detach()`` when the ranks have changed, and wrap again.
+In an elastic job an optimizer is wrapped once, before its ``Elastic`` begins, and nothing is exchanged meanwhile: all
+ranks get the parameters that its ``State`` holds. Where ranks keep replicas, give the ``State`` an attachment instead
+(``kfcomm.torch.attach(..., algorithm=...)``), which knows what differs between ranks.
 
 Invariant: the algorithm runs once per step, on every rank, whichever code calls the step.
 """
@@ -26,17 +28,15 @@ import torch
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
-from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
-from kfcomm.torch.steps import hook_steps, mean_loss
+from kfcomm.torch.reductions import is_elastic
+from kfcomm.torch.state import broadcast_parameters
+from kfcomm.torch.stepping import StepExchange, Tensors, each, parameters_of, trained_of
 from kfcomm.train.agreement import Agreement, introduction
 from kfcomm.train.asynchronous import PairAveraging
 from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
 from kfcomm.train.procedure import Comm, Pending
 
 if TYPE_CHECKING:
-    import torch
-    from torch.utils.hooks import RemovableHandle
-
     from kfcomm.train.gradient_monitor import GradientMonitor
 
 NAME = "optimizer"
@@ -142,10 +142,6 @@ def pair_averaging(
     )  # fmt: skip
 
 
-Tensors = dict[str, torch.Tensor]
-"""By the number of the parameter group, and the place in it: ``0/3``."""
-
-
 class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer with a distributed algorithm; also an instance of its own class. A copy of it has no algorithm."""
 
@@ -170,7 +166,7 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
 
     def detach(self) -> None:
         """Remove the algorithm: become an optimizer of one rank again."""
-        self._exchange.hook.remove()
+        self._exchange.remove()
         del self._exchange
         self.__class__ = _own_class(self)
 
@@ -179,78 +175,24 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
         return _blank, (_own_class(self),), self.__getstate__()
 
 
-class StepExchange:
-    """Run of an algorithm in each step, before the optimizer's own step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, agreement: Agreement) -> None:
-        self.agreement = agreement
-        self.hook: RemovableHandle = hook_steps(optimizer, self._before_step, self._around_step)
-        self._optimizer = optimizer
-        self._is_done = False
-        """Whether the program has called ``agree`` for this step."""
-        self._is_shared = agreement.shares_gradients
-
-    def agree(self) -> None:
-        """Exchange models and gradients now."""
-        self._finish(self._begin())
-        self._is_done = True
-
-    def _before_step(self) -> None:
-        is_done, self._is_done = self._is_done, False
-        if not is_done:
-            self._finish(self._begin())
-
-    def _around_step(self) -> Callable[[Any], Any]:
-        if self._is_done:
-            self._is_done = False
-            raise ConfigError("a step with a closure agrees when that has made gradients: agree() is for steps without")
-        begun = [self._begin()]
-
-        def settled(loss: Any) -> Any:
-            # Gradients each time that the closure has made them, the model the first time.
-            self._finish(begun.pop() if begun else None)
-            if not self.agreement.shares_gradients:
-                return loss
-            return mean_loss(self.agreement.comm, loss, f"{self.agreement.name}/loss")
-
-        return settled
-
-    def _begin(self) -> Pending[Tensors]:
-        return self.agreement.parameters(parameters_of(self._optimizer))
-
-    def _finish(self, model: Pending[Tensors] | None) -> None:
-        """Exchange gradients, and put the resulting ones and the resulting model in their places."""
-        parameters, given = parameters_of(self._optimizer), gradients_of(self._optimizer)
-        gradients = self.agreement.gradients(given).wait()
-        of = dict(zip(parameters, _each(self._optimizer), strict=True))
-        for name, found in gradients.items():
-            # An algorithm that leaves gradients alone returns the very tensors.
-            if found is not given[name]:
-                of[name].grad = found
-        if model is not None:
-            for name, found in model.wait().items():
-                # Nothing to copy where the result is the parameter's own memory.
-                if found.data_ptr() != parameters[name].data_ptr():
-                    parameters[name].copy_(found)
-        if self.agreement.shares_gradients and not self._is_shared:
-            self._is_shared = True  # models are equal now, and stay so with equal states
-            broadcast_optimizer_state(self._optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
-
-
 def agreeing(
     optimizer: torch.optim.Optimizer, comm: Comm, name: str, make: Callable[[Tensors, Tensors], Agreement]
 ) -> Agreeing:
     """Give an optimizer an algorithm, made of its parameters and those of them that get gradients."""
     _check(optimizer, comm)
     name = checked_name(name)
-    meeting = introduction(comm.rank, _described(optimizer), f"{name}/optimizer", "the ranks have different optimizers")
-    # Compared before the first broadcast: different optimizers would give it different tensors.
-    Pending(comm, meeting).wait()
+    said = _described(optimizer)
+    meeting = introduction(comm.rank, said, f"{name}/optimizer", "the ranks have different optimizers")
+    # Compared before the first broadcast: different optimizers would give it different tensors. A rank that joins an
+    # elastic world must not wait for the others; it gets parameters by its Elastic, and meets them in the first step.
+    if not is_elastic(comm):
+        Pending(comm, meeting).wait()
     parameters = parameters_of(optimizer)
-    broadcast_parameters(parameters, comm, name=f"{name}/parameters")
-    trained = {one: x for (one, x), own in zip(parameters.items(), _each(optimizer), strict=True) if own.requires_grad}
-    agreement = make(parameters, trained)
-    agreement.introduce().wait()
+    if not is_elastic(comm):
+        broadcast_parameters(parameters, comm, name=f"{name}/parameters")
+    agreement = make(parameters, trained_of(optimizer))
+    if not is_elastic(comm):
+        agreement.introduce().wait()
     own: Any = type(optimizer)
     made: Any = optimizer
     made._exchange = StepExchange(optimizer, agreement)
@@ -263,30 +205,6 @@ def _check(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
         raise ConfigError(f"optimizers need a communicator of kfcomm.sync, not a {type(comm).__name__}")
     if isinstance(optimizer, Agreeing):
         raise ConfigError(f"this {_own_class(optimizer).__name__} agrees already, by {optimizer.agreement!r}")
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The parameters, in their own memory."""
-    return {
-        f"{number}/{place}": one.detach()
-        for number, group in enumerate(optimizer.param_groups)
-        for place, one in enumerate(group["params"])
-    }
-
-
-def gradients_of(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The gradients that exist, in their own memory."""
-    found = {}
-    for name, one in zip(parameters_of(optimizer), _each(optimizer), strict=True):
-        if one.grad is not None:
-            if one.grad.layout is not torch.strided:
-                raise ConfigError(f"the gradient of parameter {name} is sparse: only dense ones can be agreed on")
-            found[name] = one.grad.detach()
-    return found
-
-
-def _each(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _own_class(optimizer: torch.optim.Optimizer) -> Any:
@@ -305,5 +223,5 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
         name: float(value) if isinstance(value, torch.Tensor) else value for name, value in optimizer.defaults.items()
     }
     given = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
-    each = _each(optimizer)
-    return f"{type(optimizer).__name__}({given}) of {len(each)} parameters, {sum(one.numel() for one in each)} numbers"
+    count, numbers = len(each(optimizer)), sum(one.numel() for one in each(optimizer))
+    return f"{type(optimizer).__name__}({given}) of {count} parameters, {numbers} numbers"

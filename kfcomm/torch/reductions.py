@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from kfcomm.core.collective import OWN_NAMES
+
 
 class Reduction(Protocol):
     """A collective that can be started again once it is over."""
@@ -35,12 +37,14 @@ def world_ranks(comm: Any) -> tuple[int, ...]:
     return tuple(range(comm.size)) if is_elastic(comm) else comm._inner._group.view.members
 
 
-def reduction(
-    comm: Any, x: Any, name: str, *, op: str, out: Any, priority: int = 0, wire_dtype: Any = None
-) -> Reduction:
-    """An all_reduce of ``x`` into ``out``, which may be the same memory; lists of arrays only with ``adasum``."""
-    options = {"op": op, "out": out, "priority": priority, "wire_dtype": wire_dtype}
-    if is_elastic(comm) or op == "adasum":
+def aside(comm: Any, name: str) -> str:
+    """The name of a collective beside those that carry gradients or models; only these tell which samples are used."""
+    return f"{OWN_NAMES}{name}" if is_elastic(comm) else name
+
+
+def reduction(comm: Any, x: Any, name: str, options: dict[str, Any]) -> Reduction:
+    """An all_reduce of ``x`` into ``options["out"]``, which may be the same memory; lists only with ``adasum``."""
+    if is_elastic(comm) or options["op"] == "adasum":
         return RepeatedAllReduce(comm, x, name, options)
     found: Reduction = comm.all_reduce_init(x, name, **options)
     return found

@@ -14,7 +14,7 @@ import torch
 
 from kfcomm.arrays import adapt, dtype_name, dtype_of
 from kfcomm.common.arguments import checked_name
-from kfcomm.errors import CollectiveError, ConfigError
+from kfcomm.errors import CollectiveError, ConfigError, PeerLost
 from kfcomm.torch.tensors import places
 
 if TYPE_CHECKING:
@@ -107,12 +107,14 @@ class Buffers:
         self._name = name
         self._handle: Handle[Any] | None = None
         self._finish: Callable[[], object] = lambda: None
+        self._tensors: list[torch.Tensor] = []
 
     def begin(self, *, is_wanted: bool = True) -> None:
         """Begin to broadcast the buffers of rank 0; a rank that does not want them takes part all the same."""
         found = [module._buffers.get(one) for module, one in self._of]
         # Clones take rank 0's values in the place of the buffers of a rank whose pass has failed.
         tensors = [one if is_wanted else one.clone() for one in found if one is not None]
+        self._tensors = tensors
         self._handle, self._finish = begin_broadcast(tensors, self._comm, 0, self._name)
 
     def done(self) -> bool:
@@ -122,9 +124,21 @@ class Buffers:
     def wait(self) -> None:
         """Wait until they are there."""
         handle, self._handle = self._handle, None
-        if handle is not None:
+        if handle is None:
+            return
+        try:
             handle.result()
             self._finish()
+        except PeerLost:
+            if not self._comm.outlives:
+                raise
+            self._take_from_others()
+
+    def _take_from_others(self) -> None:
+        """Take the buffers of the lowest surviving rank: rank 0 was lost, on all ranks, before any had its buffers."""
+        told = self._comm.all_gather_object([encoded(one) for one in self._tensors], f"{self._name}/others")
+        for own, given in zip(self._tensors, told[0], strict=True):
+            own.copy_(decoded(given))
 
     def cancel(self) -> None:
         """End what is under way, on every rank."""
