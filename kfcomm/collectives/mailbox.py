@@ -193,6 +193,10 @@ class Mailbox:
         if not self._streams.drop(source, tag, reason):
             self.refuse(source, self._view.rank, tag, reason)
 
+    def is_lost(self, source: int) -> bool:
+        """Whether a rank is lost, or has closed its world. Callable on any thread."""
+        return self._view.members[source] in self._engine.router.lost
+
     def serve(self, tag: str, service: Service) -> None:
         """Call ``service(source, message)`` for every message with this tag."""
         self._services[tag] = service

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.arrays.kinds import ArrayKind
 from kfcomm.collectives.blobs import Blobs, checked_version
 from kfcomm.collectives.exchange import Exchange
 from kfcomm.collectives.handle import Handle
@@ -147,6 +148,8 @@ class Messages(Exchange):
         """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept.
 
         ``x``: an array, or ``bytes``, which others get as an array of uint8.
+
+        Cost: a copy, where ranks of this host share memory in that memory; three at most are there at a time.
         """
         self._check_open()
         return self._blobs.save(checked_name(name), x, version)
@@ -165,12 +168,26 @@ class Messages(Exchange):
 
         Raises:
             CollectiveError: that rank has saved no such version.
+
+        Cost: of ranks that share memory a copy, some 10 µs for a few KB, which needs nothing of that rank, busy or
+        stopped; the first request for a name, and what is not there, and between hosts: two messages.
         """
+        name, source, version, kind = self._requested(name, source, version, like)
+        return await self._blobs.request(name, source, version, seconds_of(timeout), kind)
+
+    def _request_now(self, name: str, source: int, version: int | None, like: Any, timeout: Seconds | None) -> Any:
+        """The result of a request that needs no message; None if it does. On any thread; errors as of ``request``."""
+        name, source, version, kind = self._requested(name, source, version, like)
+        seconds_of(timeout)
+        return self._blobs.request_now(name, source, version, kind)
+
+    def _requested(
+        self, name: str, source: int, version: int | None, like: Any
+    ) -> tuple[str, int, int | None, ArrayKind]:
         self._check_open()
         name, version = checked_name(name), checked_version(version)
-        timeout_s = seconds_of(timeout)
         kind = self._devices.kind_like(like)
-        return await self._blobs.request(name, self._check_rank("source", source), version, timeout_s, kind)
+        return name, self._check_rank("source", source), version, kind
 
     def consensus(self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Steps:
         """Whether all ranks hold the same; a handle of a bool. Cost: 32 bytes per rank.

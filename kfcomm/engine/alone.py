@@ -66,6 +66,9 @@ class Alone(Network):
         """None."""
         return 0
 
+    def heaps(self) -> None:
+        """Return None, as ``room``."""
+
     @override
     def describe(self, peer: int) -> str:
         return "itself"

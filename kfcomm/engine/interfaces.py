@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
-    from kfcomm.transports.shm.heap import Array
+    from kfcomm.transports.shm.heap import Array, Heaps
     from kfcomm.transports.sockets import Connection
     from kfcomm.types import Candidate, Layout, Wanted
 
@@ -84,6 +84,9 @@ class Network(Protocol):
 
     def room_nbytes(self) -> int:
         """Bytes of such memory in use."""
+
+    def heaps(self) -> Heaps | None:
+        """Such memory of this process and of its peers; None if no other rank of this host could read it."""
 
     membership: Membership
     """Of the ranks in the job."""

@@ -41,7 +41,7 @@ from kfcomm.rendezvous.keyvalue import ENTRY, JOINING
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.registry import TCP, Transport, selected
-from kfcomm.transports.shm.heap import Array
+from kfcomm.transports.shm.heap import Array, Heaps
 from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import Candidate, override
 
@@ -261,12 +261,18 @@ class SocketNetwork(Network):
 
     @override
     def room(self, nbytes: int) -> Array | None:
-        blocks = (endpoint.empty(nbytes) for endpoint in self._endpoints.values())
-        return next((block for block in blocks if block is not None), None)
+        heaps = self.heaps()
+        return None if heaps is None else heaps.empty(nbytes)
 
     @override
     def room_nbytes(self) -> int:
-        return sum(endpoint.used_nbytes for endpoint in self._endpoints.values())
+        heaps = self.heaps()
+        return 0 if heaps is None else heaps.used_nbytes
+
+    @override
+    def heaps(self) -> Heaps | None:
+        found = (endpoint.heaps for endpoint in self._endpoints.values())
+        return next((heaps for heaps in found if heaps is not None), None)
 
     @override
     def describe(self, peer: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from kfcomm.transports.base import Counts, Link
@@ -29,14 +30,16 @@ SHARED = "shm"
 class Traffic:
     """Traffic counters of one rank.
 
-    ``rates`` and ``totals`` may be called on any thread, the rest on the loop of the links. State shared with readers
-    is replaced as a whole and never modified; readers copy the list of slots before they use it.
+    ``rates``, ``read`` and ``totals`` may be called on any thread, the rest on the loop of the links. State shared with
+    readers is replaced as a whole and never modified; readers copy the list of slots before they use it.
     """
 
-    __slots__ = ("_marks", "_state")
+    __slots__ = ("_marks", "_read", "_reading", "_state")
 
     def __init__(self) -> None:
         self._state: tuple[tuple[Link, ...], list[Slot], Totals] = ((), [], {})
+        self._read: Totals = {}
+        self._reading = Lock()
         now: tuple[float, Totals] = (time.monotonic(), {})
         self._marks = (now, now)
 
@@ -62,10 +65,16 @@ class Traffic:
             links, known, ended = self._state
             self._state = (links, [one for one in known if one not in gone], _sums(ended, [], gone))
 
+    def read(self, peer: int, nbytes: int) -> None:
+        """Add what was read in the memory of a peer, which does not know of it; on any thread."""
+        with self._reading:
+            before = self._read.get((peer, SHARED), NOTHING)
+            self._read[peer, SHARED] = _sum(before, Counts(0, nbytes, 0, 1))
+
     def totals(self) -> Totals:
         """Bytes and messages so far, by link in the order of their opening. Costs 1 µs per link and slot."""
         links, slots, ended = self._state
-        return _sums(ended, links, list(slots))
+        return added(_sums(ended, links, list(slots)), dict(self._read))
 
     def mark(self, now_s: float) -> None:
         """Begin another window of the rates if it is due. To be called periodically."""

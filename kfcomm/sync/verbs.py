@@ -16,5 +16,5 @@ class Queue(Adapter[AsyncQueue]):
     """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""
 
 
-derive(BlockingVerbs, Async, by_hand=("close", "group", "shrink", "split"))
+derive(BlockingVerbs, Async, by_hand=("close", "group", "request", "shrink", "split"))
 derive(Queue, AsyncQueue)

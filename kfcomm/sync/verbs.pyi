@@ -501,28 +501,6 @@ class BlockingVerbs(Adapter[Async]):
     ) -> Handle[Any]:
         """Begin a ``recv_object``."""
 
-    def request(
-        self,
-        name: str,
-        source: int,
-        *,
-        version: int | None = None,
-        like: Any = None,
-        timeout: Seconds | None = None,
-    ) -> Any:
-        """A copy of what rank ``source`` saved as ``name``: its latest version, or the one asked for."""
-
-    def request_async(
-        self,
-        name: str,
-        source: int,
-        *,
-        version: int | None = None,
-        like: Any = None,
-        timeout: Seconds | None = None,
-    ) -> Handle[Any]:
-        """Begin a ``request``."""
-
     def consensus(self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Any:
         """Whether all ranks hold the same; a handle of a bool. Cost: 32 bytes per rank."""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from kfcomm.transports.reactor import Reactor
-    from kfcomm.transports.shm.heap import Array
+    from kfcomm.transports.shm.heap import Heaps
     from kfcomm.transports.shm.slots import SlotMemory
     from kfcomm.transports.sockets import Connection
 
@@ -237,6 +237,9 @@ class Endpoint(Protocol):
     Methods with a body here are inherited by transports that need no other.
     """
 
+    heaps: Heaps | None = None
+    """Memory that peers of this host can read in place; None if the transport shares none."""
+
     async def connect(self, connection: Connection, peer: int) -> Link:
         """Make a link of a connection that this rank opened; the connection is closed on failure.
 
@@ -259,15 +262,6 @@ class Endpoint(Protocol):
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must close, besides those of the links."""
         return []
-
-    def empty(self, nbytes: int) -> Array | None:
-        """Allocate memory that peers of this host can read in place; None if the transport shares no memory."""
-        return None
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes of such memory that are in use."""
-        return 0
 
     async def close(self) -> None:
         """End the links that are left, and release everything."""

@@ -73,7 +73,7 @@ class Communicator(Persistent):
         self._named: dict[str, AnyStrategy] = {}
         self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
-        self._blobs = Blobs(self._mailbox, view)
+        self._blobs = Blobs(self._mailbox, view, session.network.heaps(), session.engine.links.traffic)
         self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)
@@ -544,6 +544,7 @@ class Communicator(Persistent):
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._drains)
             self._paths.close()
+            self._blobs.close()
             reason = self._session.why_closed or f"{self._called} has closed group {self.name!r}"
             self._mailbox.close(reason, self._session.over)
 

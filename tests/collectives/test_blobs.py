@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.errors import CollectiveError, CollectiveTimeout, PeerLost
-from tests.conformance.worlds import assert_kinds, ends, same_bits, turns, works, world
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, PeerLost
+from tests.conformance.worlds import assert_kinds, ends, same_bits, turns, until, works, world
 
 SHORT_S = 0.05
 X = np.arange(5)
+
+
+def messages(comm: Any) -> int:
+    """Messages that this process has sent."""
+    return sum(peer.sent_messages for peer in comm.statistics().peers)
+
+
+def received(comm: Any) -> int:
+    """Bytes that this process has received."""
+    return sum(peer.received_nbytes for peer in comm.statistics().peers)
 
 
 @pytest.mark.asyncio
@@ -72,6 +82,7 @@ async def test_a_request_that_is_given_up() -> None:
     async with world(2, tombstones=True) as comms:
         comms[0].save("big", np.ones(1_000_000))
         comms[0].save("small", X)
+        comms[0].save("not asked for before", X)  # what was may be there at once
         for count in range(0, 24, 2):
             asking = asyncio.ensure_future(comms[1].request("big", 0))
             await turns(count)
@@ -79,7 +90,7 @@ async def test_a_request_that_is_given_up() -> None:
             assert same_bits(await comms[1].request("small", 0), X)
             await asyncio.gather(asking, return_exceptions=True)
         with pytest.raises(CollectiveTimeout):
-            await comms[1].request("small", 0, timeout=0)
+            await comms[1].request("not asked for before", 0, timeout=0)
         for _ in range(3):
             assert same_bits(await comms[1].request("small", 0), X)
             with pytest.raises(CollectiveError, match="saved nothing"):
@@ -121,3 +132,74 @@ async def test_groups_have_messages_of_their_own() -> None:
         assert (await group[1].request("w", 0)).tolist() == [2]
         assert (await comms[0].request("w", 2)).tolist() == [1]
         assert_kinds(await ends([group[1]], lambda comm: comm.recv(0, timeout=0)), CollectiveTimeout)
+
+
+@pytest.mark.asyncio
+async def test_requests_of_a_name_known_before_send_nothing_on_one_host() -> None:
+    async with world(2) as comms:
+        a, b = comms
+        is_shared = a.shares_memory
+        a.save("w", X)
+        assert same_bits(await b.request("w", 0), X)
+        before = messages(b)
+        for number in range(20):  # of another size and dtype each time
+            x = np.full(number * 1000, number, [np.float64, np.int8, np.float32][number % 3])
+            assert a.save("w", x) == number + 1
+            got = await b.request("w", 0)
+            assert same_bits(got, x)
+            assert got.dtype == x.dtype
+            assert (await b.request("w", 0, version=number)).size == (5 if number == 0 else (number - 1) * 1000)
+        assert (messages(b) == before) == is_shared
+        with pytest.raises(CollectiveError, match=r"versions \[19, 20\] of 'w', not 7"):
+            await b.request("w", 0, version=7)
+        assert same_bits(await b.request("w", 0, version=20), x)
+
+
+@pytest.mark.asyncio
+async def test_bytes_read_in_memory_are_counted() -> None:
+    async with world(2) as comms:
+        a, b = comms
+        a.save("w", np.zeros(10_000))
+        await b.request("w", 0)
+        before = received(b)
+        await b.request("w", 0)
+        assert received(b) - before >= 80_000
+
+
+@pytest.mark.asyncio
+async def test_requests_of_a_rank_that_has_closed_its_group_or_is_lost() -> None:
+    async with world(3, tombstones=True) as comms:
+        group = await asyncio.gather(*(comm.group([0, 1, 2]) for comm in comms))
+        for some in (group, comms):
+            some[1].save("w", X)
+            assert same_bits(await some[0].request("w", 1), X)
+        await group[1].close()
+        with pytest.raises((CollectiveTimeout, CollectiveAborted), match="rank 1"):
+            await group[0].request("w", 1, timeout=SHORT_S)
+        assert same_bits(await comms[0].request("w", 1), X)
+        comms.kill(1)
+        await until(lambda: comms[0]._session.engine.router.lost)
+        with pytest.raises(PeerLost, match="rank 1"):
+            await comms[0].request("w", 1)
+
+
+@pytest.mark.asyncio
+async def test_requests_after_a_change_of_ranks() -> None:
+    async with world(3, quiet=False) as comms:
+        for comm in comms:
+            comm.save("w", X + comm.rank)
+        for comm in comms:
+            assert same_bits(await comm.request("w", 2), X + 2)
+        await works(comms)  # by then answers are acknowledged: else their failure is logged
+        comms.kill(1)
+        left = await asyncio.gather(*(comms[rank].shrink() for rank in (0, 2)))
+        for comm in left:
+            with pytest.raises(CollectiveError, match="saved nothing"):  # it was of another epoch
+                await comm.request("w", 1 - comm.rank)
+        for comm in left:
+            comm.save("w", X * 10 + comm.rank)
+        for _ in range(3):
+            for comm in left:
+                assert same_bits(await comm.request("w", 1 - comm.rank), X * 10 + 1 - comm.rank)
+        for comm in left:
+            await comm.close()

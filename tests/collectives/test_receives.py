@@ -276,7 +276,7 @@ async def test_a_request_that_was_given_up_leaves_nothing() -> None:
             task.cancel()
             await _end(task)
         with pytest.raises(CollectiveTimeout):
-            await a.request("blob", 1, timeout=AT_ONCE)
+            await a.request("not asked for before", 1, timeout=AT_ONCE)
         with pytest.raises(CollectiveError, match="has saved nothing"):
             await a.request("none", 1)
         assert same_bits(await a.request("blob", 1), BIG)

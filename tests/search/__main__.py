@@ -80,6 +80,7 @@ PARTS: dict[str, Command] = {
     "resizes": _module("resizes"),
     "lost_answers": _module("lost_answers"),
     "receives": _module("receives"),
+    "pulls": _module("pulls"),
     "traffic": _module("traffic"),
     "programs": _programs,
     "interrupts": _interrupts,

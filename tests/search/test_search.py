@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from bench.netlab import Netlab, even
 from tests.programs.__main__ import read_arguments
-from tests.search import ctrl_c, damaged, decoders, partitions, resizes, restarts, resumed, soak
+from tests.search import ctrl_c, damaged, decoders, partitions, pulls, resizes, restarts, resumed, soak
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
 
@@ -41,6 +42,19 @@ def test_a_killed_rank_is_found_lost_by_all_others() -> None:
     what, seconds = once(Random(1))
     assert what in ("kill", "stop")
     assert seconds >= 0
+
+
+def test_blobs_are_whole_beside_a_stopped_rank(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    found = pulls.once(Random(2), seconds=1.0)
+    assert min(found["whole"], found["saved"]) > 10
+
+
+def test_torn_blob_is_found_by_its_checksum() -> None:
+    blob = pulls.made(Random(3), 7)
+    assert pulls.check(blob) == 7
+    with pytest.raises(AssertionError, match="torn copy of save 7"):
+        pulls.check(np.append(blob[:-1], [np.uint64(1)]))
 
 
 @pytest.mark.parametrize("seed", range(2))

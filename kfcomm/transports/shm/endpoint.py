@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kfcomm.common.sockets import readable
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.base import Endpoint, LinkRefused, Surroundings
-from kfcomm.transports.shm.heap import Array, Heap, Heaps, PeerHeap
+from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import LinkParts, ShmLink
 from kfcomm.transports.shm.receiver import ShmReceiver
@@ -67,7 +67,7 @@ class ShmEndpoint(Endpoint):
         num_peers = len(local) - 1
         has_far = surroundings.num_ranks > len(local)
         self.hub = Hub(surroundings.reactor, inbound.is_waiting, inbound.slots, has_far=has_far)  # polls the links
-        self.heaps = Heaps(surroundings.rank)  # symmetric memory of this process and its peers
+        self.heaps: Heaps = Heaps(surroundings.rank)  # symmetric memory of this process and its peers
         self._surroundings = surroundings
         self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
         # A borrowed piece may pin a whole slab, so peers may borrow half of the slabs at most: the other half always
@@ -118,15 +118,6 @@ class ShmEndpoint(Endpoint):
     def descriptors(self) -> list[int]:
         own = [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]
         return [*own, *self.heaps.descriptors()]
-
-    @override
-    def empty(self, nbytes: int) -> Array | None:
-        return self.heaps.empty(nbytes)
-
-    @property
-    @override
-    def used_nbytes(self) -> int:
-        return self.heaps.used_nbytes
 
     @override
     async def close(self) -> None:
