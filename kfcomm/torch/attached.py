@@ -92,8 +92,8 @@ def attach(
     Cost:
         Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
         the model. In a backward pass 2(n−1)/n times the bytes of the gradients, a byte for each, a broadcast of the
-        buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory. In an elastic
-        job another copy of the averages, and their memory. Other algorithms: see ``kfcomm.train``.
+        buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory. An elastic
+        job has another copy of the averages, and memory for it. Other algorithms: see ``kfcomm.train``.
     """
     if not isinstance(comm, Adapter):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
