@@ -10,7 +10,7 @@
 A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.Adaptation`` is the blocking form.
 """
 
-from kfcomm.adapt.adaptation import Adaptation, Step
+from kfcomm.adapt.adaptation import Adaptation
 from kfcomm.adapt.detectors import Interference, Stragglers, Trials, Verdict
 from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
 from kfcomm.adapt.hyperparameters import Hyperparameters
@@ -18,6 +18,7 @@ from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy, Request
 from kfcomm.adapt.recording import replay
 from kfcomm.adapt.resizing import MarginalUtility, ReplaceStragglers
+from kfcomm.adapt.steps import Step
 from kfcomm.adapt.strategy_policies import AutoStrategy, AvoidSlowLinks
 
 __all__ = [

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kfcomm.adapt.guarded import ElasticStep, Keeps, StepGuard
 from kfcomm.adapt.host import PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MeetingPlace, Meetings
 from kfcomm.adapt.metrics import EngineMeter, Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Decision, Policy
 from kfcomm.adapt.recording import StepRecorder
+from kfcomm.adapt.steps import Step
 from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Adaptation:
         hyperparameters: hyperparameters that policies may change, with their first values.
         record: file to which the first rank writes the metrics and decisions of each step, for ``replay``. It is begun
             again where the steps are.
+        elastic: the open ``Elastic``, whose state `GuardSteps` restores after many void steps.
 
     Attributes:
         comm: the communicator.
@@ -62,6 +65,7 @@ class Adaptation:
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
+        elastic: Keeps | None = None,
     ) -> None:  # fmt: skip
         for policy in policies:
             if not isinstance(policy, Policy):
@@ -72,6 +76,7 @@ class Adaptation:
             raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
         self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), policies, self._log)
+        self._guard = StepGuard(self._host, elastic)
         self._every = every
         self._meter = meter or EngineMeter(comm)
         self._has_own_meter = meter is None
@@ -98,6 +103,11 @@ class Adaptation:
         return self._host.metrics
 
     @property
+    def guard(self) -> StepGuard:
+        """Guard of the steps, for algorithms that reduce gradients; see ``Step.guarded``."""
+        return self._guard
+
+    @property
     def num_steps(self) -> int:
         """Number of steps that have ended."""
         return self._host.num_steps
@@ -120,8 +130,9 @@ class Adaptation:
 
     @property
     def learning_rate(self) -> float | None:
-        """Learning rate; None if the program has not given it."""
-        return self.hyperparameters.learning_rate
+        """Learning rate of the next step, lowered after a void one by `GuardSteps`; None if it was not given."""
+        rate = self.hyperparameters.learning_rate
+        return None if rate is None else rate * self._guard.rate
 
     @property
     def agreement(self) -> str | None:
@@ -144,10 +155,13 @@ class Adaptation:
         """
         self._host.observed.observe(values)
 
-    def step(self) -> Step:
+    def step(self, step: ElasticStep | None = None) -> Step:
         """One step of the program: ``async with adaptation.step(): ...``, on every rank.
 
         The ranks meet at its end. If its block raises, this rank does not come, and the others' meeting fails.
+
+        Args:
+            step: step of an ``Elastic`` that it is: what `GuardSteps` makes void gives its samples again.
 
         Raises:
             ConfigError: on entering, when another step is under way, or after ``close``; or the ranks have changed
@@ -156,7 +170,7 @@ class Adaptation:
                 different steps.
             CollectiveAborted, CollectiveTimeout, PeerLost, SessionClosed: on leaving: not all ranks came.
         """
-        return Step(self)
+        return Step(self, step)
 
     async def start(self) -> None:
         """Meet the other ranks, and call ``on_start``; entering the first step does it, if nothing did before.
@@ -254,11 +268,12 @@ class Adaptation:
         """Whether the ranks meet at the end of the step that is under way."""
         return (self.num_steps + 1) % self._every == 0
 
-    async def begin(self) -> Reading:
+    async def begin(self, step: ElasticStep | None = None) -> Reading:
         """Begin a step, for `Step`."""
         if self._in_step:
             raise ConfigError("a step is under way: steps follow one another")
         await self._go_on()
+        self._guard.begin(step)
         self._in_step = True
         try:
             if self._meets:
@@ -276,6 +291,7 @@ class Adaptation:
         if len(measured.waited_s) == self.comm.size:  # else a rank is lost, and nothing follows from this step
             self._measured = self._measured.plus(measured)
         try:
+            await self._guard.settle()
             if self._meets:
                 await meetings.meet(self._measured)
         # The other ranks may be at this meeting already, and must not wait for its end.
@@ -308,26 +324,3 @@ class Adaptation:
             self._measured = Reading.nothing(self.comm.size)
         self._in_step = False
         self._host.num_steps += 1
-
-
-class Step:
-    """One step of an ``Adaptation``: ``async with``, once."""
-
-    def __init__(self, adaptation: Adaptation) -> None:
-        self._adaptation = adaptation
-        self._begun: Reading | None = None
-
-    async def __aenter__(self) -> None:
-        if self._begun is not None:
-            raise ConfigError("a step is entered once: call step() for each")
-        self._begun = await self._adaptation.begin()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._begun is None:
-            return
-        if error is not None:
-            await self._adaptation.end_badly(self._begun, error)
-        else:
-            await self._adaptation.end(self._begun)

@@ -42,12 +42,14 @@ class StepEvidence:
         sq_norms: squared norm of each rank's own gradient, by rank; None for a rank without one, which is lost.
         batch: indices of the samples of all ranks, in shares by rank as an ``ElasticSampler`` gives them; None if they
             are not known.
+        raised: ranks whose block has raised an error that the guard catches.
     """
 
     step: int
     losses: Sequence[float | None]
     sq_norms: Sequence[float | None]
     batch: Any = None
+    raised: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,12 @@ class GuardSteps(Policy):
             which it is set aside; None for never.
         most_in_a_row: number of void steps in a row after which jumps are accepted as the new level, and NaN or
             infinity is an error. Samples that are set aside begin the count again.
+        catch: types of errors of a step's block that make the step void on all ranks, if they are raised before its
+            gradients are exchanged; for NumPy loops.
 
     Attributes:
         num_void: number of void steps.
+        catch: as given.
         aside: samples that were set aside.
 
     Raises:
@@ -125,7 +130,7 @@ class GuardSteps(Policy):
     def __init__(
         self, *, z: float = 6.0, window: int = 100, warmup: int = 20, lower_rate: tuple[float, int] | None = None,
         roll_back_after: int | None = None, keep_every: int = 100, set_aside_after: int | None = 3,
-        most_in_a_row: int = 50,
+        most_in_a_row: int = 50, catch: tuple[type[Exception], ...] = (ArithmeticError,),
     ) -> None:  # fmt: skip
         _check(z, lower_rate)
         for name, value, least in (
@@ -136,6 +141,9 @@ class GuardSteps(Policy):
         ):  # fmt: skip
             if whole_number(value) is None or value < least:
                 raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")
+        if not _are_errors(catch):
+            raise ConfigError(f"catch is a tuple of types of errors, not {catch!r}")
+        self.catch = catch
         self._z = float(z)
         self._warmup = warmup
         self._lower_rate = lower_rate
@@ -176,7 +184,7 @@ class GuardSteps(Policy):
     # ---------------------------------------------------------------- judgement
 
     def _not_finite(self, evidence: StepEvidence) -> Void | None:
-        found: dict[int, str] = {}
+        found = dict.fromkeys(evidence.raised, "an error was raised")
         for what, values in _numbers(evidence).items():
             for rank, value in values.items():
                 if not math.isfinite(value):
@@ -311,6 +319,10 @@ def _numbers(evidence: StepEvidence) -> dict[str, dict[int, float]]:
         rank: math.sqrt(one) if one >= 0 else math.nan for rank, one in enumerate(evidence.sq_norms) if one is not None
     }
     return {LOSS: losses, NORM: norms}
+
+
+def _are_errors(kinds: Any) -> bool:
+    return isinstance(kinds, tuple) and all(isinstance(one, type) and issubclass(one, Exception) for one in kinds)
 
 
 def _check(z: Any, lower_rate: Any) -> None:

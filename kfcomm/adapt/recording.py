@@ -13,10 +13,12 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from kfcomm.adapt.guard import GuardSteps, StepEvidence
+from kfcomm.adapt.guarded import outcomes
 from kfcomm.adapt.host import Named, PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
@@ -44,6 +46,7 @@ class StepRecorder:
         self._file: TextIO | None = None
         self._rounds: list[list[dict[str, Any]]] = [[]]
         self._decisions: list[list[Any]] = []
+        self._judged: list[list[Any]] = []
 
     def open(self) -> str | None:
         """Open the file, on the first rank; returns the reason if that is impossible."""
@@ -93,6 +96,13 @@ class StepRecorder:
         """Note a decision."""
         self._decisions.append([decision.policy, decision.what, decision.why])
 
+    def judged(self, evidence: StepEvidence, names: Sequence[str]) -> None:
+        """Note the evidence by which a step was judged, and what the culprits have told."""
+        # False for a number that is not there: null is nan.
+        losses, sq_norms = ([False if x is None else x for x in xs] for xs in (evidence.losses, evidence.sq_norms))
+        batch = None if evidence.batch is None else [int(sample) for sample in evidence.batch]
+        self._judged.append([evidence.step, losses, sq_norms, batch, evidence.raised, list(names)])
+
     def met(self) -> None:
         """Begin another meeting at the end of the same step."""
         self._rounds.append([])
@@ -106,6 +116,7 @@ class StepRecorder:
             "strategy": strategy_as_json(metrics.strategy),
             "rounds": self._rounds,
             "decisions": self._decisions,
+            **({"judged": self._judged} if self._judged else {}),
         })  # fmt: skip
         self._forget()
 
@@ -119,7 +130,7 @@ class StepRecorder:
         return None if runner is None else self._numbers[runner]
 
     def _forget(self) -> None:
-        self._rounds, self._decisions = [[]], []
+        self._rounds, self._decisions, self._judged = [[]], [], []
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -326,6 +337,7 @@ class _Replay:
 
     async def _step(self, line: Line) -> None:
         host, runner, rounds = self._host, self._runner, line["rounds"]
+        self._judge(line.get("judged", ()))
         host.num_steps = line["step"]
         host.see(line["strategy"])
         await runner.call("before_step")
@@ -338,6 +350,18 @@ class _Replay:
                 break
             was_done = await self._round(rounds[number] if number < len(rounds) else [])
         host.num_steps += 1
+
+    def _judge(self, judged: Sequence[Sequence[Any]]) -> None:
+        """Let a guard judge the steps since the last meeting, by the same evidence."""
+        guard = self._runner.policy
+        if not isinstance(guard, GuardSteps):
+            return
+        for step, losses, sq_norms, batch, ranks, names in judged:
+            self._host.num_steps = step
+            void = guard.judge(StepEvidence(step, _by_rank(losses), _by_rank(sq_norms), batch, tuple(ranks)))
+            told = None if void is None else replace(void, names=tuple(names))
+            for what, evidence in outcomes(told, guard.actions):
+                self._host.decide(self._runner, what, evidence)
 
     async def _round(self, entries: Sequence[Line]) -> bool:
         """Carry out one meeting; returns whether a request of the policy was carried out."""
@@ -380,6 +404,10 @@ class _Replay:
                 lost.add(asked[0])
                 self._host.overruled(asked[0], entry["by"], entry["overruled"])
         return lost
+
+
+def _by_rank(values: Sequence[Any]) -> list[float | None]:
+    return [None if x is False else math.nan if x is None else x for x in values]
 
 
 def _tuples(evidence: Line) -> dict[str, Any]:

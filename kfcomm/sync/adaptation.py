@@ -3,18 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kfcomm.adapt import Adaptation as Async
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetrics
-from kfcomm.errors import EpochChanged, KfcommError, PeerLost
+from kfcomm.adapt.guarded import ElasticStep, Exchange, GuardedCall, StepGuard
+from kfcomm.errors import EpochChanged, KfcommError, PeerLost, StepVoid
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import outermost
+
+
+class Step:
+    """One step of an ``Adaptation``: ``with``, once. See ``kfcomm.adapt.Step``."""
+
+    def __init__(self, adaptation: Adaptation, step: ElasticStep | None) -> None:
+        self._comm, self._io = adaptation._comm, adaptation._io
+        self._guard = adaptation.guard
+        self._inner = adaptation._inner.step(step)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step counts for nothing; the same on all ranks, once its gradients are exchanged."""
+        return self._inner.is_void
+
+    def guarded(
+        self, gradients: Any, *, loss: Any = None, way: Any = None, op: Any = "avg", name: str = "guarded",
+        wire_dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        """Exchange gradients, and judge the step by those of all ranks. See ``kfcomm.adapt.Step.guarded``."""
+        return self._carried(self._guard.exchange(gradients, loss, GuardedCall(way, op, name, wire_dtype)))
+
+    def _carried(self, exchange: Exchange) -> Any:
+        # In the caller's thread: its collectives execute there, without a hand-over.
+        advance = partial(next, exchange)
+        while True:
+            try:
+                begin = advance()
+            except StopIteration as end:
+                return end.value
+            try:
+                made = begin(self._comm)
+                result = made.wait() if hasattr(made, "wait") else made
+            except BaseException as error:  # noqa: BLE001  the exchange gets it, and raises it or another
+                advance = partial(exchange.throw, error)
+            else:
+                advance = partial(exchange.send, result)
+
+    def __enter__(self) -> Self:
+        self._io.wait_for(self._inner.__aenter__)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None and self._guard.catches(error):
+            try:
+                self._carried(self._guard.failed(error))
+            except BaseException as other:
+                error = other
+                if not isinstance(other, StepVoid):
+                    self._end(other)
+                    raise
+        return self._end(error)
+
+    def _end(self, error: BaseException | None) -> bool:
+        if error is None or isinstance(error, (StepVoid, PeerLost, EpochChanged)):
+            return self._io.wait_for(partial(self._inner.end, error))
+        self._io.run(self._inner.give_up, error)
+        return False
 
 
 class Adaptation(Adapter[Async]):
@@ -33,14 +93,17 @@ class Adaptation(Adapter[Async]):
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
+        elastic: Any = None,
     ) -> None:  # fmt: skip
-        make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record)
+        keeps = None if elastic is None else elastic._inner
+        make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record, elastic=keeps)
         try:
             inner = comm._io.run(make, comm._inner, policies)
         except KfcommError as error:
             raise comm._driver.shown(error)
         super().__init__(comm._driver, inner, comm._inner)
         self._check_open = comm._check_open  # of each epoch, where there are several
+        self._comm = comm
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -97,20 +160,15 @@ class Adaptation(Adapter[Async]):
         """Share values that this rank has measured with the other ranks. See ``kfcomm.adapt.Adaptation.observe``."""
         self._inner.observe(**values)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    @property
+    def guard(self) -> StepGuard:
+        """Guard of the steps, for algorithms that reduce gradients. See ``Step.guarded``."""
+        return self._inner.guard
+
+    def step(self, step: ElasticStep | None = None) -> Step:
         """One step of the program. See ``kfcomm.adapt.Adaptation.step``."""
         self._check_open()
-        begun = self._io.wait_for(self._inner.begin)
-        try:
-            yield
-        except (PeerLost, EpochChanged) as error:
-            self._io.wait_for(partial(self._inner.end_badly, begun, error))
-            raise
-        except BaseException as error:
-            self._io.run(self._inner.give_up, error)
-            raise
-        self._io.wait_for(lambda: self._inner.end(begun))
+        return Step(self, step)
 
     @outermost
     def start(self) -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from kfcomm.adapt.guarded import GUARD, StepGuard
 from kfcomm.errors import ConfigError
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
-from kfcomm.train.procedure import Comm, Procedure, call, is_elastic
+from kfcomm.train.procedure import Comm, Pending, Procedure, call, is_elastic
 from kfcomm.train.rules import (
     Accumulators,
     Mean,
@@ -64,16 +65,34 @@ class SynchronousSGD(Agreement):
             problem = "a monitor learns from gradients that are averaged, by op='avg'"
         self._op = op
         self._monitor = monitor
+        self._guard: StepGuard | None = None  # of the exchange that begins
         every = None if monitor is None else monitor.every
         super().__init__(comm, name, {"op": op, "monitored_every": every}, problem)
 
+    def guarded(self, tree: Tree, guard: StepGuard) -> Pending[Tree]:
+        """Exchange gradients as ``gradients`` does, with the rows of a guard, which judges them; for ``Step.guarded``.
+
+        Raises:
+            StepVoid: from waiting, on all ranks: the step is void; the monitor learns nothing from it.
+            GuardFailed: see ``GuardSteps``.
+        """
+        self._guard = guard
+        return self.gradients(tree)
+
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        monitor, given = self._monitor, leaves(tree)
+        monitor, own, guard = self._monitor, leaves(tree), self._guard
+        self._guard = None
+        given = dict(own)
         if monitor is not None:
-            given[SUMS] = monitor.sums(given)
+            given[SUMS] = monitor.sums(own)
+        if guard is not None:
+            given[GUARD] = guard.row(own)
         found = yield call("all_reduce_many", given, f"{self.name}/gradients", op=self._op)
+        sums = found.pop(SUMS, None)
+        if guard is not None:
+            guard.judge(found.pop(GUARD), found)
         if monitor is not None:
-            monitor.update(found.pop(SUMS), found)
+            monitor.update(sums, found)
         return rebuilt(tree, found)
 
 
