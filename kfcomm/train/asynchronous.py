@@ -154,9 +154,14 @@ class PairAveraging(Agreement):
     of two models the mean of their ages. A peer's model that is more than ``max_staleness`` younger than this rank's is
     fetched, and left out. A rank that is slow fetches older models than its own, and so is not left behind.
 
+    *Ahead.* A model on another host is asked for at the end of the step before, so that it comes while the program
+    computes, and is by as much older: ``staleness`` counts that. On this host the latest one is read where it is, which
+    takes no longer than a copy.
+
     Args:
         comm: communicator of the ranks that agree.
         model: at the beginning; others may fetch it at once.
+        ahead: whether models are asked for a step ahead; None: those of peers on other hosts.
         peers: ``random``, or ``round-robin``: each of the others in turns.
         weights: probability with which each rank is asked, see `Peers`; None: all equal. When the ranks change, those
             that stay keep theirs, and new ones get the mean of them.
@@ -182,22 +187,26 @@ class PairAveraging(Agreement):
     takes_model = True
     rank_state: ClassVar = {"num_steps": "mean", "age": "mean", "num_left_out": "mean", "_num_drawn": "mean"}
     counts_alike = False
+    _next: int | None
+    """Peer that is drawn and not counted."""
+    _coming: Any
+    """Handle of its model, if that was asked for."""
 
     def __init__(
         self, comm: Comm, model: Tree, *, peers: str = "random", weights: Sequence[float] | None = None,
-        max_staleness: float = 100.0, seed: int = 0, name: str | None = None,
+        max_staleness: float = 100.0, ahead: bool | None = None, seed: int = 0, name: str | None = None,
     ) -> None:  # fmt: skip
         self.age = 0.0
         self.staleness = 0.0
         self.num_left_out = 0
         self._max_staleness = max_staleness
-        self._kind, self._weights, self._seed = peers, weights, seed
+        self._kind, self._weights, self._seed, self._ahead = peers, weights, seed, ahead
         self._num_drawn = 0
         problem = pairs_problem(comm, weights, max_staleness, peers)
         super().__init__(comm, name, {"max_staleness": max_staleness, "peers": peers}, problem)
         self._known = self._ranks
         self._weight_of = None if weights is None else dict(zip(self._known, weights, strict=False))
-        self._peers = self._peers_now()
+        self._meet_peers()
         self._packing = Packing(model, num_head=1)
         self._blob = f"{self.name}/model"
         self._start_from(model)
@@ -206,13 +215,14 @@ class PairAveraging(Agreement):
     def restart(self, model: Tree) -> None:
         """Begin anew; draws continue. See ``Agreement.restart``."""
         self.age, self.staleness, self.num_left_out = 0.0, 0.0, 0
+        self._coming = None
         super().restart(model)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see ``Agreement.load_state_dict``."""
         super().load_state_dict(state)
-        self._peers = self._peers_now()
+        self._meet_peers()
 
     @override
     def _start_from(self, model: Tree) -> None:
@@ -222,9 +232,10 @@ class PairAveraging(Agreement):
     def _ranks_changed(self, tree: Tree) -> None:
         # Others may ask for the model as soon as all ranks have met.
         self._start_from(tree)
+        self._coming = None  # it was asked for in another epoch
         if self._known != self._ranks:
             self._known = self._ranks
-            self._peers = self._peers_now()
+            self._meet_peers()
 
     @override
     def _switch(self, tree: Tree, are_replicas: bool) -> Procedure[Tree]:
@@ -236,6 +247,10 @@ class PairAveraging(Agreement):
     @property
     def _ranks(self) -> tuple[int, ...]:
         return tuple(getattr(self.comm, "births", range(self.comm.size)))
+
+    def _meet_peers(self) -> None:
+        self._peers = self._peers_now()
+        self._next = self._coming = None
 
     def _peers_now(self) -> Peers | RoundRobin | None:
         """The draws among the present ranks; None without others."""
@@ -259,8 +274,7 @@ class PairAveraging(Agreement):
         if self.num_steps > 1:
             self.age += 1
         yield call("save", self._blob, self._packing.pack(tree, [self.age]))
-        self._num_drawn += 1
-        blob = yield call("request", self._blob, self._peers.draw())
+        blob = yield from self._fetched(self._peers)
         theirs, (age,) = self._packing.unpack(blob, tree)
         self.staleness = self.age - age
         report(self.comm, {"staleness": self.staleness}, {"staleness": "gradients"})
@@ -269,6 +283,31 @@ class PairAveraging(Agreement):
             return tree
         self.age = (self.age + age) / 2
         return mapped(lambda x, other: towards(x, other, 0.5), tree, theirs)
+
+    def _fetched(self, peers: Peers | RoundRobin) -> Procedure[Blob]:
+        """The model of the next peer, after which the one after that may be asked for."""
+        peer, coming = self._next, self._coming
+        self._next = self._coming = None
+        if coming is None:
+            coming = call("request", self._blob, peers.draw() if peer is None else peer)
+        self._num_drawn += 1
+        blob: Blob = yield coming
+        self._next = peer = peers.draw()
+        if self._is_ahead(peer):
+            coming = yield call("request", self._blob, peer)._replace(is_begun=True)
+            coming.add_done_callback(_heard)  # the last one is for nobody
+            self._coming = coming
+        return blob
+
+    def _is_ahead(self, peer: int) -> bool:
+        hosts = self.comm.layout.hosts
+        return hosts[peer] != hosts[self.comm.rank] if self._ahead is None else self._ahead
+
+
+def _heard(handle: Any) -> None:
+    """Mark the error of a handle as read: the next step raises it, if there is one."""
+    if not handle.cancelled():
+        handle.exception()
 
 
 def pairs_problem(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm import Communicator, sync
-from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import PairAveraging, Peers
 from kfcomm.train.asynchronous import Packing
@@ -30,6 +30,73 @@ async def test_two_ranks_by_hand() -> None:
         found = await ways[1].parameters({"w": np.full(3, 20.0)})  # with what rank 0 has published: 10
         assert np.array_equal(found["w"], np.full(3, 15.0))
         assert (ways[1].age, ways[1].staleness) == (1.0, 0.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ahead", [None, True])
+async def test_model_of_another_host_comes_a_step_ahead(ahead: bool | None) -> None:
+    async with world(2, hosts=1 if ahead else 2) as comms:
+        ways = [PairAveraging(comm, np.zeros(3), ahead=ahead) for comm in comms]
+        await asyncio.gather(*(way.parameters(np.zeros(3)) for way in ways))
+        await asyncio.gather(*(comm.request("pair-averaging/model", 1 - comm.rank) for comm in comms))
+        # by now, later than what was asked for before, each has the model of the other's first step
+        found = await ways[0].parameters(np.full(3, 10.0))
+        assert np.array_equal(found, np.full(3, 5.0))
+        assert (ways[0].age, ways[0].staleness) == (0.5, 1.0)
+        found = await ways[1].parameters(np.full(3, 20.0))  # not with 10, which was published since
+        assert np.array_equal(found, np.full(3, 10.0))
+        assert (ways[1].age, ways[1].staleness) == (0.5, 1.0)
+        found = await ways[1].parameters(np.full(3, 30.0))
+        assert np.array_equal(found, np.full(3, 20.0))
+        assert (ways[1].age, ways[1].staleness) == (1.25, 0.5)
+
+
+@pytest.mark.asyncio
+async def test_same_peers_are_asked_ahead_or_not() -> None:
+    async with world(4) as comms:
+        models, found = [np.full(1, 10.0**comm.rank) for comm in comms], []
+        for ahead in (False, True):
+            ways = [
+                PairAveraging(comm, model, ahead=ahead, seed=5, name=f"{ahead}")
+                for comm, model in zip(comms, models, strict=True)
+            ]
+            means = [
+                await asyncio.gather(*(way.parameters(model) for way, model in zip(ways, models, strict=True)))
+                for _ in range(10)
+            ]
+            found.append(np.array(means))
+            assert [way.state_dict()["num_drawn"] for way in ways] == [10] * 4
+        assert np.array_equal(*found)
+        assert len(np.unique(found[0])) > 4
+
+
+def test_blocking_ranks_ask_ahead() -> None:
+    def main(comm: sync.Communicator) -> Any:
+        way = PairAveraging(comm, np.zeros(3), ahead=True)
+        way.parameters(np.zeros(3)).wait()
+        comm.barrier()
+        if comm.rank:
+            return None
+        way._coming.wait()
+        found = way.parameters(np.ones(3)).wait()
+        way._coming.wait()
+        return found
+
+    with sync_world(2) as comms:
+        assert run_threads(comms, main)[0].tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.asyncio
+async def test_error_of_a_model_asked_ahead_is_raised_by_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(2) as comms:
+        ways = [PairAveraging(comm, np.zeros(3), ahead=True) for comm in comms]
+        await asyncio.gather(*(way.parameters(np.zeros(3)) for way in ways))
+        await asyncio.gather(*(comm.request("pair-averaging/model", 1 - comm.rank) for comm in comms))
+        comms.kill(1)
+        await ways[0].parameters(np.zeros(3))  # with what has come before
+        with pytest.raises(PeerLost, match="rank 1"):
+            await ways[0].parameters(np.zeros(3))
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.asyncio
