@@ -3,6 +3,12 @@
 A call is known by its name and by which use of the name in its step it is. Results of a step are kept until all ranks
 have ended it, because a rank that died may leave others without a result that this rank has.
 
+A rank begins a step in one of two ways. It *meets* the others: it waits for the boundary, whose contributors are the
+ranks of the step. Or it *announces* the boundary: the step has the ranks of the one before, and the boundary is read
+when the step ends. So ranks are at most one step apart, and a rank keeps the calls of the step before until the
+boundary is done, which tells that all ranks have ended them. After a loss all ranks meet, except at a boundary that a
+surviving rank had announced before (``latest``).
+
 Each event takes a call from one standing to the next. A call that has not begun on a rank has no record there; no event
 takes a call out of DONE or FAILED within its step.
 
@@ -21,26 +27,24 @@ takes a call out of DONE or FAILED within its step.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import msgpack
 
-from kfcomm.collectives.batches import many_key, names_of
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.collectives.specs import SPECS, VerbSpec
-from kfcomm.common.arguments import checked_name, whole_number
+from kfcomm.common.arguments import whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES, name_of, shown
+from kfcomm.elastic.calls import ElasticCall
 from kfcomm.elastic.state import Array
 from kfcomm.errors import ConfigError, PeerLost
 from kfcomm.transports.reactor import Reactor, Timer
-from kfcomm.types import Verb
 from kfcomm.world.communicator import Communicator
 
 BOUNDARY = f"{OWN_NAMES}boundary"
@@ -70,117 +74,6 @@ class CallOutcome(NamedTuple):
     giver: int  # uid of the rank that sends the result to the others; -1 if the call has failed on all
     contributors: Uids = ()  # whose contributions are in the result
     why: str = ""  # of a failure
-
-
-def decide(said: Sequence[tuple[int, Sequence[Row]]], uids: Sequence[int]) -> Mapping[Key, CallOutcome]:
-    """Decide, from each rank's step and rows, the outcome of calls that are over on some ranks and not alike on all."""
-    # Done on one rank is done on all, failed on one and done on none is failed on all; any other call is repeated.
-    # A rank enters a step only after all ranks have ended the calls of the step before, so rows of older steps are
-    # over everywhere and need no outcome. A boundary that a rank has ended counts for the step that it begins.
-    latest = max(step for step, _ in said)
-    done: dict[Key, list[CallOutcome]] = {}
-    failed: dict[tuple[Key, int], list[str]] = {}
-    for uid, (_, rows) in zip(uids, said, strict=True):
-        for name, number, standing, contributors, step, why in rows:
-            if step < latest:
-                continue
-            if standing == Standing.DONE:
-                done.setdefault((name, number), []).append(CallOutcome(step, uid, tuple(contributors)))
-            elif standing == Standing.FAILED:
-                failed.setdefault(((name, number), step), []).append(why)
-    # The lowest rank that has the result sends it: the first, since ``uids`` is in the order of ranks.
-    outcomes = {key: having[0] for key, having in done.items() if len(having) < len(uids)}
-    # Done wins over failed: a caller somewhere has the result already, and cannot take it back.
-    for (key, step), reasons in failed.items():
-        if key not in done and len(reasons) < len(uids):
-            outcomes[key] = CallOutcome(step, -1, (), reasons[0])
-    return outcomes
-
-
-class VerbTraits(NamedTuple):
-    """Traits of a verb that decide how it survives a loss."""
-
-    # Each rank has a result of its own (or none), which other ranks do not have. Such a call is over when all ranks
-    # have their results.
-    is_own: bool = False
-    is_rooted: bool = False
-    can_shrink: bool = True  # the surviving ranks can repeat it without the lost ones
-
-
-def _traits(spec: VerbSpec) -> VerbTraits:
-    return VerbTraits(spec.for_root or spec.differs, spec.is_rooted, can_shrink=not spec.differs)
-
-
-_ALL_REDUCE, _ALL_GATHER, _BROADCAST, _GATHER = (
-    _traits(SPECS[verb]) for verb in (Verb.ALL_REDUCE, Verb.ALL_GATHER, Verb.BROADCAST, Verb.GATHER)
-)
-KINDS: Mapping[str, VerbTraits] = {str(verb): _traits(spec) for verb, spec in SPECS.items()} | {
-    "monitored_all_reduce": _ALL_REDUCE,
-    "all_reduce_many": _ALL_REDUCE,
-    "consensus": _ALL_GATHER,
-    "all_gather_object": _ALL_GATHER,
-    "broadcast_object": _BROADCAST,
-    "gather_object": _GATHER,
-    # The parts of the root differ, and so does what is left of them if a rank is lost.
-    "scatter": _traits(SPECS[Verb.ALL_TO_ALL]),
-    "scatter_object": _traits(SPECS[Verb.ALL_TO_ALL]),
-}
-"""Verbs that survive the loss of a rank."""
-
-_PARAMETERS = {verb: tuple(inspect.signature(getattr(Communicator, verb)).parameters.values())[1:] for verb in KINDS}
-_PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, found in _PARAMETERS.items()}
-_DEFAULTS = {verb: {one.name: one.default for one in found} for verb, found in _PARAMETERS.items()}
-
-
-class ElasticCall:
-    """Call of a verb, with the caller's arguments."""
-
-    __slots__ = ("_args", "_kwargs", "kind", "verb")
-
-    def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.verb = verb
-        self.kind = KINDS[verb]
-        self._args = args
-        self._kwargs = kwargs
-
-    def get(self, name: str) -> Any:
-        """Return an argument; None if the verb does not have it, or it was left out and has no default."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        place = _PLACES[self.verb].get(name, len(self._args))
-        if place < len(self._args):
-            return self._args[place]
-        default = _DEFAULTS[self.verb].get(name)
-        return None if default is inspect.Parameter.empty else default
-
-    def title(self) -> str:
-        """Return the text by which the ranks match the call, as in a plain job; empty without a name."""
-        name = checked_name(self.get("name"))
-        # Without a name, the names of the arrays identify the call, as in a plain job.
-        if self.verb != "all_reduce_many":
-            return name or ""
-        names = names_of(self.get("arrays")) if name is None else [name]
-        return many_key(names) if names else ""
-
-    def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
-        """Call the verb with another root and ``out``, and with another timeout, if one is given."""
-        args, kwargs = self._args, self._kwargs
-        places = _PLACES[self.verb]
-        changed = {}
-        if self.kind.is_rooted:
-            changed["root"] = root
-        if "out" in places:
-            changed["out"] = out
-        if timeout_s is not None:
-            changed["timeout"] = timeout_s
-        # Arguments are replaced where the caller gave them, by position or by name, so that the verb
-        # sees one value for each.
-        for name in list(changed):
-            place = places[name]
-            if place < len(args):
-                args = (*args[:place], changed.pop(name), *args[place + 1 :])
-        begun: Handle[Any] = getattr(comm, self.verb)(*args, **(kwargs | changed))
-        return begun
 
 
 class ElasticHandle(Handle[Any]):
@@ -217,6 +110,7 @@ class Entry:
     timer: Timer | None = None  # ends the call at its deadline while it waits for a change of the epoch
     refusal: tuple[BaseException, int] | None = None  # why this rank does not make it, and the call's number of steps
     has_told: bool = False  # ranks with their own result in this epoch know that this rank has failed
+    is_bare: bool = False  # the caller can change its result, which another rank may still need
 
     @property
     def name(self) -> str:
@@ -279,12 +173,19 @@ class CallLog:
         # Number of the step since ranks last joined or left by a plan: the same on the ranks that joined then
         self.step = 0
         self.entries: dict[Key, Entry] = {}
-        self.kept: list[Entry] = []  # the boundary before this step: another rank may still need its result
-        # What was agreed after a loss about calls that are over on some ranks only
-        self.outcomes: dict[Key, CallOutcome] = {}
+        self.kept: list[Entry] = []  # from before this step: another rank may still need their results
+        self.pending: Entry | None = None  # the announced boundary, until all ranks are known to have begun the step
+        self.is_unposted = False  # that is posted with the first call of the step
+        self.latest = 0  # latest step that a rank of this epoch had begun when the epoch began
+        # What was agreed after a loss about calls that are over on some ranks only, by key and step
+        self.outcomes: dict[tuple[Key, int], CallOutcome] = {}
         self.is_changing = False  # a change of the epoch is under way
         self.error: BaseException | None = None  # error that has ended all calls; else None
         self._uses: dict[str, int] = {}
+        # The program is to wait for the announced boundary: of the calls before it one has failed, or has a result that
+        # the program can change.
+        self.is_unsettled = False
+        self._lent: list[ref[Array]] = []  # results of the step before, which stay read-only in this one
 
     # ---------------------------------------------------------------- the epoch
 
@@ -345,8 +246,13 @@ class CallLog:
             timeout_s = None
         return self.comm._group.timeout_s if timeout_s is None else timeout_s
 
+    @property
+    def may_announce(self) -> bool:
+        """Whether the next step can begin before all ranks have ended this one; the same on all ranks."""
+        return self.comm.births == self.shown or self.step < self.latest
+
     def all_entries(self) -> list[Entry]:
-        """All recorded calls, those of the boundary before this step first."""
+        """All recorded calls, those from before this step first."""
         return [*self.kept, *self.entries.values()]
 
     def since_boundary(self) -> list[Entry]:
@@ -357,20 +263,53 @@ class CallLog:
         """Begin the next step with the ranks that took part in the boundary; returns the calls that are released."""
         last = self.entries.pop(next(key for key in self.entries if key[0] == BOUNDARY))
         released = self.all_entries()
-        self.kept, self.entries = [last], {}
+        self.kept = [last]
+        self._begin_step()
+        self.shown = last.contributors
+        return released
+
+    def announce(self, boundary: Entry) -> None:
+        """Begin the next step with the same ranks, before all have ended this one."""
+        del self.entries[boundary.key]
+        over = list(self.entries.values())
+        self.kept = [*self.kept, *over, boundary]
+        self.pending, self.is_unposted = boundary, True
+        # One that has failed here may be under way on other ranks, and its name be in use.
+        self.is_unsettled = any(entry.is_bare or entry.standing is not Standing.DONE for entry in over)
+        for entry in over:
+            self._lent += map(ref, entry.unfreeze)
+            entry.unfreeze = []
+        self._begin_step()
+
+    def all_have_begun(self, boundary: Entry) -> list[Entry]:
+        """Note that the announced boundary is done; returns the calls that are released."""
+        released = [one for one in self.kept if one is not boundary]
+        self.kept = [boundary]
+        return released
+
+    def _begin_step(self) -> None:
+        self.entries = {}
         # The program's names count from 0 in each step. kfcomm's own count on: the kept boundary and the next one must
         # not have one key.
         self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
-        self.shown = last.contributors
         self.step += 1
-        self.outcomes = {key: outcome for key, outcome in self.outcomes.items() if outcome.step >= self.step}
-        return released
+        self.outcomes = {place: outcome for place, outcome in self.outcomes.items() if outcome.step >= self.step}
+
+    def lent(self) -> list[Array]:
+        """Results of the step before this one that the program still has."""
+        return [one for one in (there() for there in self._lent) if one is not None]
+
+    def thaw(self) -> None:
+        """Let the program write to the results of the step before this one."""
+        for one in self.lent():
+            one.setflags(write=True)
+        self._lent = []
 
     def restart(self) -> list[Entry]:
         """Count calls and steps from 0, as joining ranks count theirs; returns the calls that are released."""
         released = self.all_entries()
         self.kept, self.entries, self.outcomes, self._uses = [], {}, {}, {}
-        self.step = 0
+        self.step = self.latest = 0
         self.shown = self.comm.births
         return released
 
@@ -382,12 +321,11 @@ class CallLog:
         return sorted((*one.key, int(one.standing), one.contributors, one.step, one.why) for one in over)
 
     def digest(self) -> bytes:
-        """Digest of the calls that are over: ranks with equal digests need not compare their calls."""
+        """Digest of the step and its calls that are over: ranks with equal ones need not compare their calls."""
         # Without reasons, which name ranks; without HELD, which needs no outcome: the call is repeated.
         rows = [row[:-1] for row in self.standings() if row[2] != Standing.HELD]
-        return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
+        return hashlib.blake2b(msgpack.packb([self.step, rows]), digest_size=DIGEST_NBYTES).digest()
 
     def outcome_of(self, entry: Entry) -> CallOutcome | None:
         """Outcome that the ranks agreed on after a loss; None without one."""
-        outcome = self.outcomes.get(entry.key)
-        return outcome if outcome is not None and outcome.step == entry.step else None
+        return self.outcomes.get((entry.key, entry.step))

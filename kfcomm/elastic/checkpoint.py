@@ -328,10 +328,16 @@ class Checkpoint:
         self.lineage = about.lineage
         return about.place
 
+    def is_due_after(self, number: int, *, is_exact: bool) -> bool:
+        """Whether one is due at the boundary after this one, at which one can begin if the position is exact."""
+        return self.every == 1 if is_exact and self._is_due(number) else self._is_due(number + 1)
+
+    def _is_due(self, number: int) -> bool:
+        return number >= self._begun + self.every if self._begun >= 0 else number > 0
+
     def look(self, number: int, place: Any, epoch: int = 0) -> None:
         """Begin to write, at a boundary, if a checkpoint is due and the last one is written; costs a copy then."""
-        is_due = number >= self._begun + self.every if self._begun >= 0 else number > 0
-        if not is_due or (self._written is not None and not self._written.done()):
+        if not self._is_due(number) or (self._written is not None and not self._written.done()):
             return
         self._begun = number
         # Only the copy happens in the step; training continues while the thread writes it.

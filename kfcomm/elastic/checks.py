@@ -6,12 +6,15 @@ its path. Two values never share a path: keys are compared as plain values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from operator import index
 from typing import Any, TypeAlias
 
 from kfcomm.arrays import adapt
 from kfcomm.arrays.kinds import is_array_type
 from kfcomm.collectives.objects import packed, unpacked
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 
 Path: TypeAlias = tuple["str | int | MappingKey", ...]
@@ -165,3 +168,22 @@ def _check_array(value: Any) -> None:
         return
     except ConfigError as error:
         raise Unfit(str(error)) from None
+
+
+def passes_of(passes: Any) -> int | None:
+    """Check the argument ``passes`` of ``steps``."""
+    try:
+        return None if passes is None else index(passes)
+    except TypeError:
+        raise ConfigError(f"passes is a number of passes, or None, not {passes!r}") from None
+
+
+def names_of(used_in: Any) -> list[str] | None:
+    """Check the argument ``used_in`` of ``steps``; returns its names."""
+    if used_in is None:
+        return None
+    given = [used_in] if isinstance(used_in, str) else used_in
+    if not isinstance(given, Sequence | AbstractSet) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(f"used_in is the name of a call, or names, not {used_in!r}")
+    names: dict[str, None] = dict.fromkeys(checked_name(one) for one in given)
+    return sorted(names) if isinstance(given, AbstractSet) else list(names)

@@ -13,8 +13,9 @@ from kfcomm.arrays import is_list
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
 from kfcomm.common.arguments import whole_number
-from kfcomm.elastic.call_log import KINDS
-from kfcomm.elastic.dispatcher import Dispatcher, EpochReports
+from kfcomm.elastic.calls import KINDS
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.reports import EpochReports
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate, Seconds
 from kfcomm.world.communicator import Communicator

@@ -24,52 +24,16 @@ from functools import partial
 from typing import Any
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.elastic.call_log import CallLog, ElasticCall, ElasticHandle, Entry, Standing, Uids, decide
-from kfcomm.elastic.runner import CallRunner, frozen
+from kfcomm.elastic.call_log import BOUNDARY, CallLog, ElasticHandle, Entry, Standing, Uids
+from kfcomm.elastic.calls import ElasticCall
+from kfcomm.elastic.outcomes import decide
+from kfcomm.elastic.reports import EpochReports
+from kfcomm.elastic.results import frozen
+from kfcomm.elastic.runner import CallRunner, Judge
 from kfcomm.engine.agreements import AgreementCall as AgreementKind
 from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
 from kfcomm.world.communicator import Communicator
-from kfcomm.world.epochs import NO_PLAN, NUM_TELLERS, EpochPlan, Released, tell_store
-
-TELL_WITHIN_S = 2.0
-"""Wait of a leaving rank for a store that does not answer."""
-
-
-class EpochReports:
-    """Reports of one rank's epochs to the store, in the background: which ranks have joined, and which are lost."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._news: tuple[Uids, EpochPlan] | None = None  # of this epoch, until this rank has sent it
-        self._comm: Communicator | None = None
-
-    def begin(self, comm: Communicator, former: Uids, plan: EpochPlan) -> None:
-        """Report an epoch that has begun by this plan; ``former`` are the uids of the ranks of the one before."""
-        self._news, self._comm = (former, plan), comm
-        # Joining ranks wait for a report, and the next change does not end without them: so this rank reports as soon
-        # as those that should have are lost, also during a change.
-        comm._session.engine.loss_listeners.append(partial(self._tell, comm))
-        self._tell(comm)
-
-    def _tell(self, comm: Communicator) -> None:
-        """Send the report of the epoch of ``comm``, if that is this rank's task by now."""
-        if self._news is None or comm is not self._comm:
-            return
-        telling = tell_store(comm._session, *self._news, comm.strategy.name)
-        # Several ranks report the same, so that one death does not leave joining ranks waiting.
-        if comm.rank < NUM_TELLERS:
-            self._news = None
-        task = comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        """Wait a moment for reports that are being sent, and send no more."""
-        self._news = None
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=TELL_WITHIN_S)
-        for task in self._tasks:
-            task.cancel()
+from kfcomm.world.epochs import NO_PLAN, EpochPlan, Released
 
 
 class Recovery:
@@ -126,9 +90,10 @@ class Recovery:
         """Stop a change that is under way, and start no other."""
         self._is_closed = True
         self._unwatch()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in (self._task, self.runner.asking):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._reports.close()
 
     def _watch(self) -> None:
@@ -156,7 +121,7 @@ class Recovery:
             self._task = None
             log.is_changing = False
             self.paused_s += loop.time() - began_s
-        for entry in list(log.entries.values()):
+        for entry in log.all_entries():
             is_open = entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None
             if is_open and not log.is_changing:  # posting can meet the next loss, which starts another change
                 try:
@@ -189,6 +154,7 @@ class Recovery:
             self._plan = NO_PLAN
             self.runner.release(log.restart())
             return log.has_lost
+        log.latest = log.step  # of all ranks, unless digests differ
         try:
             # Mostly no rank has finished more than another, and one digest saves the exchange of all rows.
             if len(set(digests.values())) > 1:
@@ -201,6 +167,7 @@ class Recovery:
         """Exchange the standings of calls; from these all ranks compute the same outcomes."""
         log = self._log
         said = await log.comm.all_gather_object([log.step, log.standings()], "kfcomm/standings")
+        log.latest = max(step for step, _ in said)
         log.outcomes = dict(decide(said, log.comm.births))
         # The sender of a result may have nothing else to do in this call: its part is posted here.
         for entry in [one for one in log.all_entries() if one.standing in (Standing.DONE, Standing.FAILED)]:
@@ -213,10 +180,7 @@ class Recovery:
             error = EpochChanged("the communicator was closed while the ranks agreed on the survivors")
         elif isinstance(error, Released):
             error = EpochChanged(f"{error}: this rank is released", epoch=self._log.comm.epoch + 1)
-        self._log.error = error
-        for entry in list(self._log.entries.values()):
-            if entry.standing is not Standing.DONE:
-                entry.refuse(error)
+        self.runner.end_all(error)
 
 
 class Dispatcher:
@@ -235,6 +199,7 @@ class Dispatcher:
 
     def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
         """Begin a call of this step."""
+        self.post_boundary()
         handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
         entry = self.log.add(ElasticCall(verb, args, kwargs), handle)
         handle.withdraw = partial(self._runner.withdraw, entry)
@@ -261,6 +226,7 @@ class Dispatcher:
 
     def refuse(self, name: str | None, error: BaseException, steps: int) -> None:
         """Refuse this rank's next call of a name: it takes its place in the step, and fails on the other ranks."""
+        self.post_boundary()
         handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
         entry = self.log.add(ElasticCall("barrier", (name,), {}), handle)
         entry.refusal = error, steps
@@ -279,7 +245,7 @@ class Dispatcher:
         """Record a call that the caller executes in ``comm``, on any thread; None where only ``begin`` can."""
         log = self.log
         # No lock: a change that begins after this look waits for the call's end; if it was first, ``comm`` refuses it.
-        if comm is not log.comm or log.is_changing or log.outcomes or log.error is not None:
+        if comm is not log.comm or log.is_changing or log.outcomes or log.error is not None or log.pending is not None:
             return None
         return log.add(ElasticCall(verb, args, kwargs), None) if comm.births == log.shown else None
 
@@ -347,11 +313,44 @@ class Dispatcher:
         while unfinished := self.unfinished():
             await asyncio.wait(unfinished)
 
-    def end_step(self) -> Uids:
-        """Release the step's calls, which are all over; returns the ranks of the next step."""
+    def announce(self, numbers: Any, judge: Judge) -> Handle[Any]:
+        """Begin the next step before all ranks have ended this one; returns the handle of the boundary's sums.
+
+        Results of the step reach their callers when the sums are there, and ``judge`` finds nothing wrong with them.
+        """
+        self._hear_void()
+        handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
+        self.log.announce(self.log.add(ElasticCall("all_reduce", (numbers, BOUNDARY), {}), handle))
+        self._runner.judge = judge
+        return handle
+
+    def post_boundary(self) -> None:
+        """Post an announced boundary, with the first call of its step, or at the end of a step without calls."""
+        # Not when it is announced: whoever waits for it waits for a call of this step, too, and the thread that drives
+        # the engine while no caller does would be woken for it.
+        log, boundary = self.log, self.log.pending
+        if log.is_unposted and boundary is not None and not log.is_changing:
+            if log.error is not None:
+                log.is_unposted = False
+                boundary.refuse(log.error)
+            else:
+                self._runner.post(boundary, is_first=True)
+
+    async def met(self) -> None:
+        """Wait until the announced boundary is done, and all ranks are known to be at the same position."""
+        self.post_boundary()
+        boundary = self.log.pending
+        if boundary is not None and boundary.outer is not None:
+            await asyncio.wait([boundary.outer])
+
+    def _hear_void(self) -> None:
         if any(one.is_void for one in self.log.entries.values()):
             for entry in self.log.entries.values():
                 entry.heard()  # the caller has heard of the void step from one call, and left the others
+
+    def end_step(self) -> Uids:
+        """Release the step's calls, which are all over; returns the ranks of the next step."""
+        self._hear_void()
         self._runner.release(self.log.next_step())
         self._runner.transfer.cancel_before(self.log.step)
         return self.log.shown
@@ -361,6 +360,7 @@ class Dispatcher:
         await self.recovery.close()
         entries = self.log.all_entries()
         self._runner.release(entries)
+        self.log.thaw()
         for entry in entries:
             if type(entry.inner) is int or (entry.outer is not None and not entry.outer.done()):
                 text = f"{entry.call.verb} {entry.title} was still under way when its Elastic ended"

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import adapt, adapt_out, is_list
-from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.core.collective import OWN_NAMES
-from kfcomm.elastic.call_log import CallLog, CallOutcome, ElasticCall, Entry, Key, Standing, Uids
+from kfcomm.elastic.call_log import CallLog, CallOutcome, Entry, Standing, Uids
+from kfcomm.elastic.results import GIVEN_AS_ARRAYS, ResultTransfer, frozen, is_bare, name_for, received, written
 from kfcomm.elastic.state import Array
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost
 
-GIVEN_AS_ARRAYS = ("all_reduce", "monitored_all_reduce", "broadcast")
-"""Verbs whose result has the shape and dtype of every rank's input."""
 ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)
 ABORTED_S = 0.5
 """Wait for the loss of a rank after an aborted call: a rank that fails aborts its calls first, and leaves then."""
 MAX_SCRATCH = 8
 """Buffers of one shape and dtype that are cached for results in place."""
+
+
+Judge: TypeAlias = Callable[[Array], Callable[[], Awaitable[None]] | None]
 
 
 class CallRunner:
@@ -42,12 +41,18 @@ class CallRunner:
         # Repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all
         self._finishes = finishes
         self._quiet: asyncio.Future[None] | None = None
+        self._held: list[Entry] = []  # over, until the ranks are known to be at the same position
         self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
+        # Judges the sums of an announced boundary: None, or a function that exchanges what is wrong, and raises it
+        self.judge: Judge | None = None
+        self.asking: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- cancellations and timeouts
 
     def withdraw(self, entry: Entry) -> bool:
         """Cancel a call for its caller, on all ranks where it is not over; False if it is over here."""
+        if entry in self._held:  # over among the ranks; its caller does not wait for the boundary
+            return True
         inner = entry.inner
         if isinstance(inner, Handle) and inner.done() and not inner.cancelled() and inner.exception() is None:
             self._ended(entry, inner)  # its callback is due, and would come too late
@@ -68,7 +73,7 @@ class CallRunner:
         if entry.call.kind.is_own and entry.standing is Standing.POSTED and not entry.has_told:
             entry.has_told = True
             with contextlib.suppress(KfcommError):
-                self.log.comm.refuse(name_for("all", entry.key), error)
+                self.log.comm.refuse(name_for("all", entry), error)
 
     def _refuse_part(self, entry: Entry, root: Any) -> None:
         """Post a call that its caller cancelled during a change: it keeps its place, and fails everywhere."""
@@ -99,6 +104,7 @@ class CallRunner:
     def post(self, entry: Entry, *, is_first: bool = False) -> None:
         """Execute a call in this epoch, as far as what other ranks have of it allows."""
         log, outcome = self.log, self.log.outcome_of(entry)
+        log.is_unposted = log.is_unposted and entry is not log.pending
         entry.stop_timer()
         entry.has_told = False
         # An outcome of all ranks comes before anything that this rank decides itself.
@@ -121,7 +127,8 @@ class CallRunner:
         if outcome.giver < 0:
             if self.log.root_of(entry) is None:
                 return  # it has failed for that, on all ranks
-            if self._finishes:
+            # With the call of an earlier step other ranks have begun the next one: that step cannot be void.
+            if self._finishes or entry.step < self.log.latest:
                 entry.refuse(CollectiveAborted(outcome.why, key=entry.name))
             else:
                 self._void(entry, "it had failed on another rank")
@@ -179,7 +186,7 @@ class CallRunner:
         elif entry.call.kind.is_own and entry.standing is Standing.POSTED:
             entry.result, entry.standing = handle.result(), Standing.HELD
             left_s = entry.seconds_left(log.reactor.time())
-            self._follow(entry, log.comm.barrier(name_for("all", entry.key), timeout=left_s))
+            self._follow(entry, log.comm.barrier(name_for("all", entry), timeout=left_s))
         else:
             result = entry.result if entry.standing is Standing.HELD else handle.result()
             self._finish(entry, result, log.comm.births)
@@ -231,6 +238,56 @@ class CallRunner:
     def _finish(self, entry: Entry, result: Any, contributors: Uids) -> None:
         entry.standing, entry.contributors = Standing.DONE, contributors
         entry.result = result
+        if entry is self.log.pending:
+            self._all_have_begun(entry)
+        elif self.log.pending is not None and not entry.is_own and not self._is_sender(entry):
+            self._held.append(entry)
+        else:
+            self._deliver(entry)
+
+    def _is_sender(self, entry: Entry) -> bool:
+        """Whether the result is this rank's own: the root of a broadcast waits for no other rank."""
+        comm = self.log.comm
+        return not entry.call.kind.is_own and self.log.root_of(entry) == comm.rank
+
+    def _all_have_begun(self, boundary: Entry) -> None:
+        """Compare the positions of all ranks: if they differ, all calls of the step end by an error."""
+        self.release(self.log.all_have_begun(boundary))
+        self.transfer.cancel_before(boundary.step)
+        ask = None if self.judge is None else self.judge(boundary.result)
+        if ask is None:
+            self._confirm(boundary)
+        else:
+            self.asking = self.log.comm._session.engine.loop.create_task(self._ask(boundary, ask))
+
+    async def _ask(self, boundary: Entry, ask: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await ask()
+        except KfcommError as error:
+            self.end_all(error)
+        else:
+            self._confirm(boundary)
+
+    def _confirm(self, boundary: Entry) -> None:
+        """Deliver the results that have waited for the boundary."""
+        self.log.pending = None
+        held, self._held = self._held, []
+        for entry in (boundary, *held):
+            self._deliver(entry)
+
+    def end_all(self, error: BaseException) -> None:
+        """End all calls, and refuse later ones."""
+        self.log.error = error
+        for entry in self.log.all_entries():
+            if entry.standing is not Standing.DONE or entry in self._held or entry is self.log.pending:
+                entry.refuse(error)
+            if entry is self.log.pending:
+                entry.heard()  # the calls of the step have the same error
+        self._held = []
+
+    def _deliver(self, entry: Entry) -> None:
+        """Give the result to the caller."""
+        result = entry.result
         if entry.outer is None or entry.outer.done():
             return
         out = entry.call.get("out")
@@ -242,13 +299,14 @@ class CallRunner:
             return
         if out is None:
             entry.unfreeze = frozen(result)
-        entry.outer.contributors = contributors
+            entry.is_bare = is_bare(result)
+        entry.outer.contributors = entry.contributors
         entry.outer.set_result(shown)
 
     async def wait_until_quiet(self) -> None:
         """Wait until all calls in flight have ended, which the loss makes them do at once."""
         # A call that ended late could write to an input that the next epoch reads.
-        while any(entry.inner is not None for entry in list(self.log.entries.values())) or self.transfer.parts:
+        while any(entry.inner is not None for entry in self.log.all_entries()) or self.transfer.parts:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet
 
@@ -267,118 +325,3 @@ class CallRunner:
                 free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
                 if len(free) < MAX_SCRATCH:
                     free.append(entry.scratch)
-
-
-class ResultTransfer:
-    """Transfer of results of one rank, or to it, in the communicator of the epoch."""
-
-    def __init__(self, log: CallLog, ended: Callable[[], None]) -> None:
-        # This rank's part in calls that are over here, each with the step of the call
-        self.parts: dict[Handle[Any], int] = {}
-        self._log = log
-        self._ended = ended
-
-    def begin(self, entry: Entry, outcome: CallOutcome, timeout_s: float | None) -> Handle[Any]:
-        """Post the broadcast of a result, which all ranks do, with and without it."""
-        comm, call = self._log.comm, entry.call
-        root, name = comm.births.index(outcome.giver), name_for("given", entry.key)
-        is_here = entry.standing is Standing.DONE
-        # All ranks know shape and dtype, so the array travels as it is; other results need msgpack.
-        if call.verb in GIVEN_AS_ARRAYS:
-            return comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=timeout_s)
-        value = None if not is_here else entry.result if _is_object(call) else plain(entry.result)
-        return comm.broadcast_object(value, root, name, timeout=timeout_s)
-
-    def take_part(self, entry: Entry, outcome: CallOutcome) -> None:
-        """Take part in sending the result of a call that is over on this rank, done or failed."""
-        try:
-            if entry.refusal is not None:
-                raise entry.refusal[0]
-            handle = self.begin(entry, outcome, None)
-        except Exception as error:
-            if entry.standing is Standing.DONE:
-                raise
-            self._log.comm.refuse(name_for("given", entry.key), error)  # its input was the reason of the failure
-            return
-        self.parts[handle] = entry.step
-        handle.when_done(self._log.reactor, self._part_done)
-
-    def cancel_before(self, step: int) -> None:
-        """Cancel this rank's part in calls of past steps: a rank that has not come to them will not."""
-        for handle, number in list(self.parts.items()):
-            if number < step:
-                handle.cancel()
-
-    def _part_done(self, handle: Handle[Any]) -> None:
-        self.parts.pop(handle, None)
-        looked_at(handle)
-        self._ended()
-
-
-def received(call: ElasticCall, value: Any) -> Any:
-    """Result of a call from what a `ResultTransfer` has brought."""
-    if call.verb in GIVEN_AS_ARRAYS or _is_object(call):
-        return value
-    return restored(value, call.get("arrays" if call.verb == "all_reduce_many" else "x"))
-
-
-def _is_object(call: ElasticCall) -> bool:
-    return call.verb.endswith("_object") or call.verb == "consensus"
-
-
-def name_for(what: str, key: Key) -> str:
-    """Return a reserved name for a hidden part of a call."""
-    digest = hashlib.blake2b(key[0].encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return f"kfcomm/{what}/{digest}/{key[1]}"
-
-
-def frozen(result: Any) -> list[Array]:
-    """Make the NumPy arrays in a result read-only; returns those that were writeable, for the undo."""
-    parts: Iterable[Any] = (result,)
-    if isinstance(result, (list, tuple, dict)):
-        parts = result.values() if isinstance(result, dict) else result
-    # The result may still have to be sent to a rank that lacks it: a write by the caller would make
-    # ranks differ without an error.
-    found = [one for one in parts if type(one) is np.ndarray and one.flags.writeable]
-    for one in found:
-        one.setflags(write=False)
-    return found
-
-
-def plain(result: Any) -> Any:
-    """Encode a result for msgpack."""
-    if isinstance(result, (list, tuple)):
-        return ["list", [plain(one) for one in result]]
-    if isinstance(result, dict):
-        return ["dict", [[key, plain(one)] for key, one in result.items()]]
-    view = adapt(result)
-    return ["array", [list(view.shape), view.dtype.name, view.flat.tobytes()]]
-
-
-def restored(fields: Any, like: Any) -> Any:
-    """Decode a result of `plain`, as the kind of array that the caller gave (``like``)."""
-    what, value = fields
-    if what == "list":
-        return [restored(one, like) for one in value]
-    if what == "dict":
-        return {key: restored(one, like[key]) for key, one in value}
-    shape, dtype, data = value
-    first = like[0] if isinstance(like, (list, tuple)) and like else like
-    flat = np.frombuffer(bytearray(data), dtype_of(dtype))
-    return flat.reshape(shape) if first is None else adapt(first).restore(flat, tuple(shape))
-
-
-def written(result: Any, out: Any) -> Any:
-    """Copy a result to the caller's ``out``; returns ``out``."""
-    if isinstance(out, Mapping):
-        for key, one in result.items():
-            written(one, out[key])
-    elif is_list(out):
-        for one, place in zip(result, out, strict=True):
-            written(one, place)
-    else:
-        view = adapt(result)
-        to = adapt_out(out, view.shape, view.dtype)
-        to.flat[:] = view.flat
-        to.finish()
-    return out

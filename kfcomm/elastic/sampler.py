@@ -285,6 +285,13 @@ class Told(NamedTuple):
     made: list[str]  # names of the calls that were made
 
 
+class EndedStep(NamedTuple):
+    """Step that is over, and its ranks; which of its samples are used is not known yet."""
+
+    step: Step
+    uids: Uids
+
+
 def check_names(number: int, told: Sequence[Told]) -> None:
     """Refuse names by which no rank has made a call in a step of this number."""
     missing = sorted(set.intersection(*(set(one.missing) for one in told)))
@@ -357,23 +364,27 @@ class Course:
         is_whole = self._is_done and (self.names is None or not self._has_failed)
         return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
 
-    def end_step(self, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
-        """Repeat unused samples of the step; ``uids``: the remaining ranks, with their reports."""
+    def ended(self) -> EndedStep | None:
+        """End the step; returns it, for `settle`. None between steps."""
         step, self.step, self._is_void = self.step, None, False
-        if step is not None:
-            if not is_void:
-                check_names(step.number, told)
-            # All ranks have equal reports and samplers, so all give back the same shares.
-            counted = () if is_void else self._counted(uids, told)
-            for rank, uid in enumerate(self._uids):
-                if uid not in counted:
-                    self.sampler.give_back(share(step.batch, rank, len(self._uids)))
+        return None if step is None else EndedStep(step, self._uids)
 
-    def _counted(self, uids: Uids, told: Sequence[Told]) -> Uids:
-        """Uids of the ranks whose samples are used."""
+    def settle(self, ended: EndedStep | None, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
+        """Repeat unused samples of a step that has ended; ``uids``: the remaining ranks, with their reports."""
+        if ended is not None:
+            if not is_void:
+                check_names(ended.step.number, told)
+            # All ranks have equal reports and samplers, so all give back the same shares.
+            counted = () if is_void else self._counted(ended.uids, uids, told)
+            for rank, uid in enumerate(ended.uids):
+                if uid not in counted:
+                    self.sampler.give_back(share(ended.step.batch, rank, len(ended.uids)))
+
+    def _counted(self, former: Uids, uids: Uids, told: Sequence[Told]) -> Uids:
+        """Uids of the ranks whose samples are used; ``former`` are those of the step."""
         if any(one.is_whole for one in told):
             # One rank that has the result decides: a rank that cancelled the call does not know the contributors.
             lacking = {uid for one in told for uid in one.lacking}
-            return tuple(uid for uid in self._uids if uid not in lacking)
+            return tuple(uid for uid in former if uid not in lacking)
         is_tried = any(one.is_tried for one in told)
         return () if is_tried and self.names is not None else uids

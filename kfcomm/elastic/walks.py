@@ -3,28 +3,30 @@
 At a boundary between two steps the ranks compare their positions, report faults, agree on the samples that were used,
 and carry out requests. Ranks join and leave, and checkpoints are written, only between steps of the outermost walk:
 only there does the state hold all of the program's progress.
+
+Mostly a rank *announces* a boundary: it begins the step without waiting, and reads the sums of all reports when that
+step ends, so that all of them hold one step later. Where something has to be known at once, the ranks *meet*: after a
+loss, at the ends of walks and passes, within steps of another walk, where a checkpoint is due, and at the boundary
+after one that told of a request. All ranks choose alike, by what all of them know.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
-from operator import index
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import msgpack
 import numpy as np
 
-from kfcomm.common.arguments import checked_name
+from kfcomm.collectives.handle import Handle
+from kfcomm.elastic.boundary import Report, Sums, hash_of, reports_of
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
-from kfcomm.elastic.checks import sendable, unreadable
+from kfcomm.elastic.checks import names_of, passes_of, sendable, unreadable
 from kfcomm.elastic.joining import Handover, SizeRequests
-from kfcomm.elastic.sampler import Course, ElasticSampler, Position, Samplers, Step, Told, share
-from kfcomm.elastic.state import Kept, State, fault_of
+from kfcomm.elastic.sampler import Course, ElasticSampler, EndedStep, Position, Samplers, Step, Told, share
+from kfcomm.elastic.state import Kept, State, arrays_of, fault_of
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.world.epochs import NO_PLAN, EpochPlan
 
@@ -49,6 +51,15 @@ LOOKS_SHARE = 50
 """Another state is checked again after this many times the duration of its check."""
 
 
+class Announced(NamedTuple):
+    """Boundary whose sums are read when its step ends, and the step before it."""
+
+    handle: Handle[Any]
+    report: Report
+    course: Course
+    ended: EndedStep | None
+
+
 class Walks:
     """Walks of one rank while an ``Elastic`` is open."""
 
@@ -70,6 +81,9 @@ class Walks:
         self._walk: list[Any] | None = None
         self._is_joining = False
         self._has_left_out = False
+        self._announced: Announced | None = None  # the latest boundary, while its sums are not read
+        self._is_exact = True  # the samplers' positions are: the ranks have met at the latest boundary
+        self._has_to_meet = False  # at the next boundary, since the latest one told of something to be done there
         self._looks_at_s = 0.0
         self._lineage: list[str] = []
         self._fault: str | None = None
@@ -90,7 +104,7 @@ class Walks:
         calls = self._calls
         if calls.recovery.is_released:
             return
-        course = Course(self._samplers.name_of(sampler), sampler, _passes(passes), _names(used_in))
+        course = Course(self._samplers.name_of(sampler), sampler, passes_of(passes), names_of(used_in))
         is_first = not self.is_replaying
         if self.is_replaying and not self._is_here(course):
             return
@@ -147,13 +161,18 @@ class Walks:
     def _look(self, course: Course, kept: Sequence[Kept]) -> None:
         """Copy the state at this boundary; a fault is reported at the next one."""
         try:
-            if self._checkpoint is not None and self._comm.rank == 0 and not self._is_within(course):
+            checkpoint = self._written(course)
+            if checkpoint is not None and self._is_exact:
                 place = list(self._place(course, self._number() + 1))
-                self._checkpoint.look(self._number(), place, self._comm.current.epoch)
+                checkpoint.look(self._number(), place, self._comm.current.epoch)
             for one in kept:
                 one.keep(self._samplers.places())
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
             self._fault = unreadable("the state", error)
+
+    def _written(self, course: Course) -> Checkpoint | None:
+        """Checkpoint that this rank writes between steps of this walk."""
+        return None if self._comm.rank or self._is_within(course) else self._checkpoint
 
     def _place(self, course: Course, steps: int) -> Position:
         return Position(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)
@@ -177,24 +196,72 @@ class Walks:
         for one in reversed([one for one in self._open if one.step is not None]):
             one.note(self._calls.log, is_innermost=is_innermost)
             is_innermost = is_innermost and one.is_left  # calls after its end belong to the walk around it
-        is_void = course.is_void
+        yield from self._settle()
+        # The all_reduce may be done while the epoch changes: the next step needs the new ranks.
+        if self._calls.log.is_changing:
+            yield self._calls.recovery.settled
         self._requests.look(self._comm.current)
-        is_wanted = not self._is_within(course) and self._requests.is_wanted(self._comm.current)
-        fault = self._fault or self._looked_for()
-        where = [course.name, course.sampler.state_dict(), course.passes, course.names]
+        self._is_exact = not self._can_announce(course)
+        self._has_to_meet = False
+        if self._is_exact:
+            return (yield from self._carry_out(course, kept))
+        yield from self._announce(course)
+        return self._comm.births
+
+    def _can_announce(self, course: Course) -> bool:
+        """Whether the next step can begin before the reports on the last one are known; the same on all ranks."""
+        log = self._calls.log
+        return (
+            not (self._restarts or self._has_to_meet)  # what is repeated is the latest step of all ranks
+            and log.may_announce
+            and log.step > 1  # joining ranks have come, and names of calls are checked after the first step
+            and self._open == [course]
+            and course.step is not None
+            and course.sampler.left > 0  # else samples that are given back decide whether there is another step
+        )
+
+    def _announce(self, course: Course) -> Walk[None]:
+        """Begin the next step without waiting for the others."""
+        calls = self._calls
+        report = self._report(course, [list(course.told())], [self._is_wanted(course), course.is_void, False])
+        judge = partial(self._judge, report)
+        self._announced = Announced(calls.announce(report.numbers(), judge), report, course, course.ended())
+        # A rank may still need a result of the last step, which the program is to change: that has to wait.
+        if calls.log.is_unsettled or self._holds(calls.log.lent()):
+            yield calls.met
+            calls.log.thaw()
+
+    def _holds(self, results: Sequence[np.ndarray[Any, Any]]) -> bool:
+        """Whether the state has one of the results, or a part of one."""
+        roots = {id(_root(one)) for one in results}
+        return bool(roots) and any(id(_root(array)) in roots for _, array in arrays_of(self._state))
+
+    def _settle(self) -> Walk[None]:
+        """Read the sums of an announced boundary: its step is over, and the samples of the step before are settled."""
+        announced, self._announced = self._announced, None
+        if announced is None:
+            return
+        handle, report, course, ended = announced
+        if not handle.done():
+            yield self._calls.met
+        sums = Sums.of(handle.result())
+        self._calls.log.thaw()
+        told = yield from self._told(report, sums)
+        wanted, void, _, is_due = sums.flags
+        course.settle(ended, handle.contributors or (), [one for each in told for one in each], is_void=void)
+        self._has_to_meet = wanted or is_due
+
+    def _carry_out(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
+        """Meet the other ranks, settle the samples of the steps that are over, and carry out requests."""
         place = self._open.index(course)
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
-        is_other_void = any(one.is_void for one in ending[:-1])
         rows = [list(one.told()) for one in ending if one.step is not None]
-        uids, (wanted, void, other_void), told = yield from self._meet(
-            where,
-            [is_wanted, is_void, is_other_void],
-            lambda: f"begins step {self._number() + 1} with {course!r}",
-            fault,
-            rows,
-        )
+        is_other_void = any(one.is_void for one in ending[:-1])
+        report = self._report(course, rows, [self._is_wanted(course), course.is_void, is_other_void])
+        uids, (wanted, void, other_void, is_due), told = yield from self._meet(report)
         for one in ending[:-1]:
-            one.end_step(uids, [each.pop(0) for each in told if one.step is not None], is_void=other_void)
+            reports = [each.pop(0) for each in told if one.step is not None]
+            one.settle(one.ended(), uids, reports, is_void=other_void)
             self._open.remove(one)
         # The whole step is repeated: its samples are not given back, its state and samplers are restored.
         if void and kept and course.step is not None:
@@ -202,12 +269,25 @@ class Walks:
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
-        course.end_step(uids, [each.pop(0) for each in told if each], is_void=void)
+        course.settle(course.ended(), uids, [each.pop(0) for each in told if each], is_void=void)
+        self._has_to_meet = is_due
         # A change at the end of a pass would make joining ranks enter a loop that is over.
         if not (wanted and course.sampler.left):
             return uids
         yield partial(self._change, course)
         return self._comm.births
+
+    def _is_wanted(self, course: Course) -> bool:
+        return not self._is_within(course) and self._requests.is_wanted(self._comm.current)
+
+    def _report(self, course: Course, rows: list[list[Any]], flags: list[bool]) -> Report:
+        """Report of this rank at the boundary before the next step."""
+        number = self._number() + 1
+        where = [self._calls.log.step, course.name, course.sampler.state_dict(), course.passes, course.names]
+        checkpoint = self._written(course)
+        is_due = checkpoint is not None and checkpoint.is_due_after(number, is_exact=self._is_exact)
+        text = f"begins step {number} with {course!r}"
+        return Report(hash_of(where), text, self._fault or self._looked_for(), rows, [*flags, is_due])
 
     def _looked_for(self) -> str | None:
         """Fault of the state, if a check is due: checks take a small share of the time."""
@@ -229,45 +309,45 @@ class Walks:
             )
         if self._calls.unfinished():
             yield self._calls.finish
-        yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None, [])
+        yield from self._settle()
+        where = hash_of([self._calls.log.step, "end"])
+        yield from self._meet(Report(where, "leaves the Elastic", None, [], ()))
 
-    def _meet(
-        self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None, rows: list[Any]
-    ) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
+    def _meet(self, report: Report) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
         """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
 
         Returns the uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank
         on the steps that are over; only those of this rank where all are the same.
         """
-        # One all_reduce of numbers for all of this: mostly positions and reports are equal, and need not be gathered.
-        # The hash travels in halves: squares of 32 bits, summed over ranks, would not fit in 64.
-        number = _number_of([self._calls.log.step, *where])
-        at = [number >> 16, number & 0xFFFF]
-        row = _number_of(rows) & 0xFFFFFF
-        mine = np.array([1, *at, *(one * one for one in at), row, row * row, *flags, fault is not None], np.int64)
-        count, high, low, high_squared, low_squared, all_rows, squared, *found, wrong = (yield mine).tolist()
+        sums = Sums.of((yield report.numbers()))
         # The all_reduce may be done while the epoch changes: the next step needs the new ranks.
         if self._calls.log.is_changing:
             yield self._calls.recovery.settled
-        text = describe()
         uids = self._calls.end_step()
-        # by Cauchy's inequality they are equal only if all are the same, and so on all ranks or on none
-        if wrong or count * high_squared != high * high or count * low_squared != low * low:
-            yield partial(self._tell, number, text, fault)
-        told = [rows]
-        if count * squared != all_rows * all_rows:
-            yield partial(self._tell_rows, rows, told)
-        return uids, [one > 0 for one in found], [[Told(*row) for row in each] for each in told]
+        if sums.is_wrong:
+            yield partial(self._tell, report)
+        return uids, sums.flags, (yield from self._told(report, sums))
+
+    def _judge(self, report: Report, numbers: Any) -> Callable[[], Awaitable[None]] | None:
+        """Return what is to be done about the sums of an announced boundary before calls of its step can end."""
+        return partial(self._tell, report) if Sums.of(numbers).is_wrong else None
+
+    def _told(self, report: Report, sums: Sums) -> Walk[list[list[Told]]]:
+        """Reports of each rank on the steps that are over; only those of this rank where all are the same."""
+        told = [report.told]
+        if not sums.are_told_alike:
+            yield partial(self._tell_rows, report.told, told)
+        return reports_of(told)
 
     async def _tell_rows(self, rows: list[Any], told: list[list[Any]]) -> None:
         """Gather the reports of all ranks, which differ, into ``told``."""
         found, _ = await self._calls.gather(rows, "used")
         told[:] = found
 
-    async def _tell(self, number: int, text: str, fault: str | None) -> None:
+    async def _tell(self, report: Report) -> None:
         """Exchange positions and faults after a rank has signalled one, and raise the error on all ranks."""
         # If that rank is lost meanwhile, nothing may be wrong any more.
-        rows, _ = await self._calls.gather([number, sendable(text), fault], "place")
+        rows, _ = await self._calls.gather([report.place, sendable(report.text), report.fault], "place")
         for rank, (_, _, wrong) in enumerate(rows):
             if wrong is not None:
                 raise ConfigError(f"rank {rank}: {wrong}")
@@ -305,23 +385,8 @@ class Walks:
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
 
 
-def _passes(passes: Any) -> int | None:
-    try:
-        return None if passes is None else index(passes)
-    except TypeError:
-        raise ConfigError(f"passes is a number of passes, or None, not {passes!r}") from None
-
-
-def _names(used_in: Any) -> list[str] | None:
-    if used_in is None:
-        return None
-    given = [used_in] if isinstance(used_in, str) else used_in
-    if not isinstance(given, Sequence | AbstractSet) or not all(isinstance(one, str) for one in given):
-        raise ConfigError(f"used_in is the name of a call, or names, not {used_in!r}")
-    names: dict[str, None] = dict.fromkeys(checked_name(one) for one in given)
-    return sorted(names) if isinstance(given, AbstractSet) else list(names)
-
-
-def _number_of(value: Any) -> int:
-    """32-bit hash of a value."""
-    return int.from_bytes(hashlib.blake2b(msgpack.packb(value), digest_size=4).digest(), "little")
+def _root(array: Any) -> Any:
+    """Array that has the memory of another one."""
+    while isinstance(base := getattr(array, "base", None), np.ndarray):
+        array = base
+    return array

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kfcomm.elastic.call_log import BOUNDARY, KINDS, Entry, Standing
+from kfcomm.elastic.call_log import BOUNDARY, Entry, Standing
+from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.communicator import is_of_step
 from kfcomm.elastic.dispatcher import Dispatcher

@@ -14,7 +14,8 @@ import pytest
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.elastic.call_log import CallOutcome, Entry
-from kfcomm.elastic.runner import CallRunner, ResultTransfer
+from kfcomm.elastic.results import ResultTransfer
+from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
 from tests.elastic.support import Died, die
@@ -46,19 +47,34 @@ async def heard(comm: Any) -> None:
 
 
 @pytest.mark.asyncio
-async def test_results_can_be_written_to_when_the_step_is_over() -> None:
+async def test_results_are_read_only_until_the_next_step_is_over() -> None:
     async with world(2, elastic=True) as comms:
-        kept: list[Any] = []
+        kept: dict[int, list[Any]] = {0: [], 1: []}
 
         async def body(comm: Any, step: Any) -> None:
-            assert comm.rank == 1 or all(one.flags.writeable for one in kept)
+            assert all(one.flags.writeable for one in kept[comm.rank][:-1])
             result = await comm.all_reduce(np.ones(3))
             with pytest.raises(ValueError, match="read-only"):
                 result += 1
-            if comm.rank == 0:
-                kept.append(result)
+            kept[comm.rank].append(result)
 
-        await train(comms, body)
+        await train(comms, body, length=20)
+
+
+@pytest.mark.asyncio
+async def test_result_in_the_state_can_be_written_to_when_its_step_is_over() -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state = State(parts={"model": np.zeros(3)})
+            async with Elastic(comm, state) as elastic:
+                async for step in elastic.steps(ElasticSampler(20, 2)):
+                    state.parts["model"] += step.number
+                    mean = await comm.all_reduce(state.parts["model"], op="avg")
+                    state.parts["model"] = mean
+            return state.parts["model"].tolist()
+
+        assert await run_ranks(comms, main) == [[45.0] * 3] * 2
 
 
 @pytest.mark.asyncio

@@ -83,7 +83,7 @@ def test_it_is_refused_where_it_is_assigned_with_its_path(what: str) -> None:
 
 @pytest.mark.parametrize("what", UNSENDABLE)
 @pytest.mark.asyncio
-async def test_unsendable_value_added_later_raises_everywhere_at_the_next_boundary(what: str) -> None:
+async def test_unsendable_value_added_later_raises_everywhere_by_the_end_of_the_next_step(what: str) -> None:
     make, words = UNSENDABLE[what]
     async with world(3, elastic=True, timeout=3600) as comms:
 
@@ -100,7 +100,7 @@ async def test_unsendable_value_added_later_raises_everywhere_at_the_next_bounda
                 return steps if is_told else -1
             return -2
 
-        assert await run_ranks(comms, main) == [4, 4, 4]
+        assert await run_ranks(comms, main) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("what", ["tuple key", "object array", "endless", "equal keys"])
