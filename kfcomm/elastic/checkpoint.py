@@ -40,7 +40,8 @@ from kfcomm.arrays import dtype_of
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.elastic.checks import sendable
 from kfcomm.elastic.replicas import checksum
-from kfcomm.elastic.state import Form, Kept, State, difference, load_form, outline_of, plan_of
+from kfcomm.elastic.snapshots import Form, Kept, load_form
+from kfcomm.elastic.state import State, difference, outline_of, plan_of
 from kfcomm.elastic.trees import Array, described
 from kfcomm.errors import ConfigError
 
@@ -70,6 +71,12 @@ class CheckpointHeader(NamedTuple):
     sums: list[int] | None  # checksums of the bytes of the arrays; None in files of form 1
     objects: Any = NO_OBJECTS  # description of the states of objects, by name
     num_parts: int = 0  # arrays of objects
+    ways: list[list[Any]] = []  # noqa: RUF012  see ``state.Snapshot``; never written to
+
+    def form(self) -> Form:
+        """Return the values of the state without the contents of arrays."""
+        num = len(self.plan) - self.num_parts
+        return Form(self.plan[:num], self.outline or [], self.small, self.objects, self.plan[num:], self.ways)
 
 
 def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> None:
@@ -314,8 +321,7 @@ class Checkpoint:
         if found is None:
             return None
         about, _ = found
-        num_plain = len(about.plan) - about.num_parts
-        form = Form(about.plan[:num_plain], about.outline or [], about.small, about.objects, about.plan[num_plain:])
+        form = about.form()
         if (mine := plan_of(self._state)) != form.plan:
             raise ConfigError(f"{self.name} does not fit: {difference(mine, form.plan, 'the checkpoint')}")
         if about.outline not in (None, outline_of(self._state)):
@@ -355,7 +361,7 @@ class Checkpoint:
         kept, writer = self._kept, Writer(self.lineage[-1], epoch)
         form, told = kept.form, (kept.place, number, self.lineage, epoch, None)
         plan = [*form.plan, *form.parts]
-        about = CheckpointHeader(plan, form.outline, form.small, *told, form.objects, len(form.parts))
+        about = CheckpointHeader(plan, form.outline, form.small, *told, form.objects, len(form.parts), form.ways)
         try:
             clear(self.path, writer)
             draft = Draft(self.path, writer)

@@ -34,9 +34,11 @@ from kfcomm.elastic.checkpoint import Checkpoint, Found
 from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.merging import Merging
 from kfcomm.elastic.replicas import spread
 from kfcomm.elastic.sampler import Position
-from kfcomm.elastic.state import Form, Snapshot, State, difference, fault_of, load_form, places_of
+from kfcomm.elastic.snapshots import Form, Kept, Snapshot, load_form
+from kfcomm.elastic.state import State, difference, fault_of, places_of
 from kfcomm.elastic.trees import Array
 from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost, RendezvousError
 from kfcomm.rendezvous.keyvalue import AGAIN_S, StoreClosed
@@ -52,7 +54,7 @@ class StateOffer(NamedTuple):
 
     plan: list[list[Any]]  # see ``Form``
     outline: list[Any]  # see ``Form``
-    told: list[Any]  # position of training, and the rest of the form
+    told: list[Any]  # position of training, the rest of the form, and forms and places of kept copies
     wrong: str | None  # fault for which it can neither send nor receive a state
     program: str
     options: dict[str, Any]  # of its ``Elastic``, by name
@@ -61,6 +63,18 @@ class StateOffer(NamedTuple):
     def form(self) -> Form:
         """Values of its state without the contents of arrays."""
         return Form(self.plan, self.outline, *self.told[1])
+
+    @property
+    def kept(self) -> list[tuple[Form, Any]]:
+        """Copies of its state that it has kept: their forms, and positions of samplers."""
+        return [(Form(*form), place) for form, place in self.told[2]]
+
+
+class Held(NamedTuple):
+    """Values of a rank's state while it is handed over."""
+
+    objects: Mapping[str, Any] | None  # states of its objects
+    arrays: list[Array]  # flat, those of kept copies last
 
 
 class Handover:
@@ -71,6 +85,7 @@ class Handover:
     ) -> None:
         self.comm = comm
         self.calls = calls
+        self.merging = Merging(calls, state)
         self._state = state
         self._program = program  # see ``program_digest``, from when training began
         self._options = options  # options of this rank's ``Elastic``, by name; the same on all ranks
@@ -89,6 +104,7 @@ class Handover:
         # Among ranks that begin together the fault of one is an error on all; that of a joining rank is an error on
         # that rank alone, as training must not end by it.
         are_new = are_new or having is None
+        is_merged = not self.merging.may_differ
         while True:
             mine, offer = self._offer(place, wrong)
             rows, uids = await self.calls.gather(list(offer), "plans")
@@ -104,36 +120,57 @@ class Handover:
                     " was changed after they had begun"
                 )
             _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
+            if having is None and not is_merged:
+                await self.merging.convert(uids)
+                is_merged = True
+                continue
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
             _check_parts(offers, givers, me)
             takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
-            form = first.form
-            arrays = mine.flat if mine is not None else []
-            if me in takers:
-                # This rank may have to send its own state, if each rank has one and the lowest is lost.
-                plain = arrays[: len(form.plan)]
-                plain = [np.empty_like(one) for one in plain] if having is None else places_of(self._state)
-                arrays = [*plain, *form.new_parts()]
+            arrays = self._places(first, mine, is_own=having is None) if me in takers else mine.arrays
             # A rank was lost on the way: reports and roles may differ now, so the round begins again.
             if takers and not await self._spread(uids, givers, takers, arrays):
                 continue
             if me in takers:
-                load_form(self._state, form, arrays, likes=mine.objects if mine is not None else None)
+                self._take(first, arrays, mine)
+            self.merging.uids = uids
             return first.told[0]
 
-    def _offer(self, place: Any, wrong: str | None) -> tuple[Snapshot | None, StateOffer]:
+    def _offer(self, place: Any, wrong: str | None) -> tuple[Held, StateOffer]:
         """Values of this rank's state, and its report; no values if it has a fault."""
         wrong = wrong or fault_of(self._state)
         try:
             if wrong is None:
-                mine = Snapshot(self._state)
-                plan, outline, *rest = mine.form
-                return mine, StateOffer(plan, outline, [place, rest], None, self._program, self._options)
+                now = Snapshot.of(self._state)
+                (plan, outline, *rest), flat = now.forms()
+                kept = [[list(one.form), one.place] for one in self.merging.copies]
+                told = [place, rest, kept]
+                arrays = [*flat, *(array for one in self.merging.copies for array in one.arrays)]
+                return Held(now.objects, arrays), StateOffer(plan, outline, told, None, self._program, self._options)
         except ConfigError as error:
             wrong = sendable(str(error))
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("the state", error)
-        return None, StateOffer([], [], [None, None], wrong, self._program, self._options)
+        return Held(None, []), StateOffer([], [], [None, None, []], wrong, self._program, self._options)
+
+    def _places(self, first: StateOffer, mine: Held, *, is_own: bool) -> list[Array]:
+        """Return memory for the arrays that are sent; ``is_own``: this rank may have to send its own state."""
+        # That is so where each rank has one, and the lowest is lost.
+        plain = places_of(self._state)
+        if is_own:
+            plain = [np.empty_like(one) for one in mine.arrays[: len(plain)]]
+        kept = [np.empty(nbytes, np.uint8).view(kind) for form, _ in first.kept for nbytes, kind in form.sizes()]
+        return [*plain, *first.form.new_parts(), *kept]
+
+    def _take(self, first: StateOffer, arrays: list[Array], mine: Held) -> None:
+        """Load what was received, also the copies that the others have kept."""
+        end = len(first.form.sizes())
+        load_form(self._state, first.form, arrays[:end], likes=mine.objects)
+        self.merging.copies.clear()
+        for form, place in first.kept:
+            begin, end = end, end + len(form.sizes())
+            self.merging.copies.append(Kept(self._state))
+            self.merging.copies[-1].take(form, arrays[begin:end], place)
 
     async def _spread(self, uids: Uids, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]) -> bool:
         """Transfer the arrays once; False if all ranks have to begin again."""
@@ -252,9 +289,11 @@ class Entrance:
                 return self._begun(await self._handover.carry_out(list(place)))
             place, wrong = await self._read() if holders[0] == self._me else (Position(), None)
             try:
-                return self._begun(await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True))
+                told = await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True)
             except PeerLost:
                 continue  # the rank that read the file: no other has what it read, so another one reads it
+            self._handover.merging.split()
+            return self._begun(told)
 
     async def _holders(self) -> Uids:
         """The ranks that see the checkpoint; empty without a checkpoint."""

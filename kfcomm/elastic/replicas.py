@@ -26,7 +26,8 @@ from kfcomm.elastic.call_log import Uids
 from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.state import NOTHING, Form, Snapshot, State, fault_of, load_form, plan_of
+from kfcomm.elastic.snapshots import NOTHING, Form, Snapshot, load_form
+from kfcomm.elastic.state import State, fault_of, plan_of
 from kfcomm.elastic.trees import Array
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.world.communicator import Communicator
@@ -202,18 +203,20 @@ class Replicas:
         if self._last is None:
             return {}
         me, copies = self._comm.births[self._comm.rank], self._last.copies
-        return {uid: copies[uid].form.values(copies[uid].arrays()) for uid, heir in self.heirs().items() if heir == me}
+        mine = {uid: copies[uid] for uid, heir in self.heirs().items() if heir == me}
+        values = {uid: copy.form.values(copy.arrays()) for uid, copy in mine.items()}
+        return {uid: plain | objects for uid, (plain, objects) in values.items()}
 
     def _copied(self) -> tuple[str | None, Copy]:
         """Fault of this rank's state, or else a copy of it."""
         wrong = fault_of(self._own)
         try:
             if wrong is None:
-                now = Snapshot(self._own)
-                views = [one.view(np.uint8) for one in now.flat]
+                form, flat = Snapshot.of(self._own).forms()
+                views = [one.view(np.uint8) for one in flat]
                 data = self._room(sum(one.size for one in views))
                 np.concatenate([data[:0], *views], out=data)
-                return None, Copy(now.form, data)
+                return None, Copy(form, data)
         except ConfigError as error:
             wrong = sendable(str(error))
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it

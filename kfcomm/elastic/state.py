@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, adapt, adapt_out, dtype_of, same_memory
+from kfcomm.arrays import HostArray, adapt, adapt_out, same_memory
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.arrays.pages import populate
 from kfcomm.elastic.checks import MappingKey, check, order_of, plain_key, sendable, shown, unreadable
 from kfcomm.elastic.trees import Array as Array
-from kfcomm.elastic.trees import described, is_array, leaves, on_host, rebuilt, sequence
+from kfcomm.elastic.trees import is_array, leaves, on_host, sequence
 from kfcomm.errors import ConfigError
 
 _made: weakref.WeakSet[State] = weakref.WeakSet()
@@ -142,7 +140,7 @@ def fault_of(state: State) -> str | None:
     """Return the fault of a state that cannot be sent to other ranks, or cannot be read; else None."""
     # Arrays are not read: 0.2 µs for each value, so that each boundary can look. Objects are not asked for their state.
     try:
-        for name, value in _plain(state).items():
+        for name, value in plain_values(state).items():
             check(value, name, is_quick=True)
     except Exception as error:  # noqa: BLE001  whatever the caller's objects raise
         return sendable(str(error)) if isinstance(error, ConfigError) else unreadable("the state", error)
@@ -151,12 +149,12 @@ def fault_of(state: State) -> str | None:
 
 def arrays_of(state: State) -> list[tuple[str, Any]]:
     """Return its arrays without those of objects, each with its path, in an order that depends on the paths only."""
-    return arrays_in(_plain(state))
+    return arrays_in(plain_values(state))
 
 
 def plan_of(state: State) -> list[list[Any]]:
     """Return path, shape and dtype of each array that is not of an object; msgpack can carry it."""
-    return _planned((place, adapt(array)) for place, array in arrays_of(state))
+    return planned((place, adapt(array)) for place, array in arrays_of(state))
 
 
 def make_ready() -> None:
@@ -173,61 +171,12 @@ def make_ready() -> None:
 
 def small_of(state: State) -> Any:
     """Return its values without arrays and objects."""
-    return _without_arrays(_plain(state))
-
-
-class Form(NamedTuple):
-    """Values of a state without the contents of its arrays; msgpack can carry it."""
-
-    plan: list[list[Any]]  # path, shape and dtype of each array that is not of an object
-    outline: list[Any]  # names with their kinds, and the containers around each of these arrays
-    small: Any  # description of the values that are not of objects
-    objects: Any  # description of the states of objects, by name
-    parts: list[list[Any]]  # path, shape and dtype of each array in these
-
-    def values(self, arrays: Sequence[Array]) -> dict[str, Any]:
-        """Rebuild the values, those of objects as well, with arrays of NumPy in the order of ``Snapshot.flat``."""
-        given = iter(self.shaped(arrays))
-        found: dict[str, Any] = rebuilt(self.small, given, as_numpy=True) | rebuilt(self.objects, given, as_numpy=True)
-        return found
-
-    def shaped(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return flat arrays in their shapes."""
-        return [one.reshape(shape) for one, (_, shape, _) in zip(arrays, [*self.plan, *self.parts], strict=True)]
-
-    def new_parts(self) -> list[Array]:
-        """Return new memory for the arrays of objects, flat."""
-        return [np.empty(math.prod(shape), dtype_of(dtype)) for _, shape, dtype in self.parts]
-
-    def sizes(self) -> list[tuple[int, np.dtype[Any]]]:
-        """Return the number of bytes, and the dtype, of each array."""
-        kinds = [(math.prod(shape), dtype_of(dtype)) for _, shape, dtype in (*self.plan, *self.parts)]
-        return [(size * kind.itemsize, kind) for size, kind in kinds]
-
-
-NOTHING = Form([], [], described({}), described({}), [])
-"""Form of a state without values."""
-
-
-class Snapshot:
-    """Values of a state at one moment: `Form` and arrays, those of objects last.
-
-    Raises:
-        ConfigError: the state of an object cannot be read, or sent.
-    """
-
-    def __init__(self, state: State) -> None:
-        plain = _plain(state)
-        self.objects = {name: state_of(one, name) for name, one in state._values.items() if name not in plain}
-        views = [[(place, adapt(one)) for place, one in arrays_in(tree)] for tree in (plain, self.objects)]
-        self.flat = [view.flat for some in views for _, view in some]  # the memory of the state itself where it can be
-        plans = [_planned(some) for some in views]
-        self.form = Form(plans[0], outline_of(state), described(plain), described(self.objects), plans[1])
+    return without_arrays(plain_values(state))
 
 
 def outline_of(state: State) -> list[Any]:
     """Return its names with their kinds, and the containers around each array, mappings or lists."""
-    plain = _plain(state)
+    plain = plain_values(state)
     paths = [path for path, value in leaves(plain) if is_array(value)]
     kinds = ["".join("m" if isinstance(one, MappingKey) else "l" for one in path) for path in paths]
     names = [f"{name}{_kind(state, name)}" for name in sorted(state._values)]
@@ -235,8 +184,22 @@ def outline_of(state: State) -> list[Any]:
 
 
 def _kind(state: State, name: str) -> str:
-    how = state._ways.get(name)
-    return (" (an object)" if has_state(state._values[name]) else "") + (f" ({how} of ranks)" if how else "")
+    value, how = state._values[name], state._ways.get(name)
+    if has_state(value):
+        what = " (an object with merging)" if has_merging(value) else " (an object)"
+    else:
+        what = ""
+    return what + (f" ({how} of ranks)" if how else "")
+
+
+def may_differ(state: State) -> bool:
+    """Whether values may differ between ranks; the same on all ranks while an ``Elastic`` is open."""
+    return bool(state._ways) or any(has_merging(one) for one in state._values.values())
+
+
+def has_merging(value: Any) -> bool:
+    """Whether a value is an object that may say how its state is converted."""
+    return has_state(value) and callable(getattr(value, "merging", None))
 
 
 def places_of(state: State) -> list[Array]:
@@ -247,48 +210,8 @@ def places_of(state: State) -> list[Array]:
 def load(state: State, arrays: list[Array], small: Any) -> None:
     """Load another rank's values: arrays in the order of ``arrays_of``, in place where they are writeable."""
     given = iter(arrays)
-    for name in sorted(_plain(state)):
-        state._values[name] = _loaded(state._values[name], given, small[name])
-
-
-def load_form(state: State, form: Form, arrays: list[Array], *, likes: Mapping[str, Any] | None = None) -> None:
-    """Load another rank's values, also of objects.
-
-    Args:
-        state: what to load into.
-        form: of the values.
-        arrays: in the order of ``Snapshot.flat``. Objects may keep those that are theirs.
-        likes: states of the objects of this rank, see ``rebuilt``.
-    """
-    load(state, arrays[: len(form.plan)], rebuilt(form.small, repeat(None), as_numpy=True))
-    for name, tree in rebuilt(form.objects, iter(form.shaped(arrays)[len(form.plan) :]), likes).items():
-        state._values[name].load_state_dict(tree)
-
-
-class Kept:
-    """Copy of a state, to restore it or to write it while training continues."""
-
-    def __init__(self, state: State) -> None:
-        self.place: Any = None  # position of training, or another value that was copied with it
-        self._state = state
-        self.form = NOTHING
-        self.arrays: list[Array] = []  # flat, in the order of ``Snapshot.flat``
-
-    def keep(self, place: Any) -> None:
-        """Copy the state now."""
-        now = Snapshot(self._state)
-        # Page faults of new memory take longer than the copy, so buffers are reused.
-        if [(one.size, one.dtype) for one in now.flat] != [(one.size, one.dtype) for one in self.arrays]:
-            self.arrays = [np.empty(one.size, one.dtype) for one in now.flat]
-        for copy, view in zip(self.arrays, now.flat, strict=True):
-            copy[:] = view
-        self.form, self.place = now.form, place
-
-    def restore(self) -> None:
-        """Restore the state from the copy."""
-        plain = len(self.form.plan)
-        # An object may keep the arrays that it is given, and this copy may be restored again.
-        load_form(self._state, self.form, [*self.arrays[:plain], *(one.copy() for one in self.arrays[plain:])])
+    for name in sorted(plain_values(state)):
+        state._values[name] = loaded(state._values[name], given, small[name])
 
 
 def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> str | None:
@@ -307,23 +230,25 @@ def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> st
 
 def arrays_in(tree: Any) -> list[tuple[str, Any]]:
     """Return the arrays of a tree, each with its path, in an order that depends on the paths only."""
-    return [(shown(path), value) for path, value in leaves(tree) if is_array(value)]
+    return [(shown(path) if path else "", value) for path, value in leaves(tree) if is_array(value)]
 
 
-def _planned(views: Iterable[tuple[str, HostArray]]) -> list[list[Any]]:
+def planned(views: Iterable[tuple[str, HostArray]]) -> list[list[Any]]:
+    """Return path, shape and dtype of each array."""
     return [[place, list(view.shape), str(view.dtype)] for place, view in views]
 
 
-def _plain(state: State) -> dict[str, Any]:
+def plain_values(state: State) -> dict[str, Any]:
     """Return its values that are not objects."""
     return {name: value for name, value in state._values.items() if not has_state(value)}
 
 
-def _without_arrays(value: Any) -> Any:
+def without_arrays(value: Any) -> Any:
+    """Return a tree with None in the place of each array, in plain dictionaries, lists and tuples."""
     if isinstance(value, Mapping):
-        return {plain_key(key): _without_arrays(one) for key, one in value.items()}
+        return {plain_key(key): without_arrays(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return sequence(() if isinstance(value, tuple) else [], [_without_arrays(one) for one in value])
+        return sequence(() if isinstance(value, tuple) else [], [without_arrays(one) for one in value])
     return None if is_array(value) else value
 
 
@@ -331,14 +256,14 @@ def _has_arrays(value: Any) -> bool:
     return any(is_array(leaf) for _, leaf in leaves(value))
 
 
-def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
+def loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
     """Load a value in the order of `leaves`. Containers without arrays are replaced, whatever their new length."""
     if not _has_arrays(value):
         return _of_kind(value, small)
     if isinstance(value, Mapping):
         return _loaded_mapping(value, arrays, small)
     if isinstance(value, (list, tuple)):
-        held = [_loaded(one, arrays, small[place] if place < len(small) else None) for place, one in enumerate(value)]
+        held = [loaded(one, arrays, small[place] if place < len(small) else None) for place, one in enumerate(value)]
         return sequence(value, [*held[: len(small)], *small[len(held) :]])
     return _written(value, next(arrays))
 
@@ -346,7 +271,7 @@ def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
 def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: dict[Any, Any]) -> Any:
     """Load a mapping. Entries under keys of one side only hold no arrays: the arrays of both have the same paths."""
     plain = {plain_key(key): key for key in sorted(value, key=order_of)}
-    found = {key: _loaded(value[key], arrays, small[one]) for one, key in plain.items() if one in small}
+    found = {key: loaded(value[key], arrays, small[one]) for one, key in plain.items() if one in small}
     found |= {one: what for one, what in small.items() if one not in plain}
     if not isinstance(value, dict):
         return type(value)(found)  # type: ignore[call-arg]

@@ -25,6 +25,10 @@ LIBRARIES = {"torch": "Tensor", "jax": "Array", "cupy": "ndarray"}
 """Libraries whose arrays are made again as such, each with the type of its arrays; others become NumPy arrays."""
 
 
+FLOAT = "float"
+"""In the place of a library: a number of Python."""
+
+
 def is_array(value: Any) -> bool:
     """Whether a value of a tree is an array."""
     kind: Any = type(value)
@@ -44,14 +48,25 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def described(value: Any) -> Any:
-    """Describe a tree without the contents of arrays, for ``rebuilt``; msgpack can carry it."""
+def is_number(value: Any) -> bool:
+    """Whether a value of a tree is an array or a floating-point number."""
+    return isinstance(value, float) or is_array(value)
+
+
+def described(value: Any, *, has_numbers: bool = False) -> Any:
+    """Describe a tree without the contents of arrays, for ``rebuilt``; msgpack can carry it.
+
+    With ``has_numbers`` floating-point numbers count as arrays.
+    """
     # A leaf is [0, value], an array [1, library], a list [2, items], a mapping [3, pairs], sorted by key, and a tuple
     # [4, items].
     if isinstance(value, Mapping):
-        return [3, [[plain_key(key), described(value[key])] for key in sorted(value, key=order_of)]]
+        keys = sorted(value, key=order_of)
+        return [3, [[plain_key(key), described(value[key], has_numbers=has_numbers)] for key in keys]]
     if isinstance(value, (list, tuple)):
-        return [4 if isinstance(value, tuple) else 2, [described(one) for one in value]]
+        return [4 if isinstance(value, tuple) else 2, [described(one, has_numbers=has_numbers) for one in value]]
+    if has_numbers and isinstance(value, float):
+        return [1, FLOAT]
     return [1, library_of(value)] if is_array(value) else [0, value]
 
 
@@ -100,8 +115,8 @@ def library_of(array: Any) -> str:
 
 def made_in(library: str, array: Array) -> Any:
     """Make an array of this library, in host memory where it has such, with these contents."""
-    if not library:
-        return array
+    if library in ("", FLOAT):
+        return float(array) if library else array
     module = importlib.import_module(library)
     if library == "torch":
         return TORCH.restore(array)

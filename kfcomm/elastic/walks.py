@@ -26,7 +26,8 @@ from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import names_of, passes_of, sendable, unreadable
 from kfcomm.elastic.joining import Handover, SizeRequests
 from kfcomm.elastic.sampler import Course, ElasticSampler, EndedStep, Position, Samplers, Step, Told, share
-from kfcomm.elastic.state import Kept, State, arrays_of, fault_of
+from kfcomm.elastic.snapshots import Kept
+from kfcomm.elastic.state import State, arrays_of, fault_of
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.world.epochs import NO_PLAN, EpochPlan
 
@@ -71,6 +72,7 @@ class Walks:
         self._comm = handover.comm
         self._calls = handover.calls
         self._handover = handover
+        self._merging = handover.merging
         self._requests = requests
         self._state, self._own = states  # what all ranks share, and what is this rank's own
         self._checkpoint = checkpoint
@@ -271,6 +273,8 @@ class Walks:
             self._samplers.restore(kept[0].place)
         course.settle(course.ended(), uids, [each.pop(0) for each in told if each], is_void=void)
         self._has_to_meet = is_due
+        if not self._is_within(course) and self._merging.is_due(uids):
+            yield partial(self._merging.convert, uids)
         # A change at the end of a pass would make joining ranks enter a loop that is over.
         if not (wanted and course.sampler.left):
             return uids
@@ -372,6 +376,7 @@ class Walks:
         if plan == NO_PLAN:
             return
         steps = calls.log.step
+        merged = await self._merging.collect()  # ranks that leave take part
         try:
             await calls.recovery.change(plan)
         except EpochChanged:
@@ -380,6 +385,7 @@ class Walks:
             return
         self._earlier += steps  # the log counts from 0 now, as on joining ranks
         self._requests.done(plan)
+        self._merging.load(merged, calls.log.shown)
         if plan.joiners:
             having = tuple(uid for uid in comm.births if uid not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)

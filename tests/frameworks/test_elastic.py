@@ -11,7 +11,7 @@ import pytest
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.joining import Handover
-from kfcomm.elastic.state import Kept
+from kfcomm.elastic.snapshots import Kept
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world
 
