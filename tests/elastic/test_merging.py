@@ -57,7 +57,8 @@ class Records:
     """Values of all ranks at the beginning of each of their steps, and after the changes of that step."""
 
     def __init__(self) -> None:
-        self.births: dict[tuple[int, int], tuple[int, ...]] = {}  # by uid and step
+        self.births: dict[tuple[int, int], tuple[int, ...]] = {}  # by uid and number of the step, or of its repetition
+        self.done: dict[int, int] = {}  # number of complete steps before this one
         self.before: dict[tuple[int, int], Values] = {}
         self.after: dict[tuple[int, int], Values] = {}
 
@@ -84,7 +85,8 @@ async def train(comm: Any, records: Records, on_loss: str) -> tuple[int, ...]:
         uid = elastic_comm.births[elastic_comm.rank]
         async for step in elastic.steps(ElasticSampler(LENGTH, BATCH, seed=3)):
             with step if on_loss == "restart_step" else contextlib.nullcontext():
-                place = uid, state.done
+                place = uid, step.number
+                records.done[step.number] = state.done
                 records.births[place] = elastic_comm.births
                 records.before[place] = values_of(state)
                 mine = change(uid, state.done)
@@ -149,7 +151,9 @@ def check(run: VirtualRun, records: Records, killed: set[int]) -> int:
         ]
         births, after = former[0], next(births for uid, births in here.items() if uid not in killed)
         before = {uid: records.before[uid, step] for uid in after if (uid, step) in records.before}
-        mine = {uid: records.after[uid, step - 1] for uid in births if (uid, step - 1) in records.after}
+        # A step that is repeated has changed nothing.
+        ended = records.after if records.done[step] > records.done[step - 1] else records.before
+        mine = {uid: ended[uid, step - 1] for uid in births if (uid, step - 1) in ended}
         if births == after:
             assert all(same(mine[uid], before[uid]) for uid in before)
             continue
