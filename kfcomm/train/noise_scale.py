@@ -21,8 +21,8 @@ from kfcomm.train.gradient_statistics import check_decay
 
 DECAY = 0.99
 """Of the averages: a single step's estimate of |G|² is often off by its own size."""
-LEAST_FREEDOM = 4.0
-"""Degrees of freedom below which an interval is not known: five measurements, if all count alike."""
+LEAST_FREEDOM = 3.9
+"""Degrees of freedom below which an interval is not known: five measurements that count about alike have as many."""
 
 
 class NoiseEstimate(NamedTuple):
