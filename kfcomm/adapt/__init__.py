@@ -16,7 +16,7 @@ from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy, Request
-from kfcomm.adapt.recording import replay
+from kfcomm.adapt.replaying import replay
 from kfcomm.adapt.resizing import MarginalUtility, ReplaceStragglers
 from kfcomm.adapt.steps import Step
 from kfcomm.adapt.strategy_policies import AutoStrategy, AvoidSlowLinks
