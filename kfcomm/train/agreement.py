@@ -331,16 +331,17 @@ class Agreement:
         name = self._introduction("parameters")
         self._ranks_changed(tree)
         self._introduced["parameters"] = self._epoch
-        row = [self._said, None, self.num_steps, None if former is None else former.keeps_replicas]
+        row = [self._said, None, self.num_steps, None if former is None else former.keeps_replicas, self.comm.rank]
         try:
             told = yield call("all_gather_object", row, name)
             check_alike(self.comm.rank, self._said, told, name)
-            if all(replicas is None for *_, replicas in told):
-                yield from self._catch_up([steps for _, _, steps, _ in told])
+            replicas = [one[3] for one in told if one[3] is not None]
+            if not replicas:
+                yield from self._catch_up({rank: steps for _, _, steps, _, rank in told})
                 return tree
             if former is None:
                 self.restart(tree)
-            return (yield from self._switch(tree, any(replicas for *_, replicas in told)))
+            return (yield from self._switch(tree, any(replicas)))
         except BaseException:
             if former is not None:
                 self._return_turn()
@@ -355,25 +356,31 @@ class Agreement:
         self._start_from(tree)
         return tree
 
-    def _catch_up(self, steps: Sequence[int]) -> Procedure[None]:
+    def _catch_up(self, steps: Mapping[int, int]) -> Procedure[None]:
         """Take over the state of the first rank that is ahead, where the program has not handed it to a new rank."""
-        most = max(steps)
-        if not self.counts_alike or min(steps) == most:
+        most = max(steps.values())
+        if not self.counts_alike or min(steps.values()) == most:
             return
-        root, own = steps.index(most), self.state_dict()
+        root, own = min(rank for rank, one in steps.items() if one == most), self.state_dict()
         parts = leaves(own)
         arrays = {one: x for one, x in parts.items() if is_array(x)}
         values = {one: x for one, x in parts.items() if one not in arrays}
-        told = yield call("all_gather_object", values, f"{self.name}/state")
-        found = dict(told[root])
+        told = yield call("all_gather_object", [self.comm.rank, values], f"{self.name}/state")
+        found = dict(next(row for rank, row in told if rank == root))
         for one, x in arrays.items():
             found[one] = yield call("broadcast", x, root, f"{self.name}/state/{one}")
-        if steps[self.comm.rank] < most:
+        if self.num_steps < most:
             self.load_state_dict(rebuilt(own, found))
 
     def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
-        """Reduce the arrays of a tree over all ranks."""
-        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
+        """Reduce the arrays of a tree over all ranks; then ``_num_met`` is the number of those in the result."""
+        made = call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
+        self._num_met = self.comm.size
+        if not getattr(self.comm, "outlives", False):
+            return rebuilt(tree, (yield made))
+        handle = yield made._replace(is_begun=True)
+        found = yield handle
+        self._num_met = len(handle.contributors or ()) or self._num_met
         return rebuilt(tree, found)
 
 

@@ -110,8 +110,9 @@ class ModelAgreement(Agreement):
         if self.num_steps % self._rule.every:
             return tree
         mean = leaves((yield from self._reduced(tree, "model")))
+        rule = self._rule.among(self._num_met)
         kept = [leaves(getattr(self, one)) for one in self.shared_state]
-        met = {one: self._rule.meet(x, mean[one], *(tree[one] for tree in kept)) for one, x in leaves(tree).items()}
+        met = {one: rule.meet(x, mean[one], *(tree[one] for tree in kept)) for one, x in leaves(tree).items()}
         for place, one in enumerate(self.shared_state, 1):
             setattr(self, one, rebuilt(getattr(self, one), {name: arrays[place] for name, arrays in met.items()}))
         return rebuilt(tree, {name: arrays[0] for name, arrays in met.items()})

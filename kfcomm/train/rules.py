@@ -6,7 +6,7 @@ communicator; ``kfcomm.jax.optimizers`` maps them over a pytree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from kfcomm.types import override
@@ -38,6 +38,10 @@ class Rule:
     def numbers(self) -> dict[str, Any]:
         """The numbers that ranks compare."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
+
+    def among(self, size: int) -> Rule:
+        """Return the rule of a meeting of so many ranks, of which some may have been lost."""
+        return self
 
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:
         """Return the array to continue with, and the arrays kept until the next meeting."""
@@ -74,6 +78,10 @@ class MoveToCenter(Rule):
     @override
     def problem(self) -> str | None:
         return alpha_problem(self.alpha, 1 / self.size) or super().problem  # all n ranks draw the center
+
+    @override
+    def among(self, size: int) -> Rule:
+        return replace(self, size=size)
 
     @override
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:

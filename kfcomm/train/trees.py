@@ -56,7 +56,8 @@ def _alike(own: Any, given: Any, what: str) -> Any:
     if not is_array(own):
         return given if own is None or given is None else type(own)(given)
     if type(own) is type(given) and own.shape == given.shape and own.dtype == given.dtype:
-        return 1 * given
+        # A state that was handed over is in host memory.
+        return given.to(own.device, copy=True) if hasattr(own, "new_tensor") else 1 * given
     mine, theirs = adapt(own), adapt(given)
     if (mine.shape, mine.flat.dtype) != (theirs.shape, theirs.flat.dtype):
         raise ConfigError(f"{what}: expected {mine.flat.dtype} {mine.shape}, got {theirs.flat.dtype} {theirs.shape}")

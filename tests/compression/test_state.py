@@ -50,7 +50,7 @@ def test_saved_and_loaded_compressor_continues_as_the_original(kind: str, at: in
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 4)])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_nothing_is_lost_when_the_ranks_change(kind: str, sizes: tuple[int, int]) -> None:
+def test_errors_are_kept_when_the_ranks_change(kind: str, sizes: tuple[int, int]) -> None:
     """Σ over all steps of size · average + the errors in the end is the sum of all gradients that were given."""
     old, new = ([MAKERS[kind]() for _ in range(size)] for size in sizes)
     total = np.zeros((12, 20))

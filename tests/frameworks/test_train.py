@@ -96,3 +96,50 @@ async def test_a_parameter_server(kind: str) -> None:
         for found in await run_ranks(comms, main):
             assert isinstance(found["w"], type_)
             assert np.asarray(found["w"]).tolist() == [[-1.0, -1.0]] * 3
+
+
+async def switched(first: str, then: str, convert: Callable[[Any], Any]) -> list[Any]:
+    """Models after a step of the first algorithm, and two of the other, whose own model differs between ranks."""
+
+    async def main(comm: Communicator) -> Any:
+        tree = tree_of(convert, comm.rank)
+        for way in (WAYS[first](comm, tree), WAYS[then](comm, tree)):
+            for _ in range(2):
+                pending = way.parameters(tree)
+                await way.gradients(tree)
+                tree = await pending
+        await comm.barrier()
+        return tree
+
+    async with world(2) as comms:
+        return await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("then", WAYS)
+@pytest.mark.parametrize("first", WAYS)
+async def test_switching_gives_what_numpy_gives(first: str, then: str) -> None:
+    numpy = await switched(first, then, np.array)
+    for type_, convert in KINDS.values():
+        for mine, theirs in zip(await switched(first, then, convert), numpy, strict=True):
+            assert isinstance(mine["w"], type_)
+            if "pairs" not in (first, then):  # where it depends on who was quicker
+                np.testing.assert_allclose(np.asarray(mine["w"]), theirs["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_state_from_host_memory_is_loaded_in_the_kind_of_the_model(kind: str, way: str) -> None:
+    type_, convert = KINDS[kind]
+    async with world(1) as comms:
+        (one, other) = (WAYS[way](comms[0], tree_of(convert, 1)) for _ in range(2))
+        await one.parameters(tree_of(convert, 2))
+        state = jax.tree.map(
+            lambda x: np.array(x.tolist(), np.float32) if isinstance(x, type_) else x, one.state_dict()
+        )
+        other.load_state_dict(state)
+        kinds, loaded = jax.tree.map(type, one.state_dict()), jax.tree.map(type, other.state_dict())
+        assert kinds == loaded
+        await other.gradients(tree_of(convert, 2))
+        await other.parameters(tree_of(convert, 2))
