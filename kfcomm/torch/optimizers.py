@@ -31,9 +31,11 @@ from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.state import broadcast_parameters
 from kfcomm.torch.stepping import StepExchange, Tensors, each, parameters_of, trained_of
+from kfcomm.train.adaalter import LocalAdaAlter
+from kfcomm.train.adasgd import AdaSGD
 from kfcomm.train.agreement import Agreement, introduction
 from kfcomm.train.asynchronous import PairAveraging
-from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+from kfcomm.train.averages import SMA, DiLoCo, ElasticAveraging, LocalSGD, SynchronousSGD
 from kfcomm.train.procedure import Comm, Pending
 
 if TYPE_CHECKING:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from kfcomm.common.imports import imported_when_used
 
 if TYPE_CHECKING:
+    from kfcomm.train.adaalter import LocalAdaAlter
+    from kfcomm.train.adasgd import AdaSGD
     from kfcomm.train.agreement import Agreement
     from kfcomm.train.algorithms import Algorithm
-    from kfcomm.train.asynchronous import PairAveraging, ParameterServer, Peers, RoundRobin, shards
-    from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+    from kfcomm.train.asynchronous import PairAveraging
+    from kfcomm.train.averages import SMA, DiLoCo, ElasticAveraging, LocalSGD, SynchronousSGD
     from kfcomm.train.factors import (
         Factors,
         HybridGradients,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from kfcomm.train.kfac import KFAC, Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
+    from kfcomm.train.parameter_server import ParameterServer, shards
+    from kfcomm.train.peers import Peers, RoundRobin
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
     from kfcomm.train.procedure import Pending, Procedure, call, carried
     from kfcomm.train.rules import towards
@@ -40,8 +44,10 @@ else:  # type checkers would take any name for one that is there
     _HOMES = {
         "agreement": ("Agreement",),
         "algorithms": ("Algorithm",),
-        "asynchronous": ("PairAveraging", "ParameterServer", "Peers", "RoundRobin", "shards"),
-        "averages": ("SMA", "AdaSGD", "DiLoCo", "ElasticAveraging", "LocalAdaAlter", "LocalSGD", "SynchronousSGD"),
+        "adaalter": ("LocalAdaAlter",),
+        "adasgd": ("AdaSGD",),
+        "asynchronous": ("PairAveraging",),
+        "averages": ("SMA", "DiLoCo", "ElasticAveraging", "LocalSGD", "SynchronousSGD"),
         "factors": (
             "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
         ),
@@ -52,6 +58,8 @@ else:  # type checkers would take any name for one that is there
         "kfac": ("KFAC", "Layer", "LayerOwnership", "owners", "preconditioned"),
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
+        "parameter_server": ("ParameterServer", "shards"),
+        "peers": ("Peers", "RoundRobin"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
         "procedure": ("Pending", "Procedure", "call", "carried"),
         "rules": ("towards",),

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 from kfcomm.common.arguments import hint
 from kfcomm.errors import ConfigError
+from kfcomm.train.adaalter import LocalAdaAlter
+from kfcomm.train.adasgd import AdaSGD
 from kfcomm.train.agreement import Agreement, Tree
 from kfcomm.train.asynchronous import PairAveraging
-from kfcomm.train.averages import SMA, AdaSGD, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+from kfcomm.train.averages import SMA, DiLoCo, ElasticAveraging, LocalSGD, SynchronousSGD
 from kfcomm.train.procedure import Comm
 
 KINDS: Mapping[str, tuple[type[Agreement], dict[str, Any]]] = {

@@ -6,28 +6,20 @@ time. The classes below carry them over a communicator; ``kfcomm.jax.optimizers`
 
 from __future__ import annotations
 
-import operator
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.adapt.guarded import GUARD, StepGuard
-from kfcomm.errors import ConfigError
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
 from kfcomm.train.procedure import Comm, Pending, Procedure, call, is_elastic
 from kfcomm.train.rules import (
-    Accumulators,
     Mean,
     MoveToCenter,
     MoveToMean,
     OuterStep,
     Rule,
-    accumulate,
     alpha_problem,
-    count_problem,
     op_problem,
-    towards,
 )
 from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
 from kfcomm.types import override
@@ -258,193 +250,3 @@ class DiLoCo(ModelAgreement):
     def _start_from(self, model: Tree) -> None:
         self.model = copied(model)
         self._velocity = mapped(lambda x: 0 * x, model)
-
-
-# ---------------------------------------------------------------- gradients and models
-
-
-class LocalAdaAlter(Agreement):
-    """AdaGrad with local steps: models and accumulators are averaged at every H-th step.
-
-    g ← g / √(B² + tε²); A² ← A² + g∘g; at every H-th step x ← mean(x), A², B² ← mean(A²): Xie et al., 2019,
-    https://arxiv.org/abs/1911.09030. ``gradients`` returns the factor of the learning rate, without an exchange.
-
-    Args:
-        comm: communicator of the ranks that agree.
-        like: a tree of arrays like the model's.
-        every: H.
-        epsilon: ε, above 0.
-        initial: of the accumulators, at least 0; the paper has 1.
-        name: see `Agreement`.
-
-    Raises:
-        ConfigError: a number is out of its range.
-
-    Cost: an ``all_reduce`` of model and accumulators, 2S bytes, at every H-th step; memory for two more models.
-    """
-
-    default_name = "local-adaalter"
-    takes_model = True
-    shared_state = ("_shared", "_num_local")
-    rank_state: ClassVar = {"_own": "mean"}
-
-    def __init__(
-        self, comm: Comm, like: Tree, every: int, *, epsilon: float = 1.0, initial: float = 1.0,
-        name: str | None = None,
-    ) -> None:  # fmt: skip
-        self._rule = rule = Accumulators(every, epsilon, initial)
-        self._accumulate_from(like)
-        super().__init__(comm, name, rule.numbers, rule.problem)
-
-    def _accumulate_from(self, like: Tree) -> None:
-        self._own = self._shared = mapped(self._rule.start, like)
-        # g∘g of gradients that come while a meeting is under way: they are not in its mean, and are added to it.
-        self._meanwhile: Tree | None = None
-        self._num_local = 0
-
-    @override
-    def restart(self, model: Tree) -> None:
-        """Begin anew: accumulators too. See ``Agreement.restart``."""
-        super().restart(model)
-        self._accumulate_from(model)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state by name; while the ranks meet, as if this meeting had failed. See ``Agreement``."""
-        return super().state_dict() | {"own": self._all_own()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; see ``Agreement.load_state_dict``."""
-        super().load_state_dict(state)
-        self._meanwhile = None
-
-    def _all_own(self) -> Tree:
-        return self._own if self._meanwhile is None else mapped(operator.add, self._own, self._meanwhile)
-
-    @override
-    def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        yield from ()
-        self._num_local += 1
-        if self._meanwhile is None:
-            self._own = self._accumulated(self._own, tree)
-        else:
-            self._meanwhile = self._accumulated(self._meanwhile, tree)
-        shared = leaves(self._shared)
-        found = {one: self._rule.direction(g, shared[one], self._num_local) for one, g in leaves(tree).items()}
-        return rebuilt(tree, found)
-
-    def _accumulated(self, accumulators: Tree, gradients: Tree) -> Tree:
-        # Parameters without a gradient in this step, as torch has them, count as zero.
-        found = leaves(accumulators)
-        unknown = leaves(gradients).keys() - found.keys()
-        if unknown:
-            raise ConfigError(f"the model has no arrays for the gradients {', '.join(sorted(unknown)[:4])}")
-        return rebuilt(accumulators, found | {one: accumulate(found[one], g) for one, g in leaves(gradients).items()})
-
-    @override
-    def _parameters(self, tree: Tree) -> Procedure[Tree]:
-        if self.num_steps % self._rule.every:
-            return tree
-        num_told, meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
-        self._meanwhile = meanwhile
-        try:
-            mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
-        except BaseException:
-            if self._meanwhile is not None:  # else a state was loaded since
-                self._own, self._meanwhile = self._all_own(), None
-            raise
-        self._shared = mean["accumulators"]
-        self._own = mapped(operator.add, self._shared, self._meanwhile)
-        self._meanwhile = None
-        self._num_local -= num_told
-        return mean["model"]
-
-
-WISH = "/change"
-"""No array of a tree has such a name, but one under an empty key."""
-
-
-class AdaSGD(Agreement):
-    """SMA first, S-SGD later, without a restart: noise helps in the beginning, fast convergence at the end.
-
-    KungFu's AdaSGD (Mai et al., OSDI 2020, https://www.usenix.org/conference/osdi20/presentation/mai). It changes after
-    a given number of steps, or when some rank has called ``change()``: that travels with the models, so that all ranks
-    change at the next step. There all continue with the mean of the models: S-SGD begins with equal ones.
-
-    Args:
-        comm: communicator of the ranks that agree.
-        alpha: of SMA.
-        after: steps with SMA; None: until a rank calls ``change()``.
-        name: see `Agreement`.
-
-    Attributes:
-        is_synchronous: whether S-SGD has begun.
-
-    Raises:
-        ConfigError: a number is out of its range.
-
-    Cost:
-        An ``all_reduce`` of S bytes at each step: of the model and one number before the change, of the gradients after
-        it.
-    """
-
-    default_name = "adasgd"
-    shared_state = ("is_synchronous", "_is_agreed")
-    rank_state: ClassVar = {"_wishes": "sum"}
-
-    def __init__(self, comm: Comm, alpha: float = 0.1, *, after: int | None = None, name: str | None = None) -> None:
-        self._alpha = alpha
-        self._after = after
-        self._wishes = 0.0
-        self._is_agreed = False
-        problem = alpha_problem(alpha) or (None if after is None else count_problem("after", after))
-        super().__init__(comm, name, {"alpha": alpha, "after": after}, problem)
-        self._set_synchronous(False)
-
-    @override
-    def restart(self, model: Tree) -> None:
-        """Begin anew, with SMA. See ``Agreement.restart``."""
-        super().restart(model)
-        self._wishes, self._is_agreed = 0.0, False
-        self._set_synchronous(False)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; see ``Agreement.load_state_dict``."""
-        super().load_state_dict(state)
-        self._set_synchronous(self.is_synchronous)
-
-    def change(self) -> None:
-        """Ask for S-SGD, on any rank: all ranks change one step after the next exchange of models."""
-        self._wishes = 1.0
-
-    def _set_synchronous(self, is_synchronous: bool) -> None:
-        self.is_synchronous = self.shares_gradients = is_synchronous
-        self.keeps_replicas = self._turn.keeps_replicas = not is_synchronous
-
-    @override
-    def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        if not self.is_synchronous:
-            return tree
-        return (yield from self._reduced(tree, "gradients"))
-
-    @override
-    def _step_begins(self) -> None:
-        # Before any wait: the gradients of this step are already averaged.
-        is_due = self._is_agreed or (self._after is not None and self.num_steps >= self._after)
-        self._changes = is_due and not self.is_synchronous
-        if self._changes:
-            self._set_synchronous(True)
-
-    @override
-    def _parameters(self, tree: Tree) -> Procedure[Tree]:
-        if self._changes:
-            return (yield from self._reduced(tree, "model"))
-        if self.is_synchronous:
-            return tree
-        # With the models: all ranks learn of a wish at the same step, without a message of its own.
-        wish: Any = np.array([self._wishes], np.float32)
-        found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
-        self._is_agreed = bool(found[WISH][0] > 0)
-        return mapped(lambda x, mean: towards(x, mean, self._alpha), tree, rebuilt(tree, found))

@@ -16,7 +16,7 @@ from kfcomm import Communicator, sync
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.train import PairAveraging, Peers
-from kfcomm.train.asynchronous import Packing
+from kfcomm.train.packing import Packing
 
 
 @pytest.mark.asyncio
