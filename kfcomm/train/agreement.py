@@ -289,7 +289,8 @@ class Agreement:
         key = self._model_key = key_of(self._meets_as, leaves(tree))
         latest = self._turns.get(key)
         if latest is self._turn:
-            return None
+            # A rank was lost in the first step, which may be made again, with the models of before: agree on them, too.
+            return self._turn.former if self.shares_gradients and self.num_steps == 1 else None
         self._turns[key] = self._turn
         was_latest, self._was_latest = self._was_latest, False
         self._turn.former = latest

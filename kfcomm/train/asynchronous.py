@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from kfcomm.errors import EpochChanged, PeerLost
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.packing import Blob, Packing
 from kfcomm.train.peers import Peers, RoundRobin, weights_problem
@@ -149,8 +150,13 @@ class PairAveraging(Agreement):
         # The gradient of the step before is in the model by now; at the first step there was none.
         if self.num_steps > 1:
             self.age += 1
-        yield call("save", self._blob, self._packing.pack(tree, [self.age]))
-        blob = yield from self._fetched(self._peers)
+        try:
+            yield call("save", self._blob, self._packing.pack(tree, [self.age]))
+            blob = yield from self._fetched(self._peers)
+        except (PeerLost, EpochChanged):
+            if not getattr(self.comm, "outlives", False):
+                raise
+            return tree  # of an elastic job: without a peer in the rest of a step in which a rank was lost
         theirs, (age,) = self._packing.unpack(blob, tree)
         self.staleness = self.age - age
         report(self.comm, {"staleness": self.staleness}, {"staleness": "gradients"})
