@@ -204,9 +204,9 @@ class PowerSGD:
         matrices = {one: self.errors.corrected(one, gradients[one]) for one in sorted(thin)}
         flat = {one: matrix.reshape(len(matrix), -1) for one, matrix in matrices.items()}
         qs = {one: orthogonal(self._q(one, matrix)) for one, matrix in flat.items()}
-        first = {f"{name}/p/{one}": matrix @ qs[one] * (1 / comm.size) for one, matrix in flat.items()}
-        first |= {f"{name}/{one}": np.asarray(gradients[one]) / comm.size for one in gradients if one not in flat}
-        sums = comm.all_reduce_many(first, op="sum") if first else {}
+        first = {f"{name}/p/{one}": matrix @ qs[one] for one, matrix in flat.items()}
+        first |= {f"{name}/{one}": np.asarray(gradients[one]) for one in gradients if one not in flat}
+        sums = comm.all_reduce_many(first, op="avg") if first else {}
         ps = {one: orthogonal(sums[f"{name}/p/{one}"]) for one in flat if is_finite(sums[f"{name}/p/{one}"])}
         second = {f"{name}/q/{one}": flat[one].T @ p for one, p in ps.items()}
         means = comm.all_reduce_many(second, op="avg") if second else {}
@@ -323,9 +323,10 @@ class TopK:
         for one in names:
             end = begin + len(places[one])
             total = np.zeros(found[one].size, values.dtype)
-            for rank in range(comm.size):
-                total[all_places[rank, begin:end]] += all_values[rank, begin:end]
-            averages[one] = (total / comm.size).astype(values.dtype, copy=False).reshape(found[one].shape)
+            # In an elastic job a rank that was lost in this step may have no row.
+            for row_places, row_values in zip(all_places, all_values, strict=True):
+                total[row_places[begin:end]] += row_values[begin:end]
+            averages[one] = (total / len(all_values)).astype(values.dtype, copy=False).reshape(found[one].shape)
             begin = end
 
 

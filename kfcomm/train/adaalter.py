@@ -51,7 +51,8 @@ class LocalAdaAlter(Agreement):
         self._own = self._shared = mapped(self._rule.start, like)
         # g∘g of gradients that come while a meeting is under way: they are not in its mean, and are added to it.
         self._meanwhile: Tree | None = None
-        self._num_local = 0
+        self._num_local = self._num_told = 0
+        self._along: Tree | None = None
 
     @override
     def restart(self, model: Tree) -> None:
@@ -74,16 +75,31 @@ class LocalAdaAlter(Agreement):
         return self._own if self._meanwhile is None else mapped(operator.add, self._own, self._meanwhile)
 
     @override
+    def _introduce_gradients(self, tree: Tree) -> Procedure[None]:
+        # Before the wait: else a meeting that is under way too might end first, or not.
+        self._along = self._taken(tree)
+        try:
+            yield from super()._introduce_gradients(tree)
+        except BaseException:
+            self._along = None
+            raise
+
+    @override
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         yield from ()
+        along, self._along = self._along, None
+        return self._taken(tree) if along is None else along
+
+    def _taken(self, gradients: Tree) -> Tree:
+        """Add gradients to the accumulators; returns the factors of the learning rate."""
         self._num_local += 1
         if self._meanwhile is None:
-            self._own = self._accumulated(self._own, tree)
+            self._own = self._accumulated(self._own, gradients)
         else:
-            self._meanwhile = self._accumulated(self._meanwhile, tree)
+            self._meanwhile = self._accumulated(self._meanwhile, gradients)
         shared = leaves(self._shared)
-        found = {one: self._rule.direction(g, shared[one], self._num_local) for one, g in leaves(tree).items()}
-        return rebuilt(tree, found)
+        found = {one: self._rule.direction(g, shared[one], self._num_local) for one, g in leaves(gradients).items()}
+        return rebuilt(gradients, found)
 
     def _accumulated(self, accumulators: Tree, gradients: Tree) -> Tree:
         # Parameters without a gradient in this step, as torch has them, count as zero.
@@ -94,19 +110,23 @@ class LocalAdaAlter(Agreement):
         return rebuilt(accumulators, found | {one: accumulate(found[one], g) for one, g in leaves(gradients).items()})
 
     @override
+    def _step_begins(self) -> None:
+        self._own, self._meanwhile = self._all_own(), None
+        if (self.num_steps + 1) % self._rule.every == 0:
+            self._prepare_meeting()
+
+    def _prepare_meeting(self) -> None:
+        self._meanwhile, self._num_told = mapped(lambda x: 0 * x, self._own), self._num_local
+
+    @override
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.num_steps % self._rule.every:
             return tree
-        num_told, meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
-        self._meanwhile = meanwhile
-        try:
-            mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
-        except BaseException:
-            if self._meanwhile is not None:  # else a state was loaded since
-                self._own, self._meanwhile = self._all_own(), None
-            raise
+        if self._meanwhile is None:  # a rank that has just taken over a state did not know of the meeting
+            self._prepare_meeting()
+        mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
         self._shared = mean["accumulators"]
         self._own = mapped(operator.add, self._shared, self._meanwhile)
         self._meanwhile = None
-        self._num_local -= num_told
+        self._num_local -= self._num_told
         return mean["model"]
