@@ -17,11 +17,13 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
+from kfcomm.torch.adapting import Adapted
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
 from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, Traffic, shares
 from kfcomm.torch.compression import Given as Compressions
 from kfcomm.torch.compression import by_parameter_of
-from kfcomm.torch.elastic import ElasticSteps, Given
+from kfcomm.torch.driver import StepDriver
+from kfcomm.torch.elastic import ElasticSteps, Given, sampler_of
 from kfcomm.torch.methods import Choice, Plan, agree_on_model, meet, method_of, op_of, problem_of
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.snapshot import CompositeState, Training, tensors_of
@@ -29,18 +31,20 @@ from kfcomm.torch.state import broadcast_parameters, check_alike, described
 from kfcomm.train import Agreement, Algorithm
 
 if TYPE_CHECKING:
-    from kfcomm.adapt import Policy
+    from kfcomm.adapt import Decision, Hyperparameters, Policy
+    from kfcomm.adapt.guard import Void
     from kfcomm.elastic import Step
     from kfcomm.sync import Communicator
     from kfcomm.sync.elastic import Elastic
     from kfcomm.torch.exchange import GradientExchange
+    from kfcomm.train import GradientMonitor
 
 
 def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, name: str = "grad",
-    algorithm: Any = "ssgd", monitor: Any = False, policies: Sequence[Policy] = (),
-    elastic: Given = None, batch_size: int | None = None, defer: bool = False, bucket_nbytes: int = BUCKET_NBYTES,
-    wire_dtype: Any = None, compression: Compressions = None,
+    algorithm: Any = "ssgd", monitor: Any = False, policies: Sequence[Policy] = (), elastic: Given = None,
+    batch_size: int | None = None, hyperparameters: Hyperparameters | None = None, defer: bool = False,
+    bucket_nbytes: int = BUCKET_NBYTES, wire_dtype: Any = None, compression: Compressions = None,
 ) -> Attached:  # fmt: skip
     """Let the ranks' models agree from now on, by hooks; the training loop stays as it is.
 
@@ -62,8 +66,14 @@ def attach(
             both travel during the backward pass. Others exchange models or gradients at the beginning of
             ``optimizer.step()``: SMA, EA-SGD, local SGD, DiLoCo, AdaSGD, Local AdaAlter (over plain SGD),
             PairAveraging, and algorithms of the program's own, by their class or a function.
-        monitor: whether to measure the noise of the gradients.
-        policies: of ``kfcomm.adapt``.
+        monitor: True: measure the gradients' statistics, as their noise scale, in as many steps as cost at most a
+            hundredth of the time; or a ``GradientMonitor``, or a mapping of its options. Gradients that are compressed
+            are left out, since the norm of their exact mean is not known.
+        policies: of ``kfcomm.adapt``: they meet at the end of each ``optimizer.step()``. They may change the batch
+            (``batch_size``, and that of the sampler), the learning rate (by a factor, so that schedulers work as ever)
+            and the wire dtype. One of them may be ``GuardSteps``, which judges each step before its update.
+        hyperparameters: that policies may change, with their first values; by default those. With names of algorithms
+            (``agreements``) they may change between these.
         elastic: sampler for ``steps``; or a mapping with it as ``"sampler"``, with options of an ``Elastic``, and with
             more values and objects for its ``State`` as ``"state"``: ``{"sampler": sampler, "checkpoint": "train.npz",
             "state": {"scheduler": scheduler}}``.
@@ -97,19 +107,19 @@ def attach(
     """
     if not isinstance(comm, Adapter):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
-    if monitor or policies or batch_size is not None:
-        raise ConfigError("monitor, policies and batch_size of attach are not there yet")
     parts = Parts(model, optimizer, comm, checked_name(name))
-    plan, chosen = _planned(parts, Traffic(defer, bucket_nbytes, wire_dtype, compression), algorithm)
+    adapted = Adapted(monitor, tuple(policies), batch_size, sampler_of(elastic), hyperparameters)
+    plan, chosen = _planned(parts, Traffic(defer, bucket_nbytes, wire_dtype, compression), adapted, algorithm)
     return Attached(plan, chosen, elastic)
 
 
-def _planned(parts: Parts, traffic: Traffic, algorithm: Any) -> tuple[Plan, Algorithm]:
+def _planned(parts: Parts, traffic: Traffic, adapted: Adapted, algorithm: Any) -> tuple[Plan, Algorithm]:
     """Make what the method needs, alike on all ranks; in a fixed world they all have rank 0's tensors then."""
     comm, name, problem = parts.comm, parts.name, None
     about = {"bucket_nbytes": str(traffic.bucket_nbytes), "wire_dtype": str(traffic.wire_dtype)}
     about["defer"] = str(traffic.defer)
     shared: Shares = []
+    driver: StepDriver | None = None
     chosen, tensors = Algorithm("ssgd"), dict[str, torch.Tensor]()
     try:
         chosen, tensors = Algorithm.of(algorithm), tensors_of(parts.model)
@@ -121,6 +131,9 @@ def _planned(parts: Parts, traffic: Traffic, algorithm: Any) -> tuple[Plan, Algo
         names = {own: one for one, own in parameters}
         about |= described(tensors)[0] | described_optimizer(parts.optimizer, names, with_numbers=not is_elastic(comm))
         problem = problem_of(chosen, traffic, comm)
+        about |= adapted.described()
+        if adapted.is_needed:
+            driver = StepDriver(parts.model, parts.optimizer, comm, name, adapted)
     except Exception as error:  # noqa: BLE001  any error is reported to the other ranks
         problem = str(error)
     if not is_elastic(comm):
@@ -129,7 +142,7 @@ def _planned(parts: Parts, traffic: Traffic, algorithm: Any) -> tuple[Plan, Algo
         broadcast_parameters(tensors, comm, name=f"{name}/state")
     elif problem is not None:
         raise ConfigError(f"{name!r} cannot work: {problem}")
-    return Plan(parts, traffic, shared, Comparison(comm, name, about)), chosen
+    return Plan(parts, traffic, shared, Comparison(comm, name, about), driver), chosen
 
 
 class Attached:
@@ -156,7 +169,9 @@ class Attached:
         if not is_elastic(parts.comm):
             meet(self._method)
         self._training = Training(parts.model, parts.optimizer, lambda: self._method.keeps_replicas)
-        self._steps = ElasticSteps(parts.comm, self, elastic)
+        self._driver = plan.driver
+        self._steps = ElasticSteps(parts.comm, self, elastic, plan.driver)
+        self._hooks = [] if plan.driver is None else plan.driver.hooks(self)
         before_close(parts.comm, self._finish)
 
     def __repr__(self) -> str:
@@ -201,9 +216,62 @@ class Attached:
             self._method.close()
         finally:
             self._method.remove()
+            for hook in self._hooks:
+                hook.remove()
+            if self._driver is not None:
+                self._driver.close()
 
     def _finish(self) -> None:
         self._method.finish()
+
+    # ---------------------------------------------------------------- monitor, guard and policies
+
+    def observe(self, **values: Any) -> None:
+        """Report numbers of this rank's step to the guard and to the policies of all ranks, before the step is made.
+
+        ::
+
+            loss = loss_of(model(x), y)
+            attached.observe(loss=loss)
+            loss.backward()
+            optimizer.step()
+
+        ``loss`` is what ``GuardSteps`` judges by, beside the gradient's norm; observed only after the backward pass it
+        costs one more message in each step. Without policies nothing is done.
+
+        Args:
+            values: numbers, or tensors of one number, by name.
+
+        Raises:
+            ConfigError: see ``kfcomm.adapt.Adaptation.observe``.
+        """
+        if self._driver is not None:
+            self._driver.observe(values)
+
+    @property
+    def monitor(self) -> GradientMonitor | None:
+        """The monitor of ``attach(monitor=...)``; its ``values`` have the latest figures."""
+        return None if self._driver is None else self._driver.monitor
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Decisions of the guard and of policies so far, each with its evidence; the same on every rank."""
+        return [] if self._driver is None else self._driver.decisions
+
+    @property
+    def last_void(self) -> Void | None:
+        """The judgement of the latest step, if that was void; None for a good one."""
+        return None if self._driver is None else self._driver.last_void
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of the next step, over all ranks, as policies have set it; None if nothing follows it."""
+        return None if self._driver is None else self._driver.batch_size
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """This rank's share of the batch; shares differ by at most one, the first ones are larger."""
+        return None if self._driver is None else self._driver.local_batch_size
 
     # ---------------------------------------------------------------- algorithms
 
@@ -231,7 +299,7 @@ class Attached:
             ConfigError: it is unknown, or does not go with the options of the attachment.
             CollectiveError: an exchange failed.
         """
-        algorithm = Algorithm.of(algorithm)
+        algorithm = self._choice.named(algorithm)
         problem = problem_of(algorithm, self._plan.traffic, self._plan.parts.comm)
         if problem is not None:
             raise ConfigError(problem)
@@ -275,7 +343,8 @@ class Attached:
         return self._parts().merging()
 
     def _parts(self) -> CompositeState:
-        return CompositeState({"training": self._training, "method": self._method})
+        driver = {} if self._driver is None else {"driver": self._driver}
+        return CompositeState({"training": self._training, "method": self._method, **driver})
 
     # ---------------------------------------------------------------- elastic training
 

@@ -26,10 +26,12 @@ from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.snapshot import CompositeState
-from kfcomm.torch.steps import Passes, hook_steps, mean_loss
+from kfcomm.torch.steps import Closure, Passes, hook_steps, mean_loss
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+    from kfcomm.torch.driver import StepDriver
 
 BUCKET_NBYTES = 4 << 20
 
@@ -87,16 +89,31 @@ class Method(Protocol):
 
 
 class GradientAveraging:
-    """Synchronous SGD, or Adasum, by buckets. ``met`` is called at the beginning of each pass, see `Meeting`."""
+    """Synchronous SGD, or Adasum, by buckets.
+
+    Args:
+        parts: attached.
+        traffic: how gradients travel.
+        buckets: of all gradients.
+        met: called at the beginning of each pass, see `Comparison`.
+        driver: of the steps; None where nothing is measured or adapted.
+    """
 
     keeps_replicas = False
 
-    def __init__(self, parts: Parts, traffic: Traffic, buckets: Sequence[Bucket], met: Callable[[], bool]) -> None:
+    def __init__(
+        self, parts: Parts, traffic: Traffic, buckets: Sequence[Bucket], met: Callable[[], bool],
+        driver: StepDriver | None = None,
+    ) -> None:  # fmt: skip
         self.syncs = True
         self._parts = parts
         self._met = met
         self._optimizer = optimizer = parts.optimizer
-        self.exchange = exchange = GradientExchange(parts.comm, parts.name, buckets, parts.model)
+        self._driver = driver
+        watch = None if driver is None else driver.watch
+        self.exchange = exchange = GradientExchange(parts.comm, parts.name, buckets, parts.model, watch)
+        if driver is not None:
+            driver.drive(exchange)
         self._averages = CompositeState({str(n): bucket.average for n, bucket in enumerate(buckets)})
         self._passes = Passes(self._leave, self._end_of_pass, exchange.fail)
         self._parameters = frozenset(place.parameter for place in exchange.places)
@@ -192,13 +209,14 @@ class GradientAveraging:
 
     def _before_step(self) -> None:
         self._begin_step()
-        if self._deferred is None or not self._deferred.take():
+        is_good = self._driver is None or self._driver.begin(self.finish)
+        if is_good and (self._deferred is None or not self._deferred.take()):
             self.finish()
             self._check()
         self._is_averaged = False
         self.exchange.steps.made(self._optimizer)
 
-    def _around_step(self) -> Callable[[Any], Any]:
+    def _around_step(self) -> Callable[[Closure], Any]:
         self._begin_step()
         self.finish()
         self.exchange.steps.made(self._optimizer)
@@ -208,7 +226,9 @@ class GradientAveraging:
             self._check()
             return mean_loss(self._parts.comm, loss, aside(self._parts.comm, f"{self._parts.name}/loss"))
 
-        return settled
+        if self._driver is None:
+            return lambda closure: settled(closure())
+        return self._driver.around(self.finish, settled)
 
     def _begin_step(self) -> None:
         found = {one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad}

@@ -98,7 +98,7 @@ class Bucket:
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False  # their average is under way, or has arrived
         self.average = average
-        self.is_exact = average.compressor is None  # else the average is an approximation
+        self.is_exact = average.compressor is None and average.op == "avg"  # else it is not the mean
         self._missing = len(self.places)
         self._exchange: Reduction | CompressedAverage | None = None
         """Average under way."""

@@ -132,7 +132,10 @@ class GradientAverage:
             self.wire_dtype, self.compressor = compression.wire_dtype, compression.made(name)
         else:
             self.wire_dtype, self.compressor = wire_dtype, compression
+        self._has_own = isinstance(compression, Compression)
+        """Whether the wire dtype, or the compressor, is of these gradients, and not of the attachment."""
         self._left = begin_after  # number of first steps that average exactly
+        self._kept: dict[str, Any] | None = None
 
     def watch(self, model: torch.nn.Module, names: Collection[str]) -> list[Any]:
         """Record what the gradients of these parameters are made of, if the compressor needs it; returns the hooks."""
@@ -141,6 +144,11 @@ class GradientAverage:
     def now(self) -> tuple[Any, Compressor | None]:
         """Wire dtype of the step under way, and its compressor if it has one."""
         return (None, None) if self._left > 0 else (self.wire_dtype, self.compressor)
+
+    def set_wire_dtype(self, wire_dtype: Any) -> None:
+        """Change the wire dtype of the attachment, on all ranks alike."""
+        if not self._has_own:
+            self.wire_dtype = wire_dtype
 
     def stepped(self) -> None:
         """Count a step."""
@@ -162,3 +170,18 @@ class GradientAverage:
         """Conversions of the compressor's state."""
         told: Callable[[], Mapping[str, str]] = getattr(self.compressor, "merging", dict)
         return told()
+
+    def keep(self) -> None:
+        """Keep the state for `put_back`, if none is kept since the last step."""
+        if self._kept is None:
+            self._kept = self.state_dict()
+
+    def forget(self) -> None:
+        """Forget what is kept: the step was made."""
+        self._kept = None
+
+    def put_back(self) -> None:
+        """Continue from the state that is kept."""
+        if self._kept is not None:
+            self.load_state_dict(self._kept)
+            self._kept = None

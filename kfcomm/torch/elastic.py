@@ -12,8 +12,15 @@ from kfcomm.torch.reductions import is_elastic
 if TYPE_CHECKING:
     from kfcomm.elastic import Step
     from kfcomm.sync.elastic import Elastic
+    from kfcomm.torch.driver import StepDriver
 
 Given: TypeAlias = "ElasticSampler | Mapping[str, Any] | None"
+
+
+def sampler_of(given: Given) -> ElasticSampler | None:
+    """The sampler among the argument ``elastic`` of `attach`."""
+    found = given.get("sampler") if isinstance(given, Mapping) else given
+    return found if isinstance(found, ElasticSampler) else None
 
 
 class ElasticSteps:
@@ -24,6 +31,7 @@ class ElasticSteps:
         training: the attachment.
         given: a sampler; or a mapping of ``"sampler"``, perhaps ``"state"`` (a mapping of more values and objects for
             the ``State``), and options of an ``Elastic``.
+        driver: of the steps; None where nothing is measured or adapted.
 
     Attributes:
         elastic: the ``Elastic`` that was opened last.
@@ -32,9 +40,10 @@ class ElasticSteps:
         ConfigError: a sampler is missing; or the communicator is of a fixed world.
     """
 
-    def __init__(self, comm: Any, training: Any, given: Given) -> None:
+    def __init__(self, comm: Any, training: Any, given: Given, driver: StepDriver | None = None) -> None:
         self.elastic: Elastic | None = None
         self._comm = comm
+        self._driver = driver
         self._training = training
         options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"sampler": given}
         self._sampler = options.pop("sampler", None)
@@ -57,4 +66,5 @@ class ElasticSteps:
         state = State(training=self._training, **self._more)
         self.elastic = opened = self._comm.elastic_over(state, **self._options)
         with opened:
-            yield from opened.steps(self._sampler, passes=passes)
+            steps = opened.steps(self._sampler, passes=passes)
+            yield from steps if self._driver is None else self._driver.through(steps, opened)

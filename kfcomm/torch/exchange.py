@@ -115,6 +115,8 @@ class GradientExchange:
         self._marks.begin(FAILED if has_failed else self.steps.word(), row)
 
     def _begin(self, bucket: Bucket) -> None:
+        if self._watch.guards:
+            bucket.average.keep()
         bucket.begin(self.urgency.get(bucket, 0), self._watch.left)
         self.profile.began(bucket)
 
@@ -161,6 +163,11 @@ class GradientExchange:
         self._check()
         self._watch.told(self._comm.size, self._marks.ranks, self._marks.numbers)
 
+    def wait_for_rows(self) -> None:
+        """Wait for the rows of all ranks, if a pass is under way; averages may come later."""
+        if self.has_left:
+            self.wait_for_buffers(and_marks=True)
+
     def _wait(self, one: Bucket | Marks) -> None:
         if one.done():
             one.wait()
@@ -193,6 +200,16 @@ class GradientExchange:
         for place in self.places:
             place.parameter.grad = None
         self.close()
+
+    def put_back(self) -> None:
+        """Make the state of compressors what it was before the passes of a step."""
+        for bucket in self.buckets:
+            bucket.average.put_back()
+
+    def begin_step(self) -> None:
+        """Note that the step of the latest passes was made."""
+        for bucket in self.buckets:
+            bucket.average.forget()
 
     def drain(self) -> None:
         """Wait for the remains of a pass that has raised on this rank, whose error the program has."""

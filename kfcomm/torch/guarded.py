@@ -1,4 +1,4 @@
-"""Guarded steps of an attachment: evidence from the rows of all ranks, and what a void step leaves as it was.
+"""Guarded steps of an attachment: evidence from the rows of all ranks, and the state before a void step.
 
 A step is judged within ``optimizer.step()``, before any update: when the rows of the backward pass have come, which all
 ranks read alike. So one that the program or its ``GradScaler`` leaves out is not judged. A void step
@@ -23,6 +23,7 @@ import torch
 from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
 from kfcomm.arrays.norms import squared_norm
 from kfcomm.torch.marks import Marks
+from kfcomm.torch.reductions import aside
 from kfcomm.torch.watch import Array, unfit
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ MAX_NAMES = 4
 
 
 class Evidence:
-    """What the guard needs of a pass: each rank's loss, and the squared norm of its own gradient.
+    """Numbers of a pass for the guard: each rank's loss, and the squared norm of its own gradient.
 
     Attributes:
         names: parameters in which this rank's own gradients are not finite, since the last step.
@@ -92,6 +93,11 @@ class Evidence:
         return self.rows is None or all(math.isfinite(row[0]) for row in self.rows.values())
 
     @property
+    def is_zero(self) -> bool:
+        """Whether all gradients are zeros, as a void step leaves them."""
+        return all(row[0] == 0 for row in (self.rows or {}).values())
+
+    @property
     def lacks_losses(self) -> bool:
         """Whether losses are observed too late for the rows, on some rank; all ranks answer alike."""
         rows = (self.rows or {}).values()
@@ -101,7 +107,7 @@ class Evidence:
         """The loss, and whether there is one."""
         return [self._loss or 0.0, float(self._loss is not None)]
 
-    def of_step(self, step: int, scale: float, batch: Any, late: dict[int, Sequence[float]] | None) -> StepEvidence:
+    def of_step(self, step: int, scale: float, batch: Any, late: dict[int, Sequence[float]]) -> StepEvidence:
         """Evidence for the guard."""
         rows = self.rows or {}
         culprits = rows if self._first_bad is None or self.is_finite else self._first_bad
@@ -111,7 +117,7 @@ class Evidence:
             sq_norms[rank] = culprits.get(rank, row)[0] / (scale * scale)
             if int(row[2]) & GIVEN:
                 losses[rank] = row[1]
-        for rank, (loss, is_given) in (late or {}).items():
+        for rank, (loss, is_given) in late.items():
             if is_given:
                 losses[rank] = loss
         return StepEvidence(step, losses, sq_norms, batch)
@@ -145,7 +151,7 @@ class KeptBuffers:
         return found
 
     def begin_step(self) -> None:
-        """What is copied now is of an earlier step."""
+        """Copy buffers again before the next forward pass."""
         self._is_fresh.clear()
 
     def keep(self) -> None:
@@ -191,22 +197,19 @@ class Guarded:
         self.guard = guard
         self.evidence = Evidence()
         self.buffers = KeptBuffers(model)
+        self._order = {one: number for number, (one, _) in enumerate(model.named_parameters())}
         self._comm = comm
         self._name = name
+        self._births: Any = None
         self._late: Marks | None = None
+        self._void: Void | None = None
+        self.is_again = False
+        """Whether the judgement is that of the step before: another step on gradients that were void."""
 
-    def hooks(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Register the hooks that copy buffers."""
-        return self.buffers.hooks(model, self._before_forward)
-
-    def _before_forward(self) -> None:
-        # A step was left out by a scaler: its infinite gradients may come from infinite inputs.
-        if not self.evidence.is_finite:
-            self.buffers.put_back()
-
-    def renew(self) -> None:
-        """Continue with the ranks that there are now."""
-        self._late = None
+    def begin_step(self) -> None:
+        """Begin the next step."""
+        self.evidence.begin_step()
+        self.buffers.begin_step()
 
     def judge(self, step: int, scale: float, batch: Any, places: Iterable[BucketPlace]) -> Void | None:
         """Judge a step by its rows, which have come. All ranks call it.
@@ -218,28 +221,37 @@ class Guarded:
             places: of all gradients.
 
         Returns:
-            None for a good step, or one without a backward pass.
+            None for a good step.
 
         Raises:
             GuardFailed: see `GuardSteps.judge`.
         """
-        if self.evidence.rows is None:
-            return None
-        late = self._late_losses() if self.evidence.lacks_losses else None
-        void = self.guard.judge(self.evidence.of_step(step, scale, batch, late))
-        return None if void is None else replace(void, names=self._names(void, places))
+        evidence = self.evidence
+        has_news = evidence.rows is not None and (self._void is None or not evidence.is_zero)
+        self.is_again = not has_news and self._void is not None
+        if has_news:
+            self._void = self.guard.judge(evidence.of_step(step, scale, batch, self._losses()))
+            if self._void is not None:
+                self._void = replace(self._void, names=self._names(self._void, places))
+        return self._void
 
-    def _late_losses(self) -> dict[int, Sequence[float]]:
-        if self._late is None:
-            self._late = Marks(self._comm, (), f"{self._name}/losses", num_numbers=2)
+    def _losses(self) -> dict[int, Sequence[float]]:
+        """Losses, each with 1 where there is one, that are not in the rows."""
+        if not self.evidence.lacks_losses:
+            return {}
+        if self._late is None or self._births != self._comm.births:
+            self._births = self._comm.births
+            self._late = Marks(self._comm, (), aside(self._comm, f"{self._name}/losses"), num_numbers=2)
         self._late.begin(0, self.evidence.late_row())
         self._late.wait()
         return dict(zip(self._late.ranks, self._late.numbers.tolist(), strict=True))
 
     def _names(self, void: Void, places: Iterable[BucketPlace]) -> tuple[str, ...]:
         """Parameters with wrong numbers, of each culprit: those that are not finite, or the largest."""
-        names = self.evidence.names[:MAX_NAMES] if self._comm.rank in void.ranks else []
-        told = self._comm.all_gather_object([self._comm.rank, names], f"{self._name}/culprits")
+        names = sorted(set(self.evidence.names), key=self._order.__getitem__) if self._comm.rank in void.ranks else []
+        if len(names) > MAX_NAMES:
+            names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1} more"]
+        told = self._comm.all_gather_object([self._comm.rank, names], aside(self._comm, f"{self._name}/culprits"))
         found = tuple(f"rank {rank}: {', '.join(given)}" for rank, given in told if given)
         return found or (tuple(_largest(places)) if void.is_finite else ())
 

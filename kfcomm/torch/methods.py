@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfcomm.errors import ConfigError
+from kfcomm.torch import alike
 from kfcomm.torch.alike import Comparison
 from kfcomm.torch.averaging import GradientAveraging, Method, Parts, Shares, Traffic, buckets_of
+from kfcomm.torch.driver import StepDriver
 from kfcomm.torch.reductions import is_elastic
+from kfcomm.torch.rows import StepRows
 from kfcomm.torch.state import broadcast_optimizer_state
 from kfcomm.torch.stepping import StepExchange, parameters_of, put, trained_of
 from kfcomm.train import Algorithm, LocalAdaAlter, SynchronousSGD
@@ -26,6 +29,7 @@ class Plan:
     traffic: Traffic
     shared: Shares
     comparison: Comparison
+    driver: StepDriver | None = None
 
 
 def op_of(algorithm: Algorithm) -> str | None:
@@ -60,13 +64,19 @@ def method_of(plan: Plan, algorithm: Algorithm) -> Method:
     """The method of an algorithm, with its hooks."""
     op, parts, met = op_of(algorithm), plan.parts, plan.comparison.look
     if op is not None:
-        return GradientAveraging(parts, plan.traffic, buckets_of(parts, plan.traffic, plan.shared, op), met)
+        buckets = buckets_of(parts, plan.traffic, plan.shared, op)
+        return GradientAveraging(parts, plan.traffic, buckets, met, plan.driver)
     optimizer = parts.optimizer
     # Its accumulators are of gradients: parameters without one have none.
     of_gradients = isinstance(algorithm.kind, type) and issubclass(algorithm.kind, LocalAdaAlter)
     is_trained = of_gradients or algorithm.kind == "local-adaalter"
     model = trained_of(optimizer) if is_trained else parameters_of(optimizer)
-    return StepExchange(optimizer, algorithm.made(parts.comm, model, parts.name), met)
+    method = StepExchange(optimizer, algorithm.made(parts.comm, model, parts.name), met, plan.driver)
+    if plan.driver is not None:
+        named = dict(alike.parameters_of(parts.model, optimizer))
+        rows = StepRows(parts.comm, parts.name, named, plan.driver.watch, lambda: method.is_left_out)
+        plan.driver.drive(rows)
+    return method
 
 
 def meet(method: Method) -> None:
@@ -101,6 +111,10 @@ class Choice:
     def change(self, algorithm: Algorithm) -> None:
         """Continue with another one."""
         self.algorithm = self._known[str(algorithm)] = algorithm
+
+    def named(self, given: Any) -> Algorithm:
+        """Algorithm of this name, with its options if it was given before; or the algorithm itself."""
+        return self._known.get(given) or Algorithm.of(given) if isinstance(given, str) else Algorithm.of(given)
 
     def told(self) -> dict[str, Any]:
         """Its name, and its options where the name is enough to make it."""

@@ -14,12 +14,14 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.state import broadcast_optimizer_state
-from kfcomm.torch.steps import Withholding, hook_steps, mean_loss
+from kfcomm.torch.steps import Closure, Withholding, hook_steps, mean_loss
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.procedure import Pending
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+    from kfcomm.torch.driver import StepDriver
 
 Tensors = dict[str, torch.Tensor]
 """By the number of the parameter group, and the place in it: ``0/3``."""
@@ -32,15 +34,18 @@ class StepExchange:
         optimizer: its parameters are exchanged.
         agreement: the algorithm.
         met: called at the beginning of each step, see `Comparison`.
+        driver: of the steps; None where nothing is guarded or adapted.
     """
 
     syncs = True  # backward passes exchange nothing
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, agreement: Agreement, met: Callable[[], object] = lambda: None
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, agreement: Agreement, met: Callable[[], object] = lambda: None,
+        driver: StepDriver | None = None,
+    ) -> None:  # fmt: skip
         self.agreement = agreement
         self._met = met
+        self._driver = driver
         self._optimizer = optimizer
         self._scaled = ScaledSteps(optimizer)
         self._hook: RemovableHandle = hook_steps(optimizer, self._before_step, self._around_step)
@@ -52,6 +57,11 @@ class StepExchange:
         return repr(self.agreement)
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether a ``GradScaler`` has found infinite gradients on this rank for the step under way."""
+        return self._scaled.is_infinite
+
+    @property
     def keeps_replicas(self) -> bool:
         """Whether the models of the ranks differ."""
         return self.agreement.keeps_replicas
@@ -59,7 +69,8 @@ class StepExchange:
     def agree(self) -> None:
         """Exchange models and gradients now, unless that was done since the latest step."""
         if not self._is_done:
-            self._finish(self._begin())
+            if self._driver is None or self._driver.judge(self.finish):
+                self._finish(self._begin())
             self._is_done = True
 
     wait = agree
@@ -94,24 +105,30 @@ class StepExchange:
     def _before_step(self) -> None:
         self._scaled.begin()
         is_done, self._is_done = self._is_done, False
+        # Gradients are divided by the scale already.
+        if self._driver is not None and not self._driver.begin(self.finish, scale=1.0):
+            return
         if not is_done:
             self._finish(self._begin())
         self._scaled.leave_out(are_shared=self.agreement.shares_gradients)
 
-    def _around_step(self) -> Callable[[Any], Any]:
+    def _around_step(self) -> Callable[[Closure], Any]:
         if self._is_done:
             self._is_done = False
             raise ConfigError("a step with a closure agrees when that has made gradients: agree() is for steps without")
-        begun = [self._begin()]
+        # A model may be spread only once the gradients are judged.
+        begun = [self._begin if self._driver is not None else _returning(self._begin())]
 
         def settled(loss: Any) -> Any:
             # Gradients each time that the closure has made them, the model the first time.
-            self._finish(begun.pop() if begun else None)
+            self._finish(begun.pop()() if begun else None)
             if not self.agreement.shares_gradients:
                 return loss
             return mean_loss(self.agreement.comm, loss, f"{self.agreement.name}/loss")
 
-        return settled
+        if self._driver is None:
+            return lambda closure: settled(closure())
+        return self._driver.around(self.finish, settled)
 
     def _begin(self) -> Pending[Tensors]:
         self._met()
@@ -133,6 +150,10 @@ class StepExchange:
             broadcast_optimizer_state(self._optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
 
 
+def _returning(pending: Pending[Tensors]) -> Callable[[], Pending[Tensors]]:
+    return lambda: pending
+
+
 class ScaledSteps:
     """Steps of an optimizer in which a ``GradScaler`` leaves scales and infinite gradients to the optimizer."""
 
@@ -141,7 +162,7 @@ class ScaledSteps:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
         self._withholding = Withholding(optimizer)
-        self._is_scaled = self._is_infinite = False
+        self._is_scaled = self.is_infinite = False
         self._former = getattr(optimizer, self.FLAG, False)
         setattr(optimizer, self.FLAG, True)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._withholding.end())
@@ -153,10 +174,10 @@ class ScaledSteps:
 
     def begin(self) -> None:
         """Divide gradients by the scale, if a scaler makes the step and the program has not done it."""
-        self._is_scaled = getattr(self._optimizer, "found_inf", None) is not None
+        self._is_scaled, self.is_infinite = getattr(self._optimizer, "found_inf", None) is not None, False
         if not self._is_scaled:
             return
-        scale, self._is_infinite = self._optimizer.grad_scale, bool(self._optimizer.found_inf)
+        scale, self.is_infinite = self._optimizer.grad_scale, bool(self._optimizer.found_inf)
         # The optimizer's own step is to find nothing left to do; the scaler deletes both attributes after it.
         self._optimizer.grad_scale = self._optimizer.found_inf = None
         if scale is not None:
@@ -171,8 +192,8 @@ class ScaledSteps:
             return
         if are_shared:
             given = [one.grad for one in each(self._optimizer) if one.grad is not None]
-            self._is_infinite = not all(bool(one.isfinite().all()) for one in given)
-        if self._is_infinite:
+            self.is_infinite = not all(bool(one.isfinite().all()) for one in given)
+        if self.is_infinite:
             self._withholding.begin()
 
 

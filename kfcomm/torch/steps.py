@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -115,6 +116,7 @@ def _depth() -> int:
     return count
 
 
+Closure: TypeAlias = Callable[[], Any]
 HOOKED_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
@@ -136,12 +138,12 @@ def is_divisible(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def hook_steps(
-    optimizer: torch.optim.Optimizer, before: Callable[[], object], around: Callable[[], Callable[[Any], Any]]
+    optimizer: torch.optim.Optimizer, before: Callable[[], object], around: Callable[[], Callable[[Closure], Any]]
 ) -> RemovableHandle:
     """Take part in each step that the program makes: the one place where an exchange meets an optimizer.
 
     ``before`` is called before a step without a closure; after it gradients and parameters are final. ``around`` is
-    called before a step with one, and returns a function from the closure's loss to the loss that the optimizer sees.
+    called before a step with one, and returns a function that evaluates it, to the loss that the optimizer sees.
     """
 
     def hook(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -152,10 +154,7 @@ def hook_steps(
         if closure is None:
             before()
             return None
-        settled = around()
-
-        def closed() -> Any:
-            return settled(closure())
+        closed = partial(around(), closure)
 
         if len(args) < 2:
             return args, {**kwargs, "closure": closed}

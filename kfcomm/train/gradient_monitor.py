@@ -226,13 +226,19 @@ class GradientMonitor:
         self._cost_s = 0.0
         return list(row)
 
-    def learn(self, rows: Sequence[Sequence[float]]) -> bool:
+    def learn(self, rows: Sequence[Sequence[float]], scale: float = 1.0) -> bool:
         """Take the numbers of all ranks, by rank, the same on every rank.
+
+        Args:
+            rows: results of ``tell``; zeros for a rank that is lost.
+            scale: factor of the loss whose gradients were squared, the same on every rank, as of a ``GradScaler``.
 
         Returns:
             Whether the step is measured: then ``keep_share`` is to be called before the next step, on every rank.
         """
-        told = [Row(*row) for row in rows]
+        told = [_unscaled(Row(*row), scale) for row in rows]
+        if self._told_sq_norm != NOT_MEASURED:
+            self._told_sq_norm /= scale * scale
         there = [row for row in told if row.batch > 0]
         if len({row.digest for row in there}) > 1:
             logger.warning("the averages of the ranks' monitors differ, and begin anew: see GradientMonitor, State")
@@ -348,3 +354,7 @@ class GradientMonitor:
             self.values.pop(name, None)
         else:
             self.values[name] = value
+
+
+def _unscaled(row: Row, scale: float) -> Row:
+    return row if row.sq_norm == NOT_MEASURED else row._replace(sq_norm=row.sq_norm / (scale * scale))

@@ -1,0 +1,397 @@
+"""Driver of an attachment's steps: monitor, guard and policies, at the hooks of the optimizer's step.
+
+A step of the program::
+
+    backward pass       squared norms are taken as buckets pass; the rows of all ranks come with the marks
+    optimizer.step()    before: the rows are judged, the monitor learns from them; a void step sees no parameters
+                        the step itself, with the learning rate times the factors of policies and guard
+                        after: the policies' meeting, and what they have changed, for the next step
+
+One step is one ``optimizer.step()``, whatever number of passes came before it. Another algorithm begins before the next
+forward pass, since hooks on steps cannot be exchanged from within one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kfcomm.adapt.guard import GuardActions, GuardSteps
+from kfcomm.adapt.policy import Decision
+from kfcomm.errors import ConfigError
+from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates
+from kfcomm.torch.guarded import Guarded
+from kfcomm.torch.measuring import Measuring
+from kfcomm.torch.snapshot import CompositeState
+from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is_skipped, loss_scale
+from kfcomm.torch.watch import Part, Watch
+from kfcomm.train import GradientMonitor
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from kfcomm.adapt.guard import Void
+    from kfcomm.elastic.sampler import Step
+    from kfcomm.sync.elastic import Elastic
+    from kfcomm.torch.attached import Attached
+    from kfcomm.torch.buckets import BucketPlace
+
+logger = logging.getLogger("kfcomm.adapt")
+
+
+class Rows(Protocol):
+    """Rows of all ranks: of a `GradientExchange`, or `StepRows`."""
+
+    @property
+    def places(self) -> Sequence[BucketPlace]:
+        """All gradients."""
+
+    def wait_for_rows(self) -> None:
+        """Wait for the rows of all ranks."""
+
+    def put_back(self) -> None:
+        """Make the state of compressors what it was before the step."""
+
+    def begin_step(self) -> None:
+        """Note that the step was made."""
+
+
+class StepDriver:
+    """Monitor, guard and policies of one attachment.
+
+    Args:
+        model: attached.
+        optimizer: whose steps are driven.
+        comm: of the ranks.
+        name: of the collectives.
+        adapted: what the program asks for.
+
+    Attributes:
+        monitor: of the gradients; None without one.
+        watch: for the exchange.
+        last_void: the judgement of the latest step, if that was void.
+
+    Raises:
+        ConfigError: a batch size is missing; there are two guards.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Any, name: str, adapted: Adapted
+    ) -> None:
+        self._model, self._optimizer, self._comm = model, optimizer, comm
+        self._batch_size, self._sampler = adapted.batch_size, adapted.sampler
+        self._attached: Any = None
+        self._rows: Any = None
+        self._elastic: Any = None
+        self._step: Any = None  # of the elastic job
+        self._num_steps = 0
+        self._is_judged = self._is_skipped = False  # the step under way
+        self._decisions: list[Decision] = []
+        self._saved: Any = None
+        self._copy: ModelCopy | None = None
+        self.last_void: Void | None = None
+        guards = [policy for policy in adapted.policies if isinstance(policy, GuardSteps)]
+        if len(guards) > 1:
+            raise ConfigError(f"policies have {len(guards)} GuardSteps: give one, which judges all steps")
+        self._guarded = Guarded(guards[0], comm, model, name) if guards else None
+        self.monitor = self._monitor(adapted.monitor)
+        self._measuring = None if self.monitor is None else Measuring(self.monitor)
+        parts: list[Part] = [] if self._guarded is None else [self._guarded.evidence]
+        parts += [] if self._measuring is None else [self._measuring]
+        self.watch = Watch(parts, guards=bool(guards))
+        self._rates, self._withholding = Rates(optimizer), Withholding(optimizer)
+        others = [policy for policy in adapted.policies if policy not in guards]
+        self._policies: Policies | None = None
+        if others:
+            changes = Changes(self._set_batch_size, self._set_wire_dtype)
+            self._policies = Policies(comm, others, adapted.followed(optimizer), changes)
+
+    def _monitor(self, given: Any) -> GradientMonitor | None:
+        if not given or isinstance(given, GradientMonitor):
+            return given or None
+        options = dict(given) if isinstance(given, Mapping) else {}
+        if self.local_batch_size is None:
+            raise ConfigError("attach(monitor=True) needs to know the batch: batch_size=, the samples of all ranks")
+        return GradientMonitor(self._comm, self.local_batch_size, **{"every": "auto", **options})
+
+    def drive(self, rows: Rows) -> None:
+        """Drive the steps of another method, whose rows these are."""
+        self._rows = rows
+        if self._policies is not None:
+            self._set_wire_dtype(self._policies.hyperparameters.wire_dtype)
+
+    # ---------------------------------------------------------------- for the program
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of the next step, over all ranks; None if they are not known."""
+        return self._batch_size if self._sampler is None else self._sampler.batch
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """This rank's samples: those of the elastic step under way, or its share; the first ranks' may be larger."""
+        if self._step is not None:
+            return len(self._step.indices)
+        whole, size = self.batch_size, self._comm.size
+        return None if whole is None else whole // size + (self._comm.rank < whole % size)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Decisions of the guard and of policies, by step; the same on every rank."""
+        found = [*self._decisions, *([] if self._policies is None else self._policies.decisions)]
+        return sorted(found, key=lambda one: one.step)
+
+    def observe(self, values: Mapping[str, Any]) -> None:
+        """Take numbers of this rank for the guard and for policies, before the step that they are of."""
+        numbers = {name: _number(value) for name, value in values.items()}
+        if self._guarded is not None and "loss" in numbers:
+            self._guarded.evidence.observe(numbers["loss"])
+        if self._policies is not None:
+            self._policies.observe(numbers)
+
+    # ---------------------------------------------------------------- at the hooks
+
+    def hooks(self, attached: Attached) -> list[RemovableHandle]:
+        """Register hooks on the ends of steps, and on forward passes."""
+        self._attached = attached
+        after = self._optimizer.register_step_post_hook(self._after_step)
+        self._optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # others may look at the groups
+        found = [after]
+        if self._guarded is not None:
+            found += self._guarded.buffers.hooks(self._model, self._before_forward)
+        if self._policies is not None and self._policies.hyperparameters.agreements:
+            # A program may call parts of its model.
+            found += [
+                one.register_forward_pre_hook(self._follow_agreement, prepend=True) for one in self._model.modules()
+            ]
+        return found
+
+    def _before_forward(self) -> None:
+        # A scaler has left the step out: its infinite gradients may come from infinite inputs.
+        if self._guarded is not None and not self._guarded.evidence.is_finite:
+            self._guarded.buffers.put_back()
+            self._rows.put_back()
+
+    def _follow_agreement(self, *_: Any) -> None:
+        name = None if self._policies is None else self._policies.hyperparameters.agreement
+        if name is not None and name != str(self._attached.algorithm):
+            self._attached.use(name)
+
+    def judge(self, finish: Callable[[], object], scale: float | None = None) -> bool:
+        """Judge a step without a closure, once, before anything of it is applied or exchanged.
+
+        Args:
+            finish: waits for everything that was deferred or is under way.
+            scale: factor of the loss of these gradients; by default that of the ``GradScaler`` that makes the step.
+
+        Returns:
+            False for a void step, whose gradients are zeros now.
+
+        Raises:
+            CollectiveError: the backward pass has failed on a rank.
+            GuardFailed: on all ranks, see `GuardSteps`.
+        """
+        if self._is_judged:
+            return self.last_void is None
+        self.last_void, self._is_judged = None, True
+        if self._guarded is not None or self._policies is not None:
+            self._rows.wait_for_rows()
+        scale = loss_scale(self._optimizer) if scale is None else scale
+        if self._is_void(scale):
+            finish()
+            self._undo()
+        elif self._measuring is not None:
+            self._measuring.stepped(scale)
+        return self.last_void is None
+
+    def begin(self, finish: Callable[[], object], scale: float | None = None) -> bool:
+        """Begin a step without a closure, within its hook; arguments and results as of ``judge``.
+
+        The optimizer will see no parameters in a void step, and else the learning rates times their factor.
+        """
+        self._give_back()
+        self._is_skipped = is_skipped(self._optimizer)
+        if self._is_skipped:
+            return True
+        if not self.judge(finish, scale):
+            self._withholding.begin()
+            return False
+        self._rates.begin(self._factor)
+        return True
+
+    def around(self, finish: Callable[[], object], settled: Callable[[Any], Any]) -> Callable[[Closure], Any]:
+        """Begin a step with a closure; returns the function that evaluates it, and judges the first evaluation.
+
+        Args:
+            finish: see ``judge``.
+            settled: exchanges the gradients of an evaluation; from its loss to the loss of all ranks.
+        """
+        self._give_back()
+        self._rates.begin(self._factor)
+        self.last_void, self._is_judged = None, False
+        self._copy = None if self._guarded is None else ModelCopy(self._optimizer)
+        first: list[Any] = []
+
+        def evaluated(closure: Closure) -> Any:
+            if self.last_void is not None:  # the optimizer is to come to its end
+                return first[0]
+            loss = closure()
+            if self._is_judged:  # a line search may look at any point
+                return settled(loss)
+            first.append(loss)
+            if self._guarded is not None and loss is not None:
+                self._guarded.evidence.observe(_number(loss))
+            return settled(loss) if self.judge(finish, 1.0) else loss
+
+        return evaluated
+
+    def _give_back(self) -> None:
+        # A step that has raised may have left these.
+        self._withholding.end()
+        self._rates.end()
+
+    @property
+    def _factor(self) -> float:
+        factor = 1.0 if self._policies is None else self._policies.factor
+        return factor if self._guarded is None else factor * self._guarded.guard.actions.rate
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+        if not is_outermost(optimizer):
+            return
+        self._give_back()
+        kept, self._copy = self._copy, None
+        if self._is_skipped:
+            return
+        if kept is not None and self.last_void is not None:
+            kept.put_back()
+        self._is_judged = False
+        self._num_steps += 1
+        self._rows.begin_step()
+        if self._guarded is not None:
+            self._guarded.begin_step()
+            self._keep_or_go_back(self._guarded.guard.actions)
+        if self._policies is not None:
+            if self.monitor is not None:
+                self._policies.observe(self.monitor.observed())
+            self._policies.end_step()
+        self._tell_batch()
+
+    # ---------------------------------------------------------------- the guard
+
+    def _is_void(self, scale: float) -> bool:
+        if self._guarded is None:
+            return False
+        batch = None if self._step is None else self._step.batch
+        self.last_void = self._guarded.judge(self._num_steps, scale, batch, self._rows.places)
+        return self.last_void is not None
+
+    def _undo(self) -> None:
+        """Leave gradients, buffers and compressors as before the step, and give its samples back."""
+        guarded, void = self._guarded, self.last_void
+        if guarded is None or void is None:
+            return
+        self._rows.put_back()
+        with torch.no_grad():
+            for place in self._rows.places:
+                if place.parameter.grad is not None:
+                    place.parameter.grad.zero_()
+        guarded.buffers.put_back()
+        if self._measuring is not None:
+            self._measuring.dropped()
+        if guarded.is_again:  # another step on gradients that were judged already
+            return
+        step, aside = self._step, guarded.guard.actions.set_aside
+        if step is not None:
+            step.void()
+            if aside:
+                step.sampler.set_aside(aside)
+        given = "" if step is None else "; its samples are given again"
+        if aside:
+            given += f", but for {len(aside)}, which are set aside"
+        self._decide(f"{void}{given}", {"ranks": void.ranks})
+
+    def _decide(self, what: str, evidence: Mapping[str, Any]) -> None:
+        decision = Decision(self._num_steps, GuardSteps.__name__, what, evidence)
+        self._decisions.append(decision)
+        logger.log(logging.WARNING if self._comm.rank == 0 else logging.DEBUG, "%s", decision)
+        for observer in self._comm._session.engine.observers or ():
+            observer.instant("decision", policy=decision.policy, what=what, why=decision.why)
+
+    def _keep_or_go_back(self, actions: GuardActions) -> None:
+        """Keep the state of training, or continue from the state that was kept last; all ranks alike."""
+        if actions.keep and self._elastic is not None:
+            self._elastic.keep()
+        elif actions.keep:
+            self._saved = copy.deepcopy(self._attached.state_dict())
+        if not actions.roll_back:
+            return
+        if self._elastic is not None:
+            self._elastic.roll_back()  # at the next boundary
+        elif self._saved is not None:
+            self._attached.load_state_dict(copy.deepcopy(self._saved))
+        self._decide("continues from the state that was kept last", {})
+
+    # ---------------------------------------------------------------- an elastic job
+
+    def through(self, steps: Iterator[Step], elastic: Elastic) -> Iterator[Step]:
+        """Drive the steps of an elastic job."""
+        self._elastic = elastic
+        try:
+            for step in steps:
+                self._step = step
+                self._tell_batch()
+                yield step
+                self._step = None
+        finally:
+            self._step = self._elastic = None
+            self.close()
+
+    # ---------------------------------------------------------------- changes by policies
+
+    def _set_batch_size(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        if self._sampler is not None:
+            self._sampler.batch = batch_size
+
+    def _set_wire_dtype(self, name: str | None) -> None:
+        for bucket in getattr(self._rows, "buckets", ()):
+            bucket.average.set_wire_dtype(name)
+
+    def _tell_batch(self) -> None:
+        batch = self.local_batch_size
+        if self.monitor is not None and batch:
+            self.monitor.batch = batch
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of monitor, guard and policies."""
+        return {"num_steps": self._num_steps, **self._state.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._num_steps = int(state["num_steps"])
+        self._state.load_state_dict(state)
+
+    def merging(self) -> dict[str, str]:
+        """Keys of the state whose values differ between ranks."""
+        return self._state.merging()
+
+    @property
+    def _state(self) -> CompositeState:
+        guard = None if self._guarded is None else self._guarded.guard
+        every: dict[str, Any] = {"monitor": self.monitor, "guard": guard, "policies": self._policies}
+        return CompositeState({name: one for name, one in every.items() if one is not None})
+
+    def close(self) -> None:
+        """End the policies' meetings."""
+        if self._policies is not None:
+            self._policies.close()
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -1,0 +1,75 @@
+"""Rows of a step in which an algorithm exchanges models and gradients by itself.
+
+Then gradients are in no buckets. Each rank squares its own when the optimizer's step begins, and the rows travel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kfcomm.errors import ConfigError
+from kfcomm.torch.buckets import BucketPlace
+from kfcomm.torch.marks import Marks
+from kfcomm.torch.reductions import aside
+from kfcomm.torch.tensors import read
+from kfcomm.torch.watch import Watch
+
+if TYPE_CHECKING:
+    from kfcomm.sync import Communicator
+
+
+class StepRows:
+    """Rows of all ranks, one for each step: what a `GradientExchange` has with its marks.
+
+    Args:
+        comm: of the ranks.
+        name: of the collective.
+        parameters: with their names.
+        watch: whose rows they are.
+        is_left_out: whether this rank's step will update nothing, since a ``GradScaler`` has found infinite gradients.
+    """
+
+    def __init__(
+        self, comm: Communicator, name: str, parameters: Mapping[str, torch.Tensor], watch: Watch,
+        is_left_out: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._comm, self._name = comm, name
+        self._parameters = parameters
+        self._watch = watch
+        self._is_left_out = is_left_out
+        self._marks: Marks | None = None
+        self._births: Any = None
+
+    @property
+    def places(self) -> list[BucketPlace]:
+        """Gradients that exist, where they are."""
+        return [BucketPlace(name, one, one.grad) for name, one in self._parameters.items() if one.grad is not None]
+
+    def wait_for_rows(self) -> None:
+        """Square this rank's gradients, and exchange the rows, if steps are guarded."""
+        if not self._watch.guards:
+            return
+        if not self._is_left_out():
+            for place in self.places:
+                if place.view.layout is not torch.strided:
+                    raise ConfigError(f"the gradient of {place.name} is sparse: only dense ones can be judged")
+                alone: Any = SimpleNamespace(places=[place], is_exact=False)
+                self._watch.left(alone, read(place.view))
+        if self._marks is None or self._births != self._comm.births:
+            self._births = self._comm.births
+            self._marks = Marks(
+                self._comm, (), aside(self._comm, f"{self._name}/rows"), num_numbers=self._watch.num_numbers
+            )
+        self._marks.begin(0, self._watch.row())
+        self._marks.wait()
+        self._watch.told(self._comm.size, self._marks.ranks, self._marks.numbers)
+
+    def put_back(self) -> None:
+        """Nothing: there are no compressors."""
+
+    def begin_step(self) -> None:
+        """Nothing."""
