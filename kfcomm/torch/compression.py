@@ -157,12 +157,12 @@ class GradientAverage:
     def state_dict(self) -> dict[str, Any]:
         """The number of first steps that are left, and the compressor's state."""
         told: Callable[[], dict[str, Any]] = getattr(self.compressor, "state_dict", dict)
-        return {"left": self._left, **told()}
+        return {"exact_left": self._left, **told()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         own = dict(state)
-        self._left = own.pop("left")
+        self._left = own.pop("exact_left")
         if own:
             self.compressor.load_state_dict(own)  # type: ignore[union-attr]
 
