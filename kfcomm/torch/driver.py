@@ -47,6 +47,10 @@ class Rows(Protocol):
     """Rows of all ranks: of a `GradientExchange`, or `StepRows`."""
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether a ``GradScaler`` lets this rank's step update nothing, though the others' may."""
+
+    @property
     def places(self) -> Sequence[BucketPlace]:
         """All gradients."""
 
@@ -172,7 +176,7 @@ class StepDriver:
 
     def _before_forward(self) -> None:
         # A scaler has left the step out: its infinite gradients may come from infinite inputs.
-        if self._guarded is not None and not self._guarded.evidence.is_finite:
+        if self._guarded is not None and self._guarded.evidence.leave_out():
             self._guarded.buffers.put_back()
             self._rows.put_back()
 
@@ -204,6 +208,8 @@ class StepDriver:
         if self._is_void(scale):
             finish()
             self._undo()
+        elif self._rows.is_left_out and self._guarded is not None:
+            self._guarded.buffers.put_back()
         elif self._measuring is not None:
             self._measuring.stepped(scale)
         return self.last_void is None

@@ -59,6 +59,8 @@ class StepCount:
 class GradientExchange:
     """Exchange of all gradients of a model, once per pass."""
 
+    is_left_out = False  # a step is made on all ranks, or on none
+
     def __init__(
         self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module,
         watch: Watch | None = None,

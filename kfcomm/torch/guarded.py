@@ -57,6 +57,7 @@ class Evidence:
         self._sq_norm = 0.0
         self._loss: float | None = None
         self._is_sent = False  # the row of this step's latest pass
+        self._is_bad = False
         self._is_late = False
 
     def observe(self, loss: float) -> None:
@@ -84,7 +85,10 @@ class Evidence:
         self.size = len(numbers)
         self.rows = {rank: numbers[rank].tolist() for rank in ranks}
         # Later passes of the step add to a gradient that all ranks have got from this one.
-        if self._first_bad is None and not self.is_finite:
+        self._is_bad = not self.is_finite
+        if not self._is_bad:
+            self.names.clear()
+        if self._first_bad is None and self._is_bad:
             self._first_bad = self.rows
 
     @property
@@ -122,12 +126,19 @@ class Evidence:
                 losses[rank] = loss
         return StepEvidence(step, losses, sq_norms, batch)
 
+    def leave_out(self) -> bool:
+        """Whether the latest pass was not finite, and no step has followed; once. Then its loss is forgotten."""
+        was_bad, self._is_bad = self._is_bad, False
+        if was_bad:
+            self._loss = None
+        return was_bad
+
     def begin_step(self) -> None:
         """Forget the step that is over."""
         self.names = []
         self.rows = self._first_bad = None
         self._loss = None
-        self._is_sent = False
+        self._is_sent = self._is_bad = False
 
 
 class KeptBuffers:
@@ -145,10 +156,10 @@ class KeptBuffers:
             before()
             self.keep()
 
-        # A program may call parts of its model, so each module with buffers has a hook of its own.
-        found = [model.register_forward_pre_hook(whole, prepend=True)] if self._of else []
-        found += [one.register_forward_pre_hook(lambda one, _: self._keep(one), prepend=True) for one in self._of]
-        return found
+        # A program may call parts of its model, so these, and each module with buffers, have hooks of their own.
+        found = [one.register_forward_pre_hook(lambda one, _: self._keep(one), prepend=True) for one in self._of]
+        found += [one.register_forward_pre_hook(lambda *_: before(), prepend=True) for one in model.children()]
+        return [*found, model.register_forward_pre_hook(whole, prepend=True)]
 
     def begin_step(self) -> None:
         """Copy buffers again before the next forward pass."""

@@ -40,9 +40,14 @@ class StepRows:
         self._comm, self._name = comm, name
         self._parameters = parameters
         self._watch = watch
-        self._is_left_out = is_left_out
+        self._asked = is_left_out
         self._marks: Marks | None = None
         self._births: Any = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether this rank's step will update nothing, though the others' may."""
+        return self._asked()
 
     @property
     def places(self) -> list[BucketPlace]:
@@ -53,7 +58,7 @@ class StepRows:
         """Square this rank's gradients, and exchange the rows, if steps are guarded."""
         if not self._watch.guards:
             return
-        if not self._is_left_out():
+        if not self.is_left_out:
             for place in self.places:
                 if place.view.layout is not torch.strided:
                     raise ConfigError(f"the gradient of {place.name} is sparse: only dense ones can be judged")

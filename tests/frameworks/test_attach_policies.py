@@ -1,0 +1,221 @@
+"""Policies of an attachment decide at the end of ``optimizer.step()``; what they change holds from the next step on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kfcomm.sync
+import kfcomm.torch
+from kfcomm.adapt import Hyperparameters, Policy
+from kfcomm.errors import ConfigError
+from kfcomm.train.policies import NoiseScaleBatch
+from tests.frameworks.ranks import each
+
+torch = pytest.importorskip("torch")
+
+nn = torch.nn
+
+WIDTH, STEPS, SIZE = 4, 8, 2
+DEFER = pytest.mark.parametrize("defer", [False, True], ids=["at once", "deferred"])
+
+
+class Asks(Policy):
+    """Asks for what a script says, after each step."""
+
+    def __init__(self, script: dict[int, dict[str, Any]]) -> None:
+        self._script = script
+        self.seen: list[dict[str, Any]] = []
+
+    def after_step(self, ctx: Any) -> None:
+        self.seen.append({name: tuple(one) for name, one in ctx.metrics.observed.items()})
+        for name, value in self._script.get(ctx.step, {}).items():
+            getattr(ctx, f"set_{name}")(value)
+
+
+def made() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator))
+    return model
+
+
+def loss(model: Any, rank: int, step: int) -> Any:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(3, WIDTH, generator=generator)
+    return (model(x) - x).square().mean()
+
+
+def close(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=2e-5, atol=2e-6)
+
+
+@DEFER
+def test_learning_rate_is_a_factor_beside_a_scheduler(defer: bool) -> None:
+    # Asked for after step 2, in the table of step 3, in force from step 4 on.
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}], lr=0.05
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        attached = kfcomm.torch.attach(
+            model, optimizer, comm, policies=[Asks({2: {"learning_rate": 0.3}})], defer=defer
+        )
+        rates = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            optimizer.step()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            scheduler.step()
+        attached.wait()
+        return list(model.parameters()), rates
+
+    def alone() -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}], lr=0.05
+        )
+        for step in range(STEPS):
+            factor = 0.5 ** (step // 3) * (3.0 if step >= 4 else 1.0)
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.1 * factor, 0.05 * factor
+            optimizer.zero_grad()
+            (sum(loss(model, rank, step) for rank in range(SIZE)) / SIZE).backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    for parameters, rates in each(rank, SIZE):
+        close(parameters, alone())
+        assert [one[0] for one in rates] == pytest.approx([0.1 * 0.5 ** (step // 3) for step in range(STEPS)])
+
+
+def test_batch_of_policies_is_that_of_the_attachment_and_of_its_monitor() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        asks = Asks({1: {"batch_size": 20}})
+        attached = kfcomm.torch.attach(
+            model, optimizer, comm, policies=[asks], monitor={"every": 1}, batch_size=6
+        )  # fmt: skip
+        batches = []
+        for step in range(STEPS):
+            batches.append((attached.batch_size, attached.local_batch_size, attached.monitor.batch))
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            attached.observe(loss=comm.rank)
+            optimizer.step()
+        return batches, asks.seen, [(one.step, one.what) for one in attached.decisions]
+
+    for batches, seen, decisions in each(rank, SIZE):
+        assert batches == [(6, 3, 3)] * 3 + [(20, 10, 10)] * (STEPS - 3)
+        assert all(one["loss"] == (0.0, 1.0) for one in seen)
+        big = [one["big_batch"] for one in seen if "big_batch" in one]
+        assert {size for sizes in big for size in sizes} == {6.0, 20.0}
+        assert decisions == [(2, "batch size 6 -> 20")]
+
+
+def test_wire_dtype_of_policies_is_that_of_the_gradients() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        kfcomm.torch.attach(model, optimizer, comm, policies=[Asks({1: {"wire_dtype": "bfloat16"}})])
+        rounded = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            gradient = model[0].weight.grad
+            mean = torch.zeros_like(gradient)
+            model_of_all = made()
+            model_of_all.load_state_dict(model.state_dict())
+            (sum(loss(model_of_all, one, step) for one in range(SIZE)) / SIZE).backward()
+            mean = model_of_all[0].weight.grad
+            rounded.append(bool(((gradient - mean).abs() > 1e-4 * mean.abs()).any()))
+            optimizer.step()
+        return rounded
+
+    assert each(rank, SIZE) == [[False] * 3 + [True] * (STEPS - 3)] * SIZE
+
+
+def test_algorithm_of_policies_is_used_from_the_next_forward_pass_on() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        names = Hyperparameters(agreements=("ssgd", "sma"))
+        script = {1: {"agreement": "sma"}, 4: {"agreement": "ssgd"}}
+        attached = kfcomm.torch.attach(model, optimizer, comm, policies=[Asks(script)], hyperparameters=names)
+        used, equal = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            used.append(str(attached.algorithm))
+            optimizer.step()
+            weights = comm.all_gather(model[0].weight.detach().numpy().copy())
+            equal.append(bool((weights[0] == weights[1]).all()))
+        return used, equal
+
+    for used, equal in each(rank, SIZE):
+        assert used == ["ssgd"] * 3 + ["sma"] * 3 + ["ssgd"] * 2
+        assert equal == [True] * 3 + [False] * 3 + [True] * 2
+
+
+def test_noise_scale_policy_grows_the_batch_and_the_rate() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attached = kfcomm.torch.attach(
+            model, optimizer, comm, monitor={"every": 1}, policies=[NoiseScaleBatch(512)], batch_size=4
+        )
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(150):
+            x = torch.randn(attached.local_batch_size, WIDTH, generator=generator)
+            optimizer.zero_grad()
+            (model(x) - torch.randn(x.shape, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return attached.batch_size, [one.what for one in attached.decisions]
+
+    first, second = each(rank, SIZE)
+    assert first == second
+    assert first[0] > 4
+
+
+def test_attached_policies_end_with_the_attachment() -> None:
+    ended = []
+
+    class Ends(Policy):
+        def on_end(self, ctx: Any) -> None:
+            ended.append(ctx.step)
+
+    def rank(comm: Any) -> None:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attached = kfcomm.torch.attach(model, optimizer, comm, policies=[Ends()])
+        loss(model, comm.rank, 0).backward()
+        optimizer.step()
+        attached.detach()
+
+    each(rank, SIZE)
+    assert ended == [1, 1]
+
+
+def test_monitor_without_a_batch_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        model = made()
+        with pytest.raises(ConfigError, match="needs to know the batch"):
+            kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), comm, monitor=True)
+
+    each(rank, SIZE)
+
+
+def test_different_policies_of_ranks_are_refused() -> None:
+    def rank(comm: Any) -> None:
+        model = made()
+        policies = [Asks({})] if comm.rank else []
+        with pytest.raises(ConfigError, match="policies"):
+            kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), comm, policies=policies)
+
+    each(rank, SIZE)
