@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kfcomm.train.kfac import KFAC, Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.large_batches import AdaScale, Lamb, LambState, Lars, LinearScaling, lars_rate
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
+    from kfcomm.train.packing import swapped
     from kfcomm.train.parameter_server import ParameterServer, shards
     from kfcomm.train.peers import Peers, RoundRobin
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
@@ -58,6 +59,7 @@ else:  # type checkers would take any name for one that is there
         "kfac": ("KFAC", "Layer", "LayerOwnership", "owners", "preconditioned"),
         "large_batches": ("AdaScale", "Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
+        "packing": ("swapped",),
         "parameter_server": ("ParameterServer", "shards"),
         "peers": ("Peers", "RoundRobin"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
@@ -76,6 +78,6 @@ __all__ = [
     "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Procedure", "RoundRobin", "Shape",
     "SynchronousSGD", "Throughput", "Tree", "all_reduce_numbers", "best_shape", "call", "carried", "copied",
     "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance", "lars_rate", "leaves", "mapped",
-    "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "shards",
+    "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "shards", "swapped",
     "takes_factors", "towards",
 ]  # fmt: skip

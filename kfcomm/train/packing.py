@@ -1,4 +1,4 @@
-"""Encoding of models as blobs, which ranks save for others to request."""
+"""Models as blobs, which ranks save for others to request, or send to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import adapt
-from kfcomm.errors import CollectiveMismatch
+from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
+from kfcomm.train.procedure import Comm, Procedure, call, together
 from kfcomm.train.trees import Tree, leaves, rebuilt
 
 Blob: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -51,3 +52,33 @@ class Packing:
             at += flat.nbytes
             found[name] = one.kind.restore(flat.reshape(one.shape))
         return rebuilt(tree, found), head
+
+
+def swapped(comm: Comm, tree: Tree, peer: int, name: str) -> Procedure[Tree | None]:
+    """Exchange trees with one other rank, which does the same with this one: a part of a procedure.
+
+    Args:
+        comm: communicator of both ranks.
+        tree: arrays in host memory; of the same names, shapes and dtypes on both ranks.
+        peer: the other rank.
+        name: of the messages.
+
+    Returns:
+        Its tree, like this one. None in an elastic job where a rank was lost in this step: messages do not survive
+        that.
+
+    Raises:
+        CollectiveMismatch: its tree has other arrays.
+        CollectiveError: the exchange failed.
+
+    Cost: S bytes to the peer and as many from it, and two copies.
+    """
+    packing = Packing(tree)
+    try:
+        _, blob = yield from together([call("send", packing.pack(tree), peer, name), call("recv", peer, name)])
+    except (PeerLost, EpochChanged):
+        if not getattr(comm, "outlives", False):
+            raise
+        return None
+    found, _ = packing.unpack(blob, tree)
+    return found

@@ -40,7 +40,7 @@ class Rule:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
 
     def among(self, size: int) -> Rule:
-        """Return the rule of a meeting of so many ranks, of which some may have been lost."""
+        """Return the rule of a meeting that has this number of ranks: fewer than usual where one is lost in it."""
         return self
 
     def meet(self, x: Any, mean: Any, *kept: Any) -> tuple[Any, ...]:

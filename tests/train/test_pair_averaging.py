@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kfcomm import Communicator, sync
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from kfcomm.train import PairAveraging, Peers
+from kfcomm.train import Agreement, PairAveraging, Peers, RoundRobin, swapped
 from kfcomm.train.packing import Packing
 
 
@@ -222,3 +222,83 @@ def test_peers_without_others_or_with_bad_weights_are_refused() -> None:
     for weights in ([1.0, 1.0], [1.0, 0.0, 0.0], [0.0, -1.0, 2.0], [0.0, float("nan"), 1.0]):
         with pytest.raises(ConfigError, match="weights"):
             Peers(0, 3, weights=weights)
+
+
+@given(st.integers(2, 9), st.integers(0, 50), st.booleans())
+def test_draws_can_be_left_out(size: int, drawn: int, has_weights: bool) -> None:
+    weights = [1.0 + rank for rank in range(size)] if has_weights else None
+    whole, rest = Peers(1, size, seed=5, weights=weights), Peers(1, size, seed=5, weights=weights, drawn=drawn)
+    assert [whole.draw() for _ in range(drawn + 20)][drawn:] == [rest.draw() for _ in range(20)]
+
+
+@given(st.integers(2, 9), st.integers(0, 50), st.data())
+def test_round_robin_asks_each_of_the_others_before_any_again(size: int, drawn: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    whole, rest = RoundRobin(rank, size), RoundRobin(rank, size, drawn=drawn)
+    asked = [whole.draw() for _ in range(drawn + 3 * size)]
+    assert asked[drawn:] == [rest.draw() for _ in range(3 * size)]
+    for first in range(len(asked) - size + 1):
+        assert set(asked[first : first + size - 1]) == set(range(size)) - {rank}
+
+
+@pytest.mark.asyncio
+async def test_round_robin_peers_of_ranks_in_lockstep() -> None:
+    async with world(3) as comms:
+        ways = [PairAveraging(comm, np.zeros(1), peers="round-robin") for comm in comms]
+        models: list[Any] = [np.full(1, float(rank)) for rank in range(3)]
+        await asyncio.gather(*(way.parameters(x) for way, x in zip(ways, models, strict=True)))
+        assert (await ways[0].parameters(models[0])).tolist() == [1.0], "rank 0 has asked rank 1, and asks rank 2"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"peers": "ring"}, "peers is one of random, round-robin, not 'ring'"),
+        ({"peers": "round-robin", "weights": [1.0, 1.0]}, "weights are of random peers"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_peers_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    async def main(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=says):
+            PairAveraging(comm, np.zeros(2), **options)
+
+    async with world(2) as comms:
+        await run_ranks(comms, main)
+
+
+class Swap(Agreement):
+    """Continue with the model of the other one of two ranks."""
+
+    default_name = "swap"
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm, None, {})
+
+    def _parameters(self, tree: Any) -> Any:
+        return (yield from swapped(self.comm, tree, 1 - self.comm.rank, "swap"))
+
+
+@pytest.mark.asyncio
+async def test_swapped_trees_are_alike_or_refused() -> None:
+    async def main(comm: Communicator) -> Any:
+        way = Swap(comm)
+        found = await way.parameters({"a": np.full(2, comm.rank, np.float32), "b": [np.full(3, comm.rank)]})
+        with pytest.raises(CollectiveMismatch, match="other names, shapes or dtypes"):
+            await way.parameters(np.zeros(2 + comm.rank))
+        return found
+
+    async with world(2) as comms:
+        for rank, found in enumerate(await run_ranks(comms, main)):
+            assert found["a"].tolist() == [1 - rank] * 2
+            assert found["b"][0].tolist() == [1 - rank] * 3
+
+
+@pytest.mark.asyncio
+async def test_swap_with_a_lost_rank_is_an_error_outside_of_elastic_jobs() -> None:
+    async with world(2, timeout=20) as comms:
+        ways = [Swap(comm) for comm in comms]
+        await asyncio.gather(*(way.parameters(np.zeros(1)) for way in ways))
+        comms.kill(1)
+        with pytest.raises(PeerLost):
+            await ways[0].parameters(np.zeros(1))
