@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from kfcomm.elastic.sampler import Told
+from kfcomm.elastic.course import Told
 from kfcomm.elastic.state import Array
 
 NUM_FLAGS = 4

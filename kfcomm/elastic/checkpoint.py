@@ -39,6 +39,7 @@ import numpy as np
 from kfcomm.arrays import dtype_of
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.merging import Merged
 from kfcomm.elastic.replicas import checksum
 from kfcomm.elastic.snapshots import Form, Kept, load_form
 from kfcomm.elastic.state import State, difference, outline_of, plan_of
@@ -339,15 +340,21 @@ class Checkpoint:
         return self.every == 1 if is_exact and self._is_due(number) else self._is_due(number + 1)
 
     def _is_due(self, number: int) -> bool:
-        return number >= self._begun + self.every if self._begun >= 0 else number > 0
+        is_writing = self._written is not None and not self._written.done()
+        return not is_writing and (number >= self._begun + self.every if self._begun >= 0 else number > 0)
 
-    def look(self, number: int, place: Any, epoch: int = 0) -> None:
-        """Begin to write, at a boundary, if a checkpoint is due and the last one is written; costs a copy then."""
-        if not self._is_due(number) or (self._written is not None and not self._written.done()):
+    def look(self, number: int, place: Any, epoch: int = 0, merged: Merged | None = None) -> None:
+        """Begin to write, at a boundary, if one is due and the last one is written; costs a copy then.
+
+        With ``merged`` what differs between ranks is written as one rank would have it.
+        """
+        if not self._is_due(number):
             return
         self._begun = number
         # Only the copy happens in the step; training continues while the thread writes it.
         self._kept.keep(place)
+        if merged is not None:
+            self._kept.set_parts({part: value for copy, part, value in merged.values(1) if not copy})
         self._written = self._thread.submit(self._write, number, epoch)
 
     async def close(self) -> None:

@@ -12,10 +12,12 @@ import numpy as np
 from kfcomm.elastic.call_log import BOUNDARY
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.course import KEEP, ROLL_BACK, Step
 from kfcomm.elastic.dispatcher import Dispatcher
-from kfcomm.elastic.joining import Entrance, Handover, SizeRequests, program_digest
+from kfcomm.elastic.joining import Entrance, Handover, program_digest
 from kfcomm.elastic.replicas import Replicas
-from kfcomm.elastic.sampler import ElasticSampler, Step
+from kfcomm.elastic.requests import SizeRequests
+from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.walks import Walk, Walks, following
 from kfcomm.errors import ConfigError
@@ -214,6 +216,39 @@ class Elastic:
         if self._replicas is None:
             raise ConfigError("nothing is this rank's own: give Elastic(..., own=State(...))")
         return self._replicas
+
+    # ---------------------------------------------------------------- copies in memory
+
+    def keep(self) -> None:
+        """Copy the state, and the positions of samplers, in memory at the boundary after this step.
+
+        All ranks call it in the same step, in the body of its loop; in nested loops it is done after the outer step. It
+        replaces the copy before. Ranks that join later get it with the state. It does not hold ``own``.
+
+        Raises:
+            ConfigError: no step is under way.
+
+        Cost: a copy of the state, and its memory.
+        """
+        self._walking().wish(KEEP)
+
+    def roll_back(self) -> None:
+        """Return to the copy of ``keep`` at the boundary after this step; all ranks call it in the same step.
+
+        Samplers return to their positions, so that samples used since then are used again; those that were set aside
+        stay so. Numbers of steps count on. In a step that is void because a rank was lost, the call does nothing.
+
+        Raises:
+            ConfigError: no step is under way; or ``keep`` was not called in an earlier step.
+            CollectiveMismatch: only some ranks have called it; on all ranks, at the boundary.
+        """
+        self._walking().wish(ROLL_BACK)
+
+    def _walking(self) -> Walks:
+        self._open()
+        if self._walks is None:
+            raise ConfigError("use Elastic in a with block: it is not open")
+        return self._walks
 
     # ---------------------------------------------------------------- steps
 

@@ -78,9 +78,21 @@ class Merging:
     def __init__(self, calls: Dispatcher, state: State) -> None:
         self.may_differ = may_differ(state)  # the same on all ranks, which have compared their states on entering
         self.uids: Uids = ()  # ranks of the step for which values were converted
-        self.copies: list[Kept] = []
+        self.copies: list[Kept] = []  # at most one
+        self.merged: Merged | None = None  # for a checkpoint at this boundary
         self._calls = calls
         self._state = state
+
+    def keep(self, place: Any) -> None:
+        """Copy the state, with the positions of samplers."""
+        if not self.copies:
+            self.copies.append(Kept(self._state))
+        self.copies[0].keep(place)
+
+    def roll_back(self) -> Any:
+        """Return to the copy; returns the positions of samplers that were kept with it."""
+        self.copies[0].restore()
+        return self.copies[0].place
 
     def is_due(self, uids: Uids) -> bool:
         """Whether the ranks have changed since the last conversion."""
@@ -95,6 +107,15 @@ class Merging:
     async def collect(self) -> Merged | None:
         """Collect, before the ranks change; all ranks call it. None if nothing may differ."""
         return (await self._collected())[0] if self.may_differ else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a checkpoint can be written at this boundary."""
+        return self.merged is not None or not self.may_differ
+
+    async def collect_for_checkpoint(self) -> None:
+        """Collect for a checkpoint at this boundary; all ranks call it."""
+        self.merged = await self.collect()
 
     def load(self, merged: Merged | None, uids: Uids) -> None:
         """Load what was collected, for these ranks."""

@@ -1,4 +1,4 @@
-"""Samples of each step: their order, positions for joining ranks and checkpoints, and which of them count as used.
+"""Samples of each step: their order, and positions for joining ranks and checkpoints.
 
 There is one order for each pass, and one batch of all ranks for each step. A sampler does not know which ranks are
 alive: the shares that were not used are given back to it, and it gives those samples again before the pass ends. All
@@ -7,24 +7,17 @@ ranks hold equal samplers, and make the same calls of them.
 A sampler is identified by its name or, without one, by the order in which the program first uses its samplers. A rank
 that joins or resumes from a checkpoint runs the program from its beginning: each sampler gets its position when the
 program reaches it, and loops that the other ranks have finished are skipped.
-
-Samples count as used by the calls of their step, or by the calls of some names. Each rank reports its outcome of these
-calls, and all ranks decide from all reports alike: a call may be done on one rank and have failed on another that
-cancelled it or timed out, so a rank must not decide from its own outcome.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.common.arguments import hint
-from kfcomm.elastic.call_log import CallLog, Standing, Uids
-from kfcomm.errors import ConfigError, EpochChanged, PeerLost
+from kfcomm.errors import ConfigError
 
 Name: TypeAlias = str | int
 Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -61,11 +54,13 @@ class ElasticSampler:
         self.passes = 0
         self._position = 0
         self._again: list[int] = []
+        self._aside: set[int] = set()
         self._order = self._order_of(0)
 
     def __repr__(self) -> str:
         again = f", {len(self._again)} to be given again" if self._again else ""
-        return f"<ElasticSampler: pass {self.passes}, {self._position} of {self.length} given{again}>"
+        aside = f", {len(self._aside)} set aside" if self._aside else ""
+        return f"<ElasticSampler: pass {self.passes}, {self._position} of {self.length} given{again}{aside}>"
 
     @property
     def batch(self) -> int:
@@ -83,13 +78,40 @@ class ElasticSampler:
     @property
     def left(self) -> int:
         """Number of samples of this pass that are still to be given."""
-        return self.length - self._position + len(self._again)
+        return len(self._kept(self._order[self._position :])) + len(self._again)
+
+    @property
+    def aside(self) -> list[int]:
+        """Samples that were set aside, in ascending order."""
+        return sorted(self._aside)
+
+    def set_aside(self, indices: Sequence[int] | Indices) -> None:
+        """Never give these samples again, in this pass and all later ones; all ranks call it alike.
+
+        Samples of the present step are used in it, unless it is void. ``aside`` lists them, also on ranks that join and
+        after a checkpoint. With some set aside a step costs a search of its samples among them.
+
+        Raises:
+            ConfigError: an index is not that of a sample.
+        """
+        found = {_count("an index", index, 0) for index in indices}
+        if max(found, default=0) >= self.length:
+            raise ConfigError(f"an index of this sampler is below {self.length}, not {max(found)}")
+        self._aside |= found
+        self._again = [index for index in self._again if index not in found]
+
+    def _kept(self, indices: Indices) -> Indices:
+        """Samples that are not set aside."""
+        return indices[~np.isin(indices, list(self._aside))] if self._aside else indices
 
     def take(self) -> Indices:
         """Take the indices of the next global batch; empty at the end of the pass."""
-        end = min(self._position + self.batch, self.length)
-        taken = self._order[self._position : end]
-        self._position = end
+        taken = self._order[:0]
+        while len(taken) < self.batch and self._position < self.length:
+            end = min(self._position + self.batch - len(taken), self.length)
+            found = self._kept(self._order[self._position : end])
+            taken = np.concatenate([taken, found]) if len(taken) else found
+            self._position = end
         missing = self.batch - len(taken)
         if missing and self._again:
             again, self._again = self._again[:missing], self._again[missing:]
@@ -107,7 +129,7 @@ class ElasticSampler:
 
     def give_back(self, indices: Sequence[int] | Indices) -> None:
         """Give unused samples again before the pass ends."""
-        self._again.extend(int(index) for index in indices)
+        self._again.extend(index for index in map(int, indices) if index not in self._aside)
 
     def end_pass(self) -> None:
         """Begin the next pass: all samples have been used."""
@@ -119,7 +141,7 @@ class ElasticSampler:
         """Position, for checkpoints and joining ranks; msgpack can carry it."""
         return {
             "length": self.length, "batch": self._first_batch, "seed": self.seed, "passes": self.passes,
-            "position": self._position, "again": list(self._again), "next_batch": self.batch,
+            "position": self._position, "again": list(self._again), "next_batch": self.batch, "aside": self.aside,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,6 +157,7 @@ class ElasticSampler:
         made, self.passes = self.passes, int(state["passes"])
         self._position = int(state["position"])
         self._again = [int(index) for index in state["again"]]
+        self._aside = {int(index) for index in state.get("aside", ())}
         if made != self.passes:  # 40 ms for a million samples, in which no other thread of this process runs
             self._order = self._order_of(self.passes)
 
@@ -228,163 +251,12 @@ class Samplers:
         """Position of each sampler."""
         return self.waiting | {name: one.state_dict() for name, one in self._found.items()}
 
-    def restore(self, places: dict[Name, Any]) -> None:
-        """Return to former positions; samplers that were first used later return to their beginning."""
+    def restore(self, places: dict[Name, Any], *, keeps_aside: bool = False) -> None:
+        """Return to former positions; samplers that were first used later return to their beginning.
+
+        With ``keeps_aside`` the samples stay set aside that are so now.
+        """
         for name, one in self._found.items():
+            aside = one.aside if keeps_aside else ()
             one.load_state_dict(places.get(name, self._first[name]))
-
-
-class Step:
-    """One step of training.
-
-    If the ``Elastic`` restarts steps, the body of the loop is below ``with step:``, which ends it silently when ranks
-    are lost during the step.
-
-    Attributes:
-        number: number of the step, from 0 since training began; a repeated step keeps its number.
-        indices: indices of the samples that this rank trains on.
-        batch: indices of the samples of all ranks.
-        sampler: sampler that gave them; ``sampler.passes`` is the number of the pass.
-        is_void: it has ended because ranks were lost, and is repeated.
-    """
-
-    __slots__ = ("_restarts", "batch", "indices", "is_void", "number", "sampler")
-
-    def __init__(
-        self, number: int, indices: Indices, batch: Indices, sampler: ElasticSampler, *, restarts: bool = False
-    ) -> None:
-        self.number = number
-        self.indices = indices
-        self.batch = batch
-        self.sampler = sampler
-        self.is_void = False
-        self._restarts = restarts
-
-    def __repr__(self) -> str:
-        return f"<Step {self.number}: {len(self.indices)} of {len(self.batch)} samples>"
-
-    def __enter__(self) -> Self:
-        if not self._restarts:
-            raise ConfigError('with step: is for Elastic(..., on_loss="restart_step")')
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.is_void = isinstance(error, (EpochChanged, PeerLost))
-        return self.is_void
-
-
-class Told(NamedTuple):
-    """Report of a rank about its step; msgpack can carry it."""
-
-    is_tried: bool  # it has made a call that counts
-    is_whole: bool  # such calls have succeeded, and no named call has failed
-    lacking: list[int]  # uids whose contributions are missing in a successful call
-    missing: list[str]  # names without a call, as far as that is known
-    made: list[str]  # names of the calls that were made
-
-
-class EndedStep(NamedTuple):
-    """Step that is over, and its ranks; which of its samples are used is not known yet."""
-
-    step: Step
-    uids: Uids
-
-
-def check_names(number: int, told: Sequence[Told]) -> None:
-    """Refuse names by which no rank has made a call in a step of this number."""
-    missing = sorted(set.intersection(*(set(one.missing) for one in told)))
-    if missing:
-        made = told[0].made
-        raise ConfigError(
-            f"used_in names {', '.join(map(repr, missing))}, and no call of step {number} has that name; its calls are "
-            f"{', '.join(map(repr, made))}: only collectives of all ranks that survive a loss count"
-            f"{hint(missing[0], made)}"
-        )
-
-
-class Course:
-    """One walk through a sampler, with the calls that count for the samples of its step, on one rank."""
-
-    def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
-        self.name = name
-        self.sampler = sampler
-        self.passes = passes  # see ``Elastic.steps``
-        self.names = names  # names of the calls by which samples count as used; None for all calls
-        self.step: Step | None = None  # the current step; None between steps
-        self.is_left = False  # the program has left its loop
-        self._uids: Uids = ()  # ranks of the step
-        self._met: set[str] = set()  # names of calls of all steps
-        self._begin()
-
-    def __repr__(self) -> str:
-        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
-
-    def begin(self, step: Step, uids: Uids) -> Step:
-        """Begin a step of these ranks."""
-        self.step, self._uids = step, uids
-        self._begin()
-        return step
-
-    def _begin(self) -> None:
-        # A step may lie over several boundaries, since a walk within it has boundaries of its own: what its calls have
-        # come to adds up from one boundary to the next.
-        self._is_tried = self._is_done = self._has_failed = self._is_unknown = self._is_void = False
-        self._lacking: set[int] = set()
-        self._made: set[str] = set()
-
-    def note(self, log: CallLog, *, is_innermost: bool) -> None:
-        """Add the calls since the last boundary, which are over."""
-        calls = log.since_boundary()
-        self._made.update(one.name for one in calls if not one.is_own)
-        self._is_unknown |= any(one.standing is Standing.FAILED for one in calls)
-        for one in calls:
-            if one.is_counted(self.names):
-                self._is_tried = True
-                self._is_void |= is_innermost and one.is_void
-                if one.standing is Standing.DONE:
-                    self._is_done = True
-                    # of the ranks of the step: some may have been lost at a boundary before this call
-                    self._lacking |= set(self._uids) - set(one.contributors)
-                else:
-                    self._has_failed = True
-
-    @property
-    def is_void(self) -> bool:
-        """Whether its step is void, as far as this rank knows: a call has failed because ranks were lost."""
-        return self._is_void or (self.step is not None and self.step.is_void)
-
-    def told(self) -> Told:
-        """Report of this rank, when the step is over."""
-        self._met |= self._made
-        # A failed or void step may lack calls for that reason, and says nothing about a misspelt name.
-        is_known = bool(self._made) and not self.is_void and not self._is_unknown
-        missing = sorted(set(self.names) - self._met) if self.names and is_known else []
-        is_whole = self._is_done and (self.names is None or not self._has_failed)
-        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
-
-    def ended(self) -> EndedStep | None:
-        """End the step; returns it, for `settle`. None between steps."""
-        step, self.step, self._is_void = self.step, None, False
-        return None if step is None else EndedStep(step, self._uids)
-
-    def settle(self, ended: EndedStep | None, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
-        """Repeat unused samples of a step that has ended; ``uids``: the remaining ranks, with their reports."""
-        if ended is not None:
-            if not is_void:
-                check_names(ended.step.number, told)
-            # All ranks have equal reports and samplers, so all give back the same shares.
-            counted = () if is_void else self._counted(ended.uids, uids, told)
-            for rank, uid in enumerate(ended.uids):
-                if uid not in counted:
-                    self.sampler.give_back(share(ended.step.batch, rank, len(ended.uids)))
-
-    def _counted(self, former: Uids, uids: Uids, told: Sequence[Told]) -> Uids:
-        """Uids of the ranks whose samples are used; ``former`` are those of the step."""
-        if any(one.is_whole for one in told):
-            # One rank that has the result decides: a rank that cancelled the call does not know the contributors.
-            lacking = {uid for one in told for uid in one.lacking}
-            return tuple(uid for uid in former if uid not in lacking)
-        is_tried = any(one.is_tried for one in told)
-        return () if is_tried and self.names is not None else uids
+            one.set_aside(aside)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,51 @@ def fault_of(state: State) -> str | None:
     except Exception as error:  # noqa: BLE001  whatever the caller's objects raise
         return sendable(str(error)) if isinstance(error, ConfigError) else unreadable("the state", error)
     return None
+
+
+LOOKS_ALWAYS_S = 2e-3
+"""A state whose check takes less is checked at each boundary."""
+LOOKS_SHARE = 50
+"""Another state is checked again after this many times the duration of its check."""
+
+
+class StateChecks:
+    """Checks of a state at boundaries, which take a small share of the time."""
+
+    def __init__(self, state: State) -> None:
+        self.fault: str | None = None  # met by another reader of the state
+        self._state = state
+        self._looks_at_s = 0.0
+
+    def look(self) -> str | None:
+        """Return the fault of the state, if one was met, or is found by a check that is due."""
+        now_s, began_s = time.monotonic(), time.thread_time()
+        if self.fault is not None or now_s < self._looks_at_s:
+            return self.fault
+        fault = fault_of(self._state)
+        took_s = time.thread_time() - began_s  # of this thread alone, however busy the machine is
+        self._looks_at_s = now_s + (LOOKS_SHARE * took_s if took_s > LOOKS_ALWAYS_S else 0)
+        return fault
+
+
+def may_hold(state: State, results: Sequence[Array]) -> bool:
+    """Whether a state may have one of these results, or a part of one: an object may have any."""
+    if not results or has_objects(state):
+        return bool(results)
+    roots = {id(_root(one)) for one in results}
+    return any(id(_root(array)) in roots for _, array in arrays_of(state))
+
+
+def has_objects(state: State) -> bool:
+    """Whether a state has objects."""
+    return any(map(has_state, state._values.values()))
+
+
+def _root(array: Any) -> Any:
+    """Array that has the memory of another one."""
+    while isinstance(base := getattr(array, "base", None), np.ndarray):
+        array = base
+    return array
 
 
 def arrays_of(state: State) -> list[tuple[str, Any]]:

@@ -12,8 +12,8 @@ after one that told of a request. All ranks choose alike, by what all of them kn
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -24,10 +24,12 @@ from kfcomm.elastic.boundary import Report, Sums, hash_of, reports_of
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import names_of, passes_of, sendable, unreadable
-from kfcomm.elastic.joining import Handover, SizeRequests
-from kfcomm.elastic.sampler import Course, ElasticSampler, EndedStep, Position, Samplers, Step, Told, share
+from kfcomm.elastic.course import KEEP, ROLL_BACK, Course, EndedStep, Step, Told
+from kfcomm.elastic.joining import Handover
+from kfcomm.elastic.requests import SizeRequests
+from kfcomm.elastic.sampler import ElasticSampler, Position, Samplers, share
 from kfcomm.elastic.snapshots import Kept
-from kfcomm.elastic.state import State, arrays_of, fault_of
+from kfcomm.elastic.state import State, StateChecks, may_hold
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.world.epochs import NO_PLAN, EpochPlan
 
@@ -44,12 +46,6 @@ def following(walk: Walk[None], met: Any) -> Wanted | None:
         return walk.send(met)
     except StopIteration:
         return None
-
-
-LOOKS_ALWAYS_S = 2e-3
-"""A state whose check takes less is checked at each boundary."""
-LOOKS_SHARE = 50
-"""Another state is checked again after this many times the duration of its check."""
 
 
 class Announced(NamedTuple):
@@ -74,7 +70,7 @@ class Walks:
         self._handover = handover
         self._merging = handover.merging
         self._requests = requests
-        self._state, self._own = states  # what all ranks share, and what is this rank's own
+        self._states = [one for one in states if one is not None]  # what all ranks share, and what is this rank's own
         self._checkpoint = checkpoint
         self._restarts = restarts  # steps are repeated after a loss
         self._samplers = Samplers()
@@ -86,9 +82,9 @@ class Walks:
         self._announced: Announced | None = None  # the latest boundary, while its sums are not read
         self._is_exact = True  # the samplers' positions are: the ranks have met at the latest boundary
         self._has_to_meet = False  # at the next boundary, since the latest one told of something to be done there
-        self._looks_at_s = 0.0
+        self._is_due = False  # a checkpoint, at the next boundary
+        self._checks = StateChecks(states[0])
         self._lineage: list[str] = []
-        self._fault: str | None = None
 
     def begin_at(self, place: Position, *, is_joining: bool) -> None:
         """Resume from the position of the other ranks, or of a checkpoint."""
@@ -111,7 +107,7 @@ class Walks:
         if self.is_replaying and not self._is_here(course):
             return
         self.is_replaying = False
-        kept = [Kept(one) for one in (self._state, self._own) if self._restarts and one is not None]
+        kept = [Kept(one) for one in self._states if self._restarts]
         for one in self._open:
             one.is_left = one.is_left or one.sampler is sampler
         until = course.passes
@@ -164,13 +160,13 @@ class Walks:
         """Copy the state at this boundary; a fault is reported at the next one."""
         try:
             checkpoint = self._written(course)
-            if checkpoint is not None and self._is_exact:
+            if checkpoint is not None and self._is_exact and self._merging.is_ready:
                 place = list(self._place(course, self._number() + 1))
-                checkpoint.look(self._number(), place, self._comm.current.epoch)
+                checkpoint.look(self._number(), place, self._comm.current.epoch, self._merging.merged)
             for one in kept:
                 one.keep(self._samplers.places())
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
-            self._fault = unreadable("the state", error)
+            self._checks.fault = unreadable("the state", error)
 
     def _written(self, course: Course) -> Checkpoint | None:
         """Checkpoint that this rank writes between steps of this walk."""
@@ -203,10 +199,11 @@ class Walks:
         if self._calls.log.is_changing:
             yield self._calls.recovery.settled
         self._requests.look(self._comm.current)
+        self._has_to_meet = self._has_to_meet or bool(course.wishes)
         self._is_exact = not self._can_announce(course)
-        self._has_to_meet = False
+        was_due, self._has_to_meet, self._is_due, self._merging.merged = self._is_due, False, False, None
         if self._is_exact:
-            return (yield from self._carry_out(course, kept))
+            return (yield from self._carry_out(course, kept, was_due=was_due))
         yield from self._announce(course)
         return self._comm.births
 
@@ -229,14 +226,9 @@ class Walks:
         judge = partial(self._judge, report)
         self._announced = Announced(calls.announce(report.numbers(), judge), report, course, course.ended())
         # A rank may still need a result of the last step, which the program is to change: that has to wait.
-        if calls.log.is_unsettled or self._holds(calls.log.lent()):
+        if calls.log.is_unsettled or any(may_hold(one, calls.log.lent()) for one in self._states):
             yield calls.met
             calls.log.thaw()
-
-    def _holds(self, results: Sequence[np.ndarray[Any, Any]]) -> bool:
-        """Whether the state has one of the results, or a part of one."""
-        roots = {id(_root(one)) for one in results}
-        return bool(roots) and any(id(_root(array)) in roots for _, array in arrays_of(self._state))
 
     def _settle(self) -> Walk[None]:
         """Read the sums of an announced boundary: its step is over, and the samples of the step before are settled."""
@@ -251,9 +243,9 @@ class Walks:
         told = yield from self._told(report, sums)
         wanted, void, _, is_due = sums.flags
         course.settle(ended, handle.contributors or (), [one for each in told for one in each], is_void=void)
-        self._has_to_meet = wanted or is_due
+        self._has_to_meet, self._is_due = wanted or is_due, is_due
 
-    def _carry_out(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
+    def _carry_out(self, course: Course, kept: Sequence[Kept], *, was_due: bool) -> Walk[Uids]:
         """Meet the other ranks, settle the samples of the steps that are over, and carry out requests."""
         place = self._open.index(course)
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
@@ -271,15 +263,30 @@ class Walks:
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
+        wishes = frozenset() if void else course.wishes
         course.settle(course.ended(), uids, [each.pop(0) for each in told if each], is_void=void)
-        self._has_to_meet = is_due
-        if not self._is_within(course) and self._merging.is_due(uids):
-            yield partial(self._merging.convert, uids)
+        self._has_to_meet = self._is_due = is_due
+        if not self._is_within(course):
+            yield from self._convert(wishes, uids, was_due=was_due)
         # A change at the end of a pass would make joining ranks enter a loop that is over.
         if not (wanted and course.sampler.left):
             return uids
         yield partial(self._change, course)
         return self._comm.births
+
+    def _convert(self, wishes: AbstractSet[str], uids: Uids, *, was_due: bool) -> Walk[None]:
+        """Carry out wishes, convert for ranks that have changed, and collect for a checkpoint that is due."""
+        if ROLL_BACK in wishes:
+            self._samplers.restore(self._merging.roll_back(), keeps_aside=True)
+        if KEEP in wishes:
+            try:
+                self._merging.keep(self._samplers.places())
+            except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
+                self._checks.fault = unreadable("the state", error)
+        if self._merging.is_due(uids):
+            yield partial(self._merging.convert, uids)
+        if was_due:
+            yield self._merging.collect_for_checkpoint
 
     def _is_wanted(self, course: Course) -> bool:
         return not self._is_within(course) and self._requests.is_wanted(self._comm.current)
@@ -287,21 +294,23 @@ class Walks:
     def _report(self, course: Course, rows: list[list[Any]], flags: list[bool]) -> Report:
         """Report of this rank at the boundary before the next step."""
         number = self._number() + 1
-        where = [self._calls.log.step, course.name, course.sampler.state_dict(), course.passes, course.names]
+        wishes = sorted(course.wishes)
+        where = [self._calls.log.step, course.name, course.sampler.state_dict(), course.passes, course.names, wishes]
         checkpoint = self._written(course)
-        is_due = checkpoint is not None and checkpoint.is_due_after(number, is_exact=self._is_exact)
-        text = f"begins step {number} with {course!r}"
-        return Report(hash_of(where), text, self._fault or self._looked_for(), rows, [*flags, is_due])
+        is_due = checkpoint is not None and checkpoint.is_due_after(
+            number, is_exact=self._is_exact and not self._merging.may_differ
+        )
+        text = f"begins step {number} with {course!r}" + "".join(f", after {one}()" for one in wishes)
+        return Report(hash_of(where), text, self._checks.look(), rows, [*flags, is_due])
 
-    def _looked_for(self) -> str | None:
-        """Fault of the state, if a check is due: checks take a small share of the time."""
-        now_s, began_s = time.monotonic(), time.thread_time()
-        if now_s < self._looks_at_s:
-            return None
-        fault = fault_of(self._state)
-        took_s = time.thread_time() - began_s  # of this thread alone, however busy the machine is
-        self._looks_at_s = now_s + (LOOKS_SHARE * took_s if took_s > LOOKS_ALWAYS_S else 0)
-        return fault
+    def wish(self, what: str) -> None:
+        """Let something be done at the boundary after the present step of the outermost walk."""
+        course = next((one for one in self._open if one.step is not None and not one.is_left), None)
+        if course is None:
+            raise ConfigError(f"{what}() is called within a step: in the body of a loop over steps")
+        if what == ROLL_BACK and not self._merging.copies:
+            raise ConfigError("roll_back() needs a copy: call keep() in an earlier step")
+        course.wishes |= {what}
 
     def leave(self) -> Walk[None]:
         """Check that all ranks leave; otherwise raise an error."""
@@ -389,10 +398,3 @@ class Walks:
         if plan.joiners:
             having = tuple(uid for uid in comm.births if uid not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
-
-
-def _root(array: Any) -> Any:
-    """Array that has the memory of another one."""
-    while isinstance(base := getattr(array, "base", None), np.ndarray):
-        array = base
-    return array

@@ -15,9 +15,10 @@ from kfcomm.elastic.call_log import BOUNDARY, Entry, Standing
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.communicator import is_of_step
+from kfcomm.elastic.course import Step
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.loop import Elastic as AsyncElastic
-from kfcomm.elastic.sampler import ElasticSampler, Step
+from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.walks import Walk, following
 from kfcomm.errors import KfcommError
@@ -223,6 +224,14 @@ class Elastic:
     def restore(self) -> None:
         """Go back to the last complete ``commit``. See ``kfcomm.elastic.Elastic.restore``."""
         self._inner.restore()
+
+    def keep(self) -> None:
+        """Copy the state in memory at the boundary after this step. See ``kfcomm.elastic.Elastic.keep``."""
+        self._inner.keep()
+
+    def roll_back(self) -> None:
+        """Return to the copy of ``keep``. See ``kfcomm.elastic.Elastic.roll_back``."""
+        self._inner.roll_back()
 
     @outermost
     def __enter__(self) -> Self:
