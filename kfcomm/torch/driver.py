@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from kfcomm.adapt.guard import Void
-    from kfcomm.elastic.sampler import Step
+    from kfcomm.elastic.course import Step
     from kfcomm.sync.elastic import Elastic
     from kfcomm.torch.attached import Attached
     from kfcomm.torch.buckets import BucketPlace
