@@ -18,9 +18,11 @@ all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from kfcomm.common.arguments import checked_name
@@ -43,6 +45,7 @@ from kfcomm.train.rules import (
     op_problem,
     towards,
 )
+from kfcomm.train.training import Training
 
 Tree: TypeAlias = Any
 T = TypeVar("T")
@@ -241,6 +244,66 @@ def pair_averaging(
         return _moved(updates, params, structure.unflatten(called(comm, call, leaves))), state
 
     return Transformation(algorithm.starting(lambda _: NoState()), algorithm.on_models(update))
+
+
+def adaptive(training: Training, optimizer: Optimizer) -> Transformation:
+    """An optimizer whose gradients or models are exchanged by a `kfcomm.train.Training`, with all that it has.
+
+    ::
+
+        training = kfcomm.train.Training(comm, params, policies=[GuardSteps()], learning_rate=0.1,
+                                         state={"inner": optimizer.init(params)})
+        transformation = kfcomm.jax.optimizers.adaptive(training, optimizer)
+        for step in training.steps(sampler, passes=10):
+            loss, gradients = value_and_grad(training.model, batch(step.indices))
+            updates, training.state.inner = transformation.update(
+                gradients, training.state.inner, training.model, loss=loss)
+            training.model = optax.apply_updates(training.model, updates)
+
+    ``update`` is called once in a step, in a function that is compiled or not. In a void step the updates are zero and
+    the optimizer's state stays. Updates are multiplied by the learning rate that policies set, over the first one:
+    the optimizer has the first one. The state is the optimizer's.
+
+    Args:
+        training: over a communicator of ``kfcomm.sync``, with a ``learning_rate`` if policies change it.
+        optimizer: of optax, or like one.
+
+    Raises:
+        ConfigError: from ``update``: no step is under way, or it has no ``params``.
+    """
+    first_rate = training.learning_rate
+
+    def call(given: list[Any], structure: Any) -> list[Any]:
+        *leaves, told = given
+        half = len(leaves) // 2
+        gradients, params = structure.unflatten(leaves[:half]), structure.unflatten(leaves[half:])
+        training.model = params
+        loss = float(told[0]) if told[1] else None
+        model, reduced = training.exchange(gradients, loss=loss)
+        rate = 1.0 if first_rate is None else (training.learning_rate or 0.0) / first_rate
+        flags = np.array([reduced is None, rate], told.dtype)
+        found = jax.tree.leaves(gradients if reduced is None else reduced) + jax.tree.leaves(model)
+        return [*(np.asarray(one) if isinstance(one, np.ndarray) else one for one in found), flags]
+
+    def update(updates: Tree, state: Any, params: Tree = None, *, loss: Any = None) -> tuple[Tree, Any]:
+        if params is None:
+            raise ConfigError("adaptive exchanges models, too: update(updates, state, params) needs params")
+        leaves, structure = jax.tree.flatten(updates)
+        kind = jnp.result_type(float)
+        told = jnp.stack([jnp.asarray(0 if loss is None else loss, kind), jnp.asarray(loss is not None, kind)])
+        given = [jnp.asarray(one) for one in (*leaves, *jax.tree.leaves(params))]
+        *found, flags = called(training.comm, partial(call, structure=structure), [*given, told])
+        half = len(leaves)
+        is_void, rate = flags[0] > 0, flags[1]
+        model = structure.unflatten(found[half:])
+        steps, inner = optimizer.update(structure.unflatten(found[:half]), state, model)
+        scaled = jax.tree.map(lambda one: jnp.where(is_void, 0, one * rate.astype(one.dtype)), steps)
+        kept = jax.tree.map(lambda old, new: jnp.where(is_void, old, new), state, inner)
+        return _moved(scaled, params, model), kept
+
+    # A compiled step runs behind the program: the training's step must not end before its exchange.
+    training.before_end = jax.effects_barrier
+    return Transformation(optimizer.init, update)
 
 
 def _of_models(comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tree], Any]) -> Transformation:

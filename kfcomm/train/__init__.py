@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
     from kfcomm.train.procedure import Pending, Procedure, call, carried
     from kfcomm.train.rules import towards
+    from kfcomm.train.training import Training
     from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
 else:  # type checkers would take any name for one that is there
     _HOMES = {
@@ -64,6 +65,7 @@ else:  # type checkers would take any name for one that is there
         "peers": ("Peers", "RoundRobin"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
         "procedure": ("Pending", "Procedure", "call", "carried"),
+        "training": ("Training",),
         "rules": ("towards",),
         "trees": ("Tree", "copied", "leaves", "mapped", "rebuilt"),
     }  # fmt: skip
@@ -76,8 +78,8 @@ __all__ = [
     "GradientMonitor", "GradientStatistics", "HybridGradients", "Lamb", "LambState", "Lars", "Layer",
     "LayerOwnership", "LinearScaling", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale",
     "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Procedure", "RoundRobin", "Shape",
-    "SynchronousSGD", "Throughput", "Tree", "all_reduce_numbers", "best_shape", "call", "carried", "copied",
-    "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance", "lars_rate", "leaves", "mapped",
+    "SynchronousSGD", "Throughput", "Training", "Tree", "all_reduce_numbers", "best_shape", "call", "carried",
+    "copied", "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance", "lars_rate", "leaves", "mapped",
     "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "shards", "swapped",
     "takes_factors", "towards",
 ]  # fmt: skip
