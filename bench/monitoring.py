@@ -11,6 +11,8 @@ and the upper 95 % bound of that median by order statistics (it assumes nothing 
 *Hooks*: how often each hook runs in one round is counted, what it costs once is timed in a loop around it (a meter of
 its own, real operations and rings), and the product is set against the CPU time of a round with monitoring off. Links
 count whether or not monitoring is on: that counts as a hook here, but not in the pairs.
+
+The monitor of gradients in ``kfcomm.torch.attach`` is measured by `torch_monitoring`.
 """
 
 from __future__ import annotations
