@@ -11,13 +11,19 @@ that is saved and compiled with the rest. ``update`` works on arrays and inside 
 The formulas are the rules of ``kfcomm.train``, mapped over the leaves of pytrees; the steps around them are pure
 functions of the state here, since ``jit`` needs that.
 
-Invariant: all ranks call ``init``, which compares their algorithms and their ``params``; a difference is an error on
-all ranks.
+In an elastic job ``init`` exchanges nothing, since a rank that joins must not wait for others. The ranks compare their
+algorithms in the first ``update`` with the same ranks, and what depends on their number follows it, also inside
+``jit``. Where ranks keep replicas, ``params`` and the transformation's state differ between them:
+``State(params=PerRank(params, "mean"), optimizer=PerRank(state, "mean"))``.
+
+Invariant: all ranks call ``init``, which compares their algorithms and their ``params`` where ranks cannot change; a
+difference is an error on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -31,7 +37,7 @@ from kfcomm.jax.collectives import all_reduce, broadcast, called
 from kfcomm.sync.adapter import Adapter
 from kfcomm.train.agreement import introduction, refuse
 from kfcomm.train.asynchronous import PairAveraging, pairs_problem
-from kfcomm.train.procedure import Pending
+from kfcomm.train.procedure import Pending, is_elastic
 from kfcomm.train.rules import (
     Accumulators,
     Mean,
@@ -42,6 +48,7 @@ from kfcomm.train.rules import (
     accumulate,
     alpha_problem,
     count_problem,
+    lowered_alpha,
     op_problem,
     towards,
 )
@@ -125,6 +132,7 @@ def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transfor
     algorithm = _Algorithm(comm, name, f"synchronous_sgd(op={op!r})", op_problem(op))
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
+        algorithm.meet(updates)
         return algorithm.reduced(updates, "gradients", op), state
 
     return Transformation(algorithm.starting(lambda _: NoState()), update)
@@ -140,8 +148,8 @@ def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NA
 
     `kfcomm.train.ElasticAveraging`; errors as ``synchronous_sgd``. The center is in the state.
     """
-    rule = MoveToCenter(alpha, every, comm.size)
-    return _of_models(comm, name, "elastic_averaging", rule, lambda params: Elastic(_zero(), params))
+    rule = MoveToCenter(lowered_alpha(alpha, comm.size) if is_elastic(comm) else alpha, every, comm.size)
+    return _of_models(comm, name, "elastic_averaging", rule, lambda params: Elastic(_zero(), params), alpha)
 
 
 def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
@@ -169,7 +177,7 @@ def local_adaalter(
     `kfcomm.train.LocalAdaAlter`; errors as ``synchronous_sgd``.
     """
     rule = Accumulators(every, epsilon, initial)
-    algorithm = _Algorithm(comm, name, _said("local_adaalter", rule), rule.problem)
+    algorithm = _Algorithm(comm, name, _said("local_adaalter", rule.numbers), rule.problem)
 
     def update(updates: Tree, state: Accumulated, params: Tree = None) -> tuple[Tree, Accumulated]:
         num_local = state.count % every + 1
@@ -306,9 +314,15 @@ def adaptive(training: Training, optimizer: Optimizer) -> Transformation:
     return Transformation(optimizer.init, update)
 
 
-def _of_models(comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tree], Any]) -> Transformation:
-    """The transformation of a rule on models; its state is a count, if any, and the trees that the rule keeps."""
-    algorithm = _Algorithm(comm, name, _said(title, rule), rule.problem)
+def _of_models(
+    comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tree], Any], alpha: float | None = None
+) -> Transformation:
+    """The transformation of a rule on models; its state is a count, if any, and the trees that the rule keeps.
+
+    ``alpha`` was given for any number of ranks, where the rule depends on it.
+    """
+    numbers = rule.numbers if alpha is None else rule.numbers | {"alpha": alpha}
+    algorithm = _Algorithm(comm, name, _said(title, numbers), rule.problem)
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         count, kept = (state[0] + 1, state[1 : 1 + rule.num_kept]) if state else (0, ())
@@ -316,8 +330,13 @@ def _of_models(comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tr
         def meet() -> list[Tree]:
             mean = algorithm.reduced(params, "model")
             leaves, structure = jax.tree.flatten(params)
-            rows = [rule.meet(*row) for row in zip(leaves, *map(jax.tree.leaves, (mean, *kept)), strict=True)]
-            return [structure.unflatten(row[place] for row in rows) for place in range(1 + len(kept))]
+            now: Rule = rule
+            if isinstance(rule, MoveToCenter) and alpha is not None and is_elastic(comm):
+                size = algorithm.meet(params)
+                now = replace(rule, alpha=jnp.minimum(alpha, 1 / size), size=size)
+            rows = [now.meet(*row) for row in zip(leaves, *map(jax.tree.leaves, (mean, *kept)), strict=True)]
+            found = [structure.unflatten(row[place] for row in rows) for place in range(1 + len(kept))]
+            return [jax.tree.map(lambda x, like: x.astype(like.dtype), tree, params) for tree in found]
 
         target, *kept = _if(count % rule.every == 0, meet, lambda: [params, *kept])
         return _moved(updates, params, target), type(state)(count, *kept) if state else state
@@ -325,8 +344,8 @@ def _of_models(comm: Any, name: str, title: str, rule: Rule, start: Callable[[Tr
     return Transformation(algorithm.starting(start), algorithm.on_models(update))
 
 
-def _said(title: str, rule: Rule) -> str:
-    return f"{title}({', '.join(f'{one}={value!r}' for one, value in rule.numbers.items())})"
+def _said(title: str, numbers: Mapping[str, Any]) -> str:
+    return f"{title}({', '.join(f'{one}={value!r}' for one, value in numbers.items())})"
 
 
 class _Algorithm:
@@ -338,6 +357,8 @@ class _Algorithm:
         self._comm: Any = comm
         self._name = checked_name(name)
         self._said = said
+        self._is_elastic = is_elastic(comm)
+        self._epoch: int | None = None
         if problem is not None:
             refuse(comm, said, problem, self._introduction)
 
@@ -345,11 +366,32 @@ class _Algorithm:
     def _introduction(self) -> str:
         return f"{self._name}/introduction"
 
+    def meet(self, tree: Tree) -> Any:
+        """Compare the ranks of an elastic job when they have changed; returns their number, maybe a traced one."""
+        if not self._is_elastic:
+            return self._comm.size
+
+        def number(given: list[Any]) -> list[Any]:
+            epoch = self._comm.epoch
+            if epoch != self._epoch:
+                self._introduce()
+                self._epoch = epoch
+            return [np.full_like(given[0], self._comm.size)]
+
+        # Of the tree only whether it is traced matters.
+        (found,) = called(self._comm, number, [jnp.asarray(jax.tree.leaves(tree)[0]).ravel()[:1].sum()])
+        return found
+
+    def _introduce(self) -> None:
+        Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
+
     def starting(self, start: Callable[[Tree], T]) -> Callable[[Tree], T]:
         """An ``init`` that first compares this rank with the others."""
 
         def init(params: Tree) -> T:
-            Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
+            if self._is_elastic:
+                return start(params)
+            self._introduce()
             leaves = jax.tree.leaves(params)
             # Traced params have no values that could be compared.
             is_there = not any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -367,6 +409,7 @@ class _Algorithm:
         def checked(updates: Tree, state: Any, params: Tree = None) -> Any:
             if params is None:
                 raise ConfigError(f"{self._said} agrees on models: update(updates, state, params) needs params")
+            self.meet(params)
             return update(updates, state, params)
 
         return checked

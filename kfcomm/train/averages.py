@@ -18,7 +18,7 @@ from kfcomm.train.rules import (
     MoveToMean,
     OuterStep,
     Rule,
-    alpha_problem,
+    lowered_alpha,
     op_problem,
 )
 from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
@@ -183,9 +183,8 @@ class ElasticAveraging(ModelAgreement):
 
     def _rule_for(self, comm: Comm) -> MoveToCenter:
         alpha = BETA / comm.size if self._alpha is None else self._alpha
-        if is_elastic(comm) and alpha_problem(alpha) is None:
-            # A rank that joins is given the number that was valid for fewer ranks.
-            alpha = min(alpha, 1 / comm.size)
+        if is_elastic(comm):
+            alpha = lowered_alpha(alpha, comm.size)
         return MoveToCenter(alpha, self._every, comm.size)
 
 

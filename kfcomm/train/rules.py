@@ -166,6 +166,12 @@ def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:
     return None if is_number and 0 < alpha <= most else f"alpha is above 0 and at most {most:g}, not {alpha!r}"
 
 
+def lowered_alpha(alpha: Any, size: int) -> Any:
+    """Coefficient of elastic averaging for this number of ranks, as far as one that was given for another is valid."""
+    # A rank that joins an elastic job is given the number that was valid for fewer ranks.
+    return alpha if alpha_problem(alpha) else min(alpha, 1 / size)
+
+
 def count_problem(what: str, value: Any) -> str | None:
     """Fault of a number of steps; None without one."""
     return None if type(value) is int and value >= 1 else f"{what} is a whole number, at least 1, not {value!r}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kfcomm import testing
+from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from tests.launch.launched import environ, finished
 
@@ -114,3 +117,54 @@ def test_errors_of_one_rank() -> None:
             way.update(jnp.ones(2), state)
         updates, _ = jax.jit(way.update)(jnp.ones(2), jax.jit(way.init)(jnp.ones(2)), jnp.ones(2))
         assert updates.tolist() == [1.0, 1.0]
+
+
+ELASTIC: dict[str, Callable[[Any], Any]] = {
+    "ssgd": lambda comm: jax_programs.chained(optimizers.synchronous_sgd(comm), jax_programs.SGD),
+    "sma": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.sma(comm, 1.0)),
+    "ea-sgd": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.elastic_averaging(comm, 0.5)),
+    "diloco": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.diloco(comm, every=2)),
+}
+
+
+@pytest.mark.parametrize("kind", ELASTIC)
+def test_transformations_follow_a_rank_that_joins(kind: str) -> None:
+    """α = 0.5 is valid for two ranks; a third one makes the same transformation, and all follow."""
+    with testing.sync_world(2, elastic=True, timeout=20) as comms:
+        joined: list[threading.Thread] = []
+        found: list[Any] = []
+
+        def main(comm: Any) -> Any:
+            way, params = ELASTIC[kind](comm), {"w": jnp.zeros(3)}
+            state = State(
+                params=PerRank(params, "mean"), optimizer=PerRank(way.init(params), "mean"), number=0, since=0
+            )
+            with Elastic(comm, state) as elastic:
+                for _ in elastic.steps(ElasticSampler(1 << 12, 1)):
+                    if comm.rank == 0 and state.number == 3:
+                        joined.append(threading.Thread(target=lambda: found.append(main(comms.join(9)))))
+                        joined[0].start()
+                    gradients = {"w": state.params["w"] - float(comm.rank)}
+                    updates, state.optimizer = way.update(gradients, state.optimizer, state.params)
+                    state.params = {"w": state.params["w"] + updates["w"]}
+                    state.number += 1
+                    state.since += comm.size == 3
+                    if state.since == 5:
+                        return jax.tree.leaves(state.optimizer), state.params
+            raise AssertionError("the steps have ended")
+
+        ended = testing.run_threads(list(comms), main)
+        joined[0].join()
+        for mine, params in (ended[1], found[0]):
+            for x, other in zip(mine, ended[0][0], strict=True):
+                assert np.array_equal(x, other)
+            assert kind != "ssgd" or np.array_equal(params["w"], ended[0][1]["w"])
+
+
+def test_compiled_transformation_of_an_elastic_job() -> None:
+    with testing.sync_world(1, elastic=True) as (comm,):
+        way = optimizers.elastic_averaging(comm, 0.5)
+        state = jax.jit(way.init)(jnp.zeros(2))
+        updates, state = jax.jit(way.update)(jnp.zeros(2), state, jnp.ones(2))
+        assert updates.tolist() == [-0.5, -0.5]
+        assert state.center.tolist() == [0.5, 0.5]
