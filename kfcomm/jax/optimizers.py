@@ -149,7 +149,7 @@ def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NA
     `kfcomm.train.ElasticAveraging`; errors as ``synchronous_sgd``. The center is in the state.
     """
     rule = MoveToCenter(lowered_alpha(alpha, comm.size) if is_elastic(comm) else alpha, every, comm.size)
-    return _of_models(comm, name, "elastic_averaging", rule, lambda params: Elastic(_zero(), params), alpha)
+    return _of_models(comm, name, "elastic_averaging", rule, lambda params: Elastic(_zero(), _own(params)), alpha)
 
 
 def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
@@ -164,7 +164,7 @@ def diloco(comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.
     """An outer step with Nesterov momentum per H steps of an optimizer; comes after it. `kfcomm.train.DiLoCo`."""
 
     def start(params: Tree) -> Outer:
-        return Outer(_zero(), params, jax.tree.map(jnp.zeros_like, params))
+        return Outer(_zero(), _own(params), jax.tree.map(jnp.zeros_like, params))
 
     return _of_models(comm, name, "diloco", OuterStep(every, lr, momentum), start)
 
@@ -194,7 +194,7 @@ def local_adaalter(
 
     def start(params: Tree) -> Accumulated:
         full = jax.tree.map(rule.start, params)
-        return Accumulated(_zero(), full, full, optimizer.init(params))
+        return Accumulated(_zero(), full, _own(full), optimizer.init(params))
 
     return Transformation(algorithm.starting(start), algorithm.on_models(update))
 
@@ -434,6 +434,11 @@ def _if(condition: Any, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
         found: T = jax.lax.cond(condition, then, otherwise)
         return found
     return then() if condition else otherwise()
+
+
+def _own(tree: Tree) -> Tree:
+    """The same arrays in containers of their own, into which a handed state is loaded."""
+    return jax.tree.map(lambda x: x, tree)
 
 
 def _zero() -> Any:

@@ -122,14 +122,14 @@ def test_errors_of_one_rank() -> None:
 ELASTIC: dict[str, Callable[[Any], Any]] = {
     "ssgd": lambda comm: jax_programs.chained(optimizers.synchronous_sgd(comm), jax_programs.SGD),
     "sma": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.sma(comm, 1.0)),
-    "ea-sgd": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.elastic_averaging(comm, 0.5)),
+    "ea-sgd": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.elastic_averaging(comm, 0.4)),
     "diloco": lambda comm: jax_programs.chained(jax_programs.SGD, optimizers.diloco(comm, every=2)),
 }
 
 
 @pytest.mark.parametrize("kind", ELASTIC)
 def test_transformations_follow_a_rank_that_joins(kind: str) -> None:
-    """α = 0.5 is valid for two ranks; a third one makes the same transformation, and all follow."""
+    """α = 0.4 is valid for two ranks; a third one makes the same transformation, and all follow."""
     with testing.sync_world(2, elastic=True, timeout=20) as comms:
         joined: list[threading.Thread] = []
         found: list[Any] = []
