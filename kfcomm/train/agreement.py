@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Self
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.introductions import check_alike, introduce, introduction, refuse
-from kfcomm.train.procedure import Comm, Procedure, call, carried, together
+from kfcomm.train.procedure import Comm, Procedure, call, carried, epoch_of, together
 from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
 from kfcomm.train.turns import ModelKey, Turn, key_of, turns_of
 
@@ -220,7 +220,7 @@ class Agreement:
                 ranks differ since another algorithm: call ``parameters`` first.
             CollectiveError: an exchange failed.
         """
-        if self._introduced.get("gradients") != self._epoch or self._unequal_since is not None:
+        if self._introduced.get("gradients") != epoch_of(self._comm) or self._unequal_since is not None:
             yield from self._introduce_gradients(tree)
         return (yield from self._gradients(tree))
 
@@ -231,7 +231,7 @@ class Agreement:
         Raises:
             CollectiveMismatch, ConfigError, CollectiveError: see ``gradients``.
         """
-        begins = self._introduced.get("parameters") != self._epoch or not self._is_latest
+        begins = self._introduced.get("parameters") != epoch_of(self._comm) or not self._is_latest
         former = self._take_turn(tree) if begins else None
         self._step_begins()
         if begins:
@@ -259,11 +259,6 @@ class Agreement:
 
     def _introduction(self, method: str) -> str:
         return f"{self._meets_as}/introduction of {method}"
-
-    @property
-    def _epoch(self) -> int:
-        epoch: int = getattr(self._comm, "epoch", 0)
-        return epoch
 
     @property
     def _is_latest(self) -> bool:
@@ -309,7 +304,7 @@ class Agreement:
     def _introduce_gradients(self, tree: Tree) -> Procedure[None]:
         if self._model_key is None:
             self._model_key = key_of(self._meets_as, leaves(tree))
-        self._introduced["gradients"] = self._epoch
+        self._introduced["gradients"] = epoch_of(self._comm)
         name, unequal = self._introduction("gradients"), self._unequal_since
         row = [self._said, None, self.shares_gradients, None if unequal is None else unequal.said]
         told = yield call("all_gather_object", row, name)
@@ -330,7 +325,7 @@ class Agreement:
         """Compare the ranks at the first step, after another algorithm, and when the ranks have changed."""
         name = self._introduction("parameters")
         self._ranks_changed(tree)
-        self._introduced["parameters"] = self._epoch
+        self._introduced["parameters"] = epoch_of(self._comm)
         row = [self._said, None, self.num_steps, None if former is None else former.keeps_replicas, self.comm.rank]
         try:
             told = yield call("all_gather_object", row, name)

@@ -16,10 +16,10 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.common.arguments import checked_name
 from kfcomm.train.agreement import check_alike, introduce, refuse
-from kfcomm.train.packing import Packing
-from kfcomm.train.procedure import Comm, Procedure, ProcedureCall, call, carried, report, together
+from kfcomm.train.packing import Blob, Packing
+from kfcomm.train.procedure import Comm, Procedure, ProcedureCall, call, carried, epoch_of, report, together
 from kfcomm.train.rules import count_problem
-from kfcomm.train.trees import Tree, leaves, rebuilt
+from kfcomm.train.trees import Tree, converted, leaves, rebuilt
 
 Arrays: TypeAlias = dict[str, Any]
 Apply: TypeAlias = Callable[[Arrays, Arrays], Arrays]
@@ -51,6 +51,10 @@ class ParameterServer:
             await server.push(gradient(model, batch))
         await server.finish()
         await serving
+
+    *Ranks that change.* The server has state, so that it can be given to ``kfcomm.elastic.State``: then its parts are
+    spread anew over the ranks of each step. Each rank finishes before the ranks change, and serves again after it; of
+    a rank that is lost the others have the part that they have pulled last.
 
     *Staleness.* Of the gradients that a rank has pushed at most ``staleness`` have not been taken by each owner: then
     ``push`` waits. What ``pull`` gives may lack as many of a rank's own, and any number of the others' latest.
@@ -84,27 +88,65 @@ class ParameterServer:
         if problem is not None:
             refuse(comm, self._said, problem, self._introduction)
         self.num_applied = 0
-        self.staleness = 0
         self._like = model
         self._apply = apply
         self._most = staleness
+        # In a blocking program pushes of this rank and of others are applied on different threads.
+        self._applying = threading.Lock()
+        self._place(leaves(model))
+        self._epoch = epoch_of(comm)
+        self._met = introduce(comm, self._said, self._introduction)
+
+    def _place(self, arrays: Arrays) -> None:
+        """Begin with this model among the present ranks: each owner has its part, and no push is under way."""
+        size, rank = self.comm.size, self.comm.rank
+        self.staleness = 0
         self._num_pushed = 0
         self._unheard: deque[list[Any]] = deque()
         """Sends of each push that its owners have not all taken, the oldest first."""
-        # In a blocking program pushes of this rank and of others are applied on different threads.
-        self._applying = threading.Lock()
-        self._applied_of = [0] * comm.size
-        arrays = leaves(model)
-        self.owners = shards({one: adapt(x).flat.nbytes for one, x in arrays.items()}, comm.size)
-        parts: list[Arrays] = [{} for _ in range(comm.size)]
+        self._applied_of = [0] * size
+        self.owners = shards({one: adapt(x).flat.nbytes for one, x in arrays.items()}, size)
+        parts: list[Arrays] = [{} for _ in range(size)]
         for one, x in arrays.items():
             parts[self.owners[one]][one] = x
-        self._parts = {rank: part for rank, part in enumerate(parts) if part}
-        self._blobs = {rank: Packing(part, num_head=comm.size) for rank, part in self._parts.items()}
-        self._pushes = {rank: Packing(part) for rank, part in self._parts.items()}
-        self._own = self._parts.get(comm.rank)
+        self._parts = {owner: part for owner, part in enumerate(parts) if part}
+        self._blobs = {owner: Packing(part, num_head=size) for owner, part in self._parts.items()}
+        self._pushes = {owner: Packing(part) for owner, part in self._parts.items()}
+        self._pulled: dict[int, Blob] = {}
+        """Part of each other owner, as it was pulled last."""
+        self._own = self._parts.get(rank)
         self._save()
-        self._met = introduce(comm, self._said, self._introduction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model as this rank knows it, others' parts as pulled last; and what it owns, else zeros."""
+        found: Arrays = {}
+        for owner, part in self._parts.items():
+            blob = self._pulled.get(owner)
+            found |= part if blob is None else self._blobs[owner].unpack(blob, part)[0]
+        own = self._own or {}
+        return {
+            "num_applied": self.num_applied,
+            "known": found | own,
+            "owned": {one: own.get(one, 0 * x) for one, x in found.items()},
+            "owners": {one: float(one in own) for one in found},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a model, whose parts are spread over the present ranks; no push may be under way.
+
+        Raises:
+            ConfigError: it is another model; nothing is loaded.
+        """
+        like = {one: x for part in self._parts.values() for one, x in part.items()}
+        known, owned = (converted(like, state[one], f"{one} of {self._said}") for one in ("known", "owned"))
+        # A mean over ranks: of an array and of zeros, beside the share of its owner, which is 0 where that is lost.
+        shares = state["owners"]
+        self.num_applied = int(state["num_applied"])
+        self._place({one: owned[one] / shares[one] if shares[one] else x for one, x in known.items()})
+
+    def merging(self) -> dict[str, str]:
+        """Return what differs between ranks: all; each array is that of its owner, or the mean where that is lost."""
+        return dict.fromkeys(("num_applied", "known", "owned", "owners"), "mean")
 
     @carried
     def push(self, gradients: Tree) -> Procedure[None]:
@@ -142,6 +184,7 @@ class ParameterServer:
         lacking = [0]
         for rank, blob in zip(ranks, blobs, strict=True):
             part, applied = self._blobs[rank].unpack(blob, self._parts[rank])
+            self._pulled[rank] = blob
             found |= part
             lacking.append(self._num_pushed - int(applied[self.comm.rank]))
         self.staleness = max(lacking)
@@ -182,8 +225,10 @@ class ParameterServer:
         yield from together(self._message(nothing, rank) for rank in others)
 
     def _meet(self) -> Procedure[None]:
-        # A part can be pulled only after its owner has saved it. All calls wait for the one meeting: a task that is
-        # cancelled in its first pull must not end it for all ranks.
+        # A part can be pulled only after its owner has saved it. All calls wait for the one meeting of these ranks: a
+        # task that is cancelled in its first pull must not end it for all ranks.
+        if self._epoch != (epoch := epoch_of(self.comm)):
+            self._epoch, self._met = epoch, introduce(self.comm, self._said, self._introduction)
         met = asyncio.shield(self._met) if asyncio.isfuture(self._met) else self._met
         check_alike(self.comm.rank, self._said, (yield met), self._introduction)
 

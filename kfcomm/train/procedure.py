@@ -39,6 +39,12 @@ Comm: TypeAlias = Any
 """A communicator of either interface, elastic or not."""
 
 
+def epoch_of(comm: Comm) -> int:
+    """Return the number of the membership of a communicator; 0 of one whose ranks never change."""
+    epoch: int = getattr(comm, "epoch", 0)
+    return epoch
+
+
 def is_elastic(comm: Comm) -> bool:
     """Whether the ranks of a communicator can change, so that what is made over it has to follow their number."""
     return hasattr(comm, "propose_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -12,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm import Communicator, sync
+from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from kfcomm.train import ParameterServer, shards
+from kfcomm.train import ParameterServer, leaves, shards
+from tests.elastic.support import Died, die
+from tests.train.merging import converted
 
 MODEL = {"a": np.zeros((4, 4), np.float32), "b": [np.zeros(3), np.zeros(7, np.float32)], "c": np.zeros(1)}
 
@@ -151,3 +155,73 @@ async def test_a_number_that_cannot_be_is_an_error_on_all_ranks() -> None:
         other, bad = await run_ranks(comms, main)
     assert bad == "ParameterServer(staleness=0): staleness is a whole number, at least 1, not 0"
     assert other == f"rank 1 has {bad}; rank 0 has ParameterServer(staleness=3)"
+
+
+@pytest.mark.asyncio
+async def test_state_spreads_the_model_anew_over_other_ranks() -> None:
+    async with world(3) as comms:
+        states = [server.state_dict() for _, server in await run_ranks(comms, lambda comm: work(comm, 5))]
+    expected = leaves(ones(-0.5 * 5 * 6))
+    for state in states:
+        assert all(np.array_equal(state["known"][name], x) for name, x in expected.items())
+    async with world(2) as comms:
+
+        async def main(comm: Communicator) -> Any:
+            server = ParameterServer(comm, MODEL, descend)
+            with pytest.raises(ConfigError, match=r"known of ParameterServer.*: arrays of one side only: d"):
+                server.load_state_dict(states[0] | {"known": states[0]["known"] | {"d": np.ones(1)}})
+            (state, *_) = converted(states, server.merging(), 2)
+            server.load_state_dict(state)
+            serving = server.serve()
+            await server.push(ones(1.0))
+            await server.finish()
+            await serving
+            await comm.barrier()
+            return await server.pull()
+
+        for model in await run_ranks(comms, main):
+            assert all(np.allclose(leaves(model)[name], x - 0.5 * 2) for name, x in expected.items())
+
+
+@pytest.mark.asyncio
+async def test_parts_move_to_the_ranks_of_each_step() -> None:
+    """A rank joins, and one is lost: no push of a living rank is lost, and all see one model after each step."""
+    async with world(3, elastic=True, timeout=20) as comms:
+        tasks: list[asyncio.Task[None]] = []
+        ended: list[Any] = []
+
+        async def train(comm: Any) -> None:
+            server = ParameterServer(comm, MODEL, descend)
+            state = State(server=server, number=0, total=0.0, since=0)
+            async with Elastic(comm, state) as elastic:
+                async for _ in elastic.steps(ElasticSampler(1 << 12, 1)):
+                    if comm.rank == 0 and state.number == 2:
+                        tasks.append(asyncio.ensure_future(join()))
+                    if comm.births[comm.rank] == 1 and state.since == 3:
+                        die(comms, comm)
+                    if 1 in comm.births and state.since == 3:
+                        assert (await comm.all_reduce(np.ones(1), "lives"))[0] == 3
+                        state.since += 1
+                        continue
+                    serving = server.serve()
+                    await server.push(ones(1.0))
+                    await server.finish()
+                    await serving
+                    await comm.all_reduce(np.ones(1), "pushed")
+                    model = leaves(await server.pull())
+                    state.total += comm.size
+                    assert all(np.allclose(model[one], x) for one, x in leaves(ones(-0.5 * state.total)).items())
+                    state.number += 1
+                    state.since += 9 in comm.births
+                    if state.since == 7:
+                        ended.append(comm.births)
+                        return
+
+        async def join() -> None:
+            await train(await comms.join(9))
+
+        tasks += [asyncio.ensure_future(train(comm)) for comm in comms]
+        while tasks:
+            with contextlib.suppress(Died):
+                await tasks.pop()
+        assert ended == [(0, 2, 9)] * 3
