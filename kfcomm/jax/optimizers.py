@@ -255,7 +255,7 @@ def pair_averaging(
 
 
 def adaptive(training: Training, optimizer: Optimizer) -> Transformation:
-    """An optimizer whose gradients or models are exchanged by a `kfcomm.train.Training`, with all that it has.
+    """An optimizer whose gradients or models are exchanged by a `kfcomm.train.Training`.
 
     ::
 
