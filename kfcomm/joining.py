@@ -184,8 +184,9 @@ class Init:
 
 
 async def _network(settings: Settings, own: Accelerator, exchange: Exchange | None) -> Alone | SocketNetwork:
-    """Network to the other ranks; a single process imports none of it."""
-    if settings.size == 1:
+    """Network to the other ranks; a single process that no other can join imports none of it."""
+    can_grow = settings.elastic and settings.store is not None
+    if settings.size == 1 and not can_grow:
         from kfcomm.engine.alone import Alone
 
         return Alone(settings, own.report)

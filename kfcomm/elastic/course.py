@@ -195,11 +195,17 @@ class Course:
                 check_names(ended.step.number, told)
                 check_counts(ended.step.number, told)
             # All ranks have equal reports and samplers, so all give back the same shares.
-            has_counted = not is_void and all(one.counts for one in told)
-            counted = self._counted(ended.uids, uids, told) if has_counted else ()
+            step, num = ended.step, len(ended.uids)
+            if not is_void and not all(one.counts for one in told):
+                # Dealt out, not in shares: samples that made the step void come to several ranks the next time, by
+                # which a guard finds out which of them do.
+                for rank in range(num):
+                    self.sampler.give_back(step.batch[rank::num])
+                return
+            counted = () if is_void else self._counted(ended.uids, uids, told)
             for rank, uid in enumerate(ended.uids):
                 if uid not in counted:
-                    self.sampler.give_back(share(ended.step.batch, rank, len(ended.uids)))
+                    self.sampler.give_back(share(step.batch, rank, num))
 
     def _counted(self, former: Uids, uids: Uids, told: Sequence[Told]) -> Uids:
         """Uids of the ranks whose samples are used; ``former`` are those of the step."""

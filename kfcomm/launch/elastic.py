@@ -298,8 +298,6 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addre
     low, high = int(least), int(most) if colon else size
     if not 1 <= low <= size <= high:
         raise ConfigError(f"--elastic {text!r} does not fit {size} ranks: it takes 1 <= MIN <= {size} <= MAX")
-    if size < 2:
-        raise ConfigError("an elastic job begins with two ranks or more")
     found = Elasticity(low, high, size, size, restarts if colon else 0, spares)
     for host, count in enumerate(ranks):
         found.places.append(RankPlace(addresses[host] if addresses else str(host), count))

@@ -202,7 +202,7 @@ def _find_join(reader: _Reader, world: FoundWorld, store: str | None) -> int | N
             "ranks with which the job began"
         )
     if store is None or not reader.flag("elastic", default=False):
-        raise ConfigError(f"{reader.name('join')} needs the store of a running job (size 2 or more), and elastic=True")
+        raise ConfigError(f"{reader.name('join')} needs the store of a running job, and elastic=True")
     return int(text)
 
 
@@ -276,7 +276,8 @@ def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str |
         host, port = host_and_port(given, reader.name("store"))
         if world.source is WorldSource.ALONE:
             raise ConfigError(f"{reader.name('store')}={given!r} is set, but no rank and size: set both of them too")
-        if world.size > 1:
+        # An elastic job of one rank may grow: others find it by the store.
+        if world.size > 1 or reader.flag("elastic", default=False):
             reasons.append(f"store {given}: {reader.name('store')}")
             return store_url(LOOPBACK if host == "localhost" else host, port)
     if world.size == 1:
