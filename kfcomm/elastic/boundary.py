@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.elastic.course import Told
+from kfcomm.elastic.positions import shown_walk
 from kfcomm.elastic.state import Array
 
 NUM_FLAGS = 4
@@ -19,10 +20,19 @@ class Report(NamedTuple):
     """Report of one rank."""
 
     place: int  # hash of its position, 32 bits
-    text: str  # its position, for an error
+    where: list[Any]  # number of the boundary; name, position, passes and names of a walk; wishes
+    number: int  # of the step that it begins
     fault: str | None  # of its state
     told: list[list[Any]]  # reports on the steps that are over, see `Told`
     flags: Sequence[bool]
+
+    def text(self) -> str:
+        """Its position in words."""
+        _, *walk = self.where
+        if len(walk) == 1:
+            return "leaves the Elastic"
+        *walk, wishes = walk
+        return f"begins step {self.number} with {shown_walk(*walk)}" + "".join(f", after {one}()" for one in wishes)
 
     def numbers(self) -> Array:
         """Return it as integers, whose sums over all ranks make `Sums`."""

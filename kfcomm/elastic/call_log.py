@@ -29,7 +29,8 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -89,28 +90,43 @@ class ElasticHandle(Handle[Any]):
         return super().cancel(msg)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Entry:
     """Record of a call on this rank."""
 
+    # Most of it stays at its default, in the class: to set it in each record would take half the time of making one.
     key: Key
     call: ElasticCall
     outer: Handle[Any] | None  # the caller's; None while the caller executes the call itself, see `Dispatcher.enter`
     step: int  # a boundary belongs to the step that it begins
-    inner: Handle[Any] | int | None = None  # collective under way, or the thread of a caller that executes it itself
-    giving: CallOutcome | None = None  # outcome whose result the collective under way brings from another rank
-    standing: Standing = Standing.POSTED
-    result: Any = None
-    contributors: Uids = ()  # whose contributions are in the result
-    scratch: Array | None = None  # buffer of the result, if the caller wants it elsewhere
-    unfreeze: list[Array] = field(default_factory=list)  # become writeable again when the step is over
-    is_void: bool = False  # it has failed because ranks were lost
-    why: str = ""  # of a failure or a cancellation, for the other ranks
-    deadline_s: float = math.inf  # by the reactor's clock; inf for a call with a timeout for each of its parts
-    timer: Timer | None = None  # ends the call at its deadline while it waits for a change of the epoch
-    refusal: tuple[BaseException, int] | None = None  # why this rank does not make it, and the call's number of steps
-    has_told: bool = False  # ranks with their own result in this epoch know that this rank has failed
-    is_bare: bool = False  # the caller can change its result, which another rank may still need
+    inner: Handle[Any] | int | None = field(
+        default=None, init=False
+    )  # collective under way, or the thread of a caller that executes it itself
+    giving: CallOutcome | None = field(
+        default=None, init=False
+    )  # outcome whose result the collective under way brings from another rank
+    standing: Standing = field(default=Standing.POSTED, init=False)
+    result: Any = field(default=None, init=False)
+    contributors: Uids = field(default=(), init=False)  # whose contributions are in the result
+    scratch: Array | None = field(default=None, init=False)  # buffer of the result, if the caller wants it elsewhere
+    unfreeze: Sequence[Array] = field(default=(), init=False)  # become writeable again when the step is over
+    is_void: bool = field(default=False, init=False)  # it has failed because ranks were lost
+    why: str = field(default="", init=False)  # of a failure or a cancellation, for the other ranks
+    deadline_s: float = field(
+        default=math.inf, init=False
+    )  # by the reactor's clock; inf for a call with a timeout for each of its parts
+    timer: Timer | None = field(
+        default=None, init=False
+    )  # ends the call at its deadline while it waits for a change of the epoch
+    refusal: tuple[BaseException, int] | None = field(
+        default=None, init=False
+    )  # why this rank does not make it, and the call's number of steps
+    has_told: bool = field(
+        default=False, init=False
+    )  # ranks with their own result in this epoch know that this rank has failed
+    is_bare: bool = field(
+        default=False, init=False
+    )  # the caller can change its result, which another rank may still need
 
     @property
     def name(self) -> str:
@@ -240,11 +256,11 @@ class CallLog:
         return entry
 
     def _limit_s(self, call: ElasticCall) -> float:
-        try:
-            timeout_s = seconds_of(call.get("timeout"))
-        except ConfigError:  # the verb refuses it, with a better text
-            timeout_s = None
-        return self.comm._group.timeout_s if timeout_s is None else timeout_s
+        timeout = call.get("timeout")
+        if timeout is not None:
+            with suppress(ConfigError):  # the verb refuses it, with a better text
+                return float(seconds_of(timeout))
+        return float(self.comm._group.timeout_s)
 
     @property
     def may_announce(self) -> bool:
@@ -278,7 +294,7 @@ class CallLog:
         self.is_unsettled = any(entry.is_bare or entry.standing is not Standing.DONE for entry in over)
         for entry in over:
             self._lent += map(ref, entry.unfreeze)
-            entry.unfreeze = []
+            entry.unfreeze = ()
         self._begin_step()
 
     def all_have_begun(self, boundary: Entry) -> list[Entry]:

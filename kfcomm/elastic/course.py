@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 from kfcomm.common.arguments import hint
 from kfcomm.elastic.call_log import CallLog, Standing, Uids
+from kfcomm.elastic.positions import shown_walk
 from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
@@ -84,7 +85,7 @@ class Told(NamedTuple):
     is_whole: bool  # such calls have succeeded, and no named call has failed
     lacking: list[int]  # uids whose contributions are missing in a successful call
     missing: list[str]  # names without a call, as far as that is known
-    made: list[str]  # names of the calls that were made
+    made: list[str]  # names of the calls that were made, if names are missing
     counts: bool = True  # the program has not called ``Step.void``
 
 
@@ -133,7 +134,7 @@ class Course:
         self._begin()
 
     def __repr__(self) -> str:
-        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
+        return shown_walk(self.name, self.sampler.state_dict(), self.passes, self.names)
 
     def begin(self, step: Step, uids: Uids) -> Step:
         """Begin a step of these ranks."""
@@ -151,19 +152,22 @@ class Course:
 
     def note(self, log: CallLog, *, is_innermost: bool) -> None:
         """Add the calls since the last boundary, which are over."""
-        calls = log.since_boundary()
-        self._made.update(one.name for one in calls if not one.is_own)
-        self._is_unknown |= any(one.standing is Standing.FAILED for one in calls)
-        for one in calls:
-            if one.is_counted(self.names):
+        names, uids = self.names, self._uids
+        for one in log.since_boundary():
+            name, is_own = one.name, one.is_own
+            if not is_own:
+                self._made.add(name)
+            self._is_unknown |= one.standing is Standing.FAILED
+            if not is_own if names is None else name in names:
                 self._is_tried = True
                 self._is_void |= is_innermost and one.is_void
-                if one.standing is Standing.DONE:
-                    self._is_done = True
-                    # of the ranks of the step: some may have been lost at a boundary before this call
-                    self._lacking |= set(self._uids) - set(one.contributors)
-                else:
+                if one.standing is not Standing.DONE:
                     self._has_failed = True
+                    continue
+                self._is_done = True
+                if one.contributors != uids:
+                    # of the ranks of the step: some may have been lost at a boundary before this call
+                    self._lacking |= set(uids) - set(one.contributors)
 
     @property
     def is_void(self) -> bool:
@@ -178,7 +182,8 @@ class Course:
         is_known = bool(self._made) and counts and not self.is_void and not self._is_unknown
         missing = sorted(set(self.names) - self._met) if self.names and is_known else []
         is_whole = self._is_done and (self.names is None or not self._has_failed)
-        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made), counts)
+        made = sorted(self._made) if missing else []
+        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, made, counts)
 
     def ended(self) -> EndedStep | None:
         """End the step; returns it, for `settle`. None between steps."""

@@ -89,6 +89,11 @@ def frozen(result: Any) -> list[Array]:
     """Make the NumPy arrays in a result read-only; returns those that were writeable, for the undo."""
     # The result may still have to be sent to a rank that lacks it: a write by the caller would make
     # ranks differ without an error.
+    if type(result) is np.ndarray:  # mostly
+        if not result.flags.writeable:
+            return []
+        result.setflags(write=False)
+        return [result]
     found = [one for one in _parts(result) if type(one) is np.ndarray and one.flags.writeable]
     for one in found:
         one.setflags(write=False)

@@ -28,7 +28,7 @@ MAX_SCRATCH = 8
 """Buffers of one shape and dtype that are cached for results in place."""
 
 
-Judge: TypeAlias = Callable[[Array], Callable[[], Awaitable[None]] | None]
+Judge: TypeAlias = Callable[[Array], tuple[Any, Callable[[], Awaitable[None]] | None]]
 
 
 class CallRunner:
@@ -43,8 +43,8 @@ class CallRunner:
         self._quiet: asyncio.Future[None] | None = None
         self._held: list[Entry] = []  # over, until the ranks are known to be at the same position
         self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
-        # Judges the sums of an announced boundary: None, or a function that exchanges what is wrong, and raises it
-        self.judge: Judge | None = None
+        # Reads the sums of an announced boundary: its caller's result, and None or a function that tells what is wrong
+        self.judge: Judge = lambda _: (None, None)
         self.asking: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- cancellations and timeouts
@@ -240,39 +240,38 @@ class CallRunner:
         entry.result = result
         if entry is self.log.pending:
             self._all_have_begun(entry)
-        elif self.log.pending is not None and not entry.is_own and not self._is_sender(entry):
+        elif self.log.pending is not None and not entry.is_own:
             self._held.append(entry)
         else:
             self._deliver(entry)
-
-    def _is_sender(self, entry: Entry) -> bool:
-        """Whether the result is this rank's own: the root of a broadcast waits for no other rank."""
-        comm = self.log.comm
-        return not entry.call.kind.is_own and self.log.root_of(entry) == comm.rank
 
     def _all_have_begun(self, boundary: Entry) -> None:
         """Compare the positions of all ranks: if they differ, all calls of the step end by an error."""
         self.release(self.log.all_have_begun(boundary))
         self.transfer.cancel_before(boundary.step)
-        ask = None if self.judge is None else self.judge(boundary.result)
+        sums, ask = self.judge(boundary.result)
         if ask is None:
-            self._confirm(boundary)
+            self._confirm(boundary, sums)
         else:
-            self.asking = self.log.comm._session.engine.loop.create_task(self._ask(boundary, ask))
+            asking = self._ask(boundary, sums, ask)
+            self.asking = self.log.comm._session.engine.loop.create_task(asking, name="kfcomm compares positions")
 
-    async def _ask(self, boundary: Entry, ask: Callable[[], Awaitable[None]]) -> None:
+    async def _ask(self, boundary: Entry, sums: Any, ask: Callable[[], Awaitable[None]]) -> None:
         try:
             await ask()
         except KfcommError as error:
             self.end_all(error)
         else:
-            self._confirm(boundary)
+            self._confirm(boundary, sums)
 
-    def _confirm(self, boundary: Entry) -> None:
+    def _confirm(self, boundary: Entry, sums: Any) -> None:
         """Deliver the results that have waited for the boundary."""
         self.log.pending = None
+        if boundary.outer is not None and not boundary.outer.done():
+            boundary.outer.contributors = boundary.contributors
+            boundary.outer.set_result(sums)
         held, self._held = self._held, []
-        for entry in (boundary, *held):
+        for entry in held:
             self._deliver(entry)
 
     def end_all(self, error: BaseException) -> None:
@@ -318,7 +317,8 @@ class CallRunner:
     def release(self, entries: Iterable[Entry]) -> None:
         """Free what calls of past steps hold; their results can be written to again."""
         for entry in entries:
-            entry.stop_timer()
+            if entry.timer is not None:
+                entry.stop_timer()
             for one in entry.unfreeze:
                 one.setflags(write=True)
             if entry.scratch is not None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kfcomm.elastic.positions import shown_place
 from kfcomm.errors import ConfigError
 
 Name: TypeAlias = str | int
@@ -58,9 +59,7 @@ class ElasticSampler:
         self._order = self._order_of(0)
 
     def __repr__(self) -> str:
-        again = f", {len(self._again)} to be given again" if self._again else ""
-        aside = f", {len(self._aside)} set aside" if self._aside else ""
-        return f"<ElasticSampler: pass {self.passes}, {self._position} of {self.length} given{again}{aside}>"
+        return shown_place(self.state_dict())
 
     @property
     def batch(self) -> int:

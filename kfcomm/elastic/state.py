@@ -164,12 +164,16 @@ class StateChecks:
 
     def look(self) -> str | None:
         """Return the fault of the state, if one was met, or is found by a check that is due."""
-        now_s, began_s = time.monotonic(), time.thread_time()
+        now_s = time.monotonic()
         if self.fault is not None or now_s < self._looks_at_s:
             return self.fault
         fault = fault_of(self._state)
-        took_s = time.thread_time() - began_s  # of this thread alone, however busy the machine is
-        self._looks_at_s = now_s + (LOOKS_SHARE * took_s if took_s > LOOKS_ALWAYS_S else 0)
+        if time.monotonic() - now_s > LOOKS_ALWAYS_S:
+            # Again: the time of this thread alone says how long it takes on a busy machine, and costs a system call.
+            began_s = time.thread_time()
+            fault = fault_of(self._state)
+            took_s = time.thread_time() - began_s
+            self._looks_at_s = now_s + (LOOKS_SHARE * took_s if took_s > LOOKS_ALWAYS_S else 0)
         return fault
 
 

@@ -238,7 +238,7 @@ class Walks:
         handle, report, course, ended = announced
         if not handle.done():
             yield self._calls.met
-        sums = Sums.of(handle.result())
+        sums = handle.result()
         self._calls.log.thaw()
         told = yield from self._told(report, sums)
         wanted, void, _, is_due = sums.flags
@@ -300,8 +300,7 @@ class Walks:
         is_due = checkpoint is not None and checkpoint.is_due_after(
             number, is_exact=self._is_exact and not self._merging.may_differ
         )
-        text = f"begins step {number} with {course!r}" + "".join(f", after {one}()" for one in wishes)
-        return Report(hash_of(where), text, self._checks.look(), rows, [*flags, is_due])
+        return Report(hash_of(where), where, number, self._checks.look(), rows, [*flags, is_due])
 
     def wish(self, what: str) -> None:
         """Let something be done at the boundary after the present step of the outermost walk."""
@@ -323,8 +322,8 @@ class Walks:
         if self._calls.unfinished():
             yield self._calls.finish
         yield from self._settle()
-        where = hash_of([self._calls.log.step, "end"])
-        yield from self._meet(Report(where, "leaves the Elastic", None, [], ()))
+        where = [self._calls.log.step, "end"]
+        yield from self._meet(Report(hash_of(where), where, self._number(), None, [], ()))
 
     def _meet(self, report: Report) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
         """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
@@ -341,9 +340,10 @@ class Walks:
             yield partial(self._tell, report)
         return uids, sums.flags, (yield from self._told(report, sums))
 
-    def _judge(self, report: Report, numbers: Any) -> Callable[[], Awaitable[None]] | None:
-        """Return what is to be done about the sums of an announced boundary before calls of its step can end."""
-        return partial(self._tell, report) if Sums.of(numbers).is_wrong else None
+    def _judge(self, report: Report, numbers: Any) -> tuple[Sums, Callable[[], Awaitable[None]] | None]:
+        """Read the sums of an announced boundary, and return what is to be done before calls of its step can end."""
+        sums = Sums.of(numbers)
+        return sums, partial(self._tell, report) if sums.is_wrong else None
 
     def _told(self, report: Report, sums: Sums) -> Walk[list[list[Told]]]:
         """Reports of each rank on the steps that are over; only those of this rank where all are the same."""
@@ -360,7 +360,7 @@ class Walks:
     async def _tell(self, report: Report) -> None:
         """Exchange positions and faults after a rank has signalled one, and raise the error on all ranks."""
         # If that rank is lost meanwhile, nothing may be wrong any more.
-        rows, _ = await self._calls.gather([report.place, sendable(report.text), report.fault], "place")
+        rows, _ = await self._calls.gather([report.place, sendable(report.text()), report.fault], "place")
         for rank, (_, _, wrong) in enumerate(rows):
             if wrong is not None:
                 raise ConfigError(f"rank {rank}: {wrong}")
