@@ -13,11 +13,12 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 from kfcomm.adapt.adaptation import Adaptation
 from kfcomm.adapt.detectors import Interference, Stragglers, Trials, Verdict
 from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
-from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.adapt.hyperparameters import Free, Hyperparameters
 from kfcomm.adapt.metrics import Reading, StepMeter, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy, Request
 from kfcomm.adapt.replaying import replay
 from kfcomm.adapt.resizing import MarginalUtility, ReplaceStragglers
+from kfcomm.adapt.schedule import Schedule, StopAt
 from kfcomm.adapt.steps import Step
 from kfcomm.adapt.strategy_policies import AutoStrategy, AvoidSlowLinks
 
@@ -27,6 +28,7 @@ __all__ = [
     "AvoidSlowLinks",
     "Context",
     "Decision",
+    "Free",
     "GuardActions",
     "GuardSteps",
     "Hyperparameters",
@@ -36,10 +38,12 @@ __all__ = [
     "Reading",
     "ReplaceStragglers",
     "Request",
+    "Schedule",
     "Step",
     "StepEvidence",
     "StepMeter",
     "StepMetrics",
+    "StopAt",
     "Stragglers",
     "Trials",
     "Verdict",

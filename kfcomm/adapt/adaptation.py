@@ -7,8 +7,9 @@ import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from kfcomm.adapt.epochs import Epoch, Epochs
 from kfcomm.adapt.guarded import ElasticStep, Keeps, StepGuard
 from kfcomm.adapt.host import PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
@@ -50,6 +51,8 @@ class Adaptation:
         hyperparameters: hyperparameters that policies may change, with their first values.
         record: file to which the first rank writes the metrics and decisions of each step, for ``replay``. It is begun
             again where the steps are.
+        rest: number of steps for which policies cannot set a value again that was changed and taken back: such requests
+            are refused and logged. Policies with ``changes_back`` are left alone. 0 for no such rule.
         elastic: the open ``Elastic``, whose state `GuardSteps` restores after many void steps.
 
     Attributes:
@@ -65,17 +68,19 @@ class Adaptation:
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
-        elastic: Keeps | None = None,
+        rest: int = 10, elastic: Keeps | None = None,
     ) -> None:  # fmt: skip
         for policy in policies:
             if not isinstance(policy, Policy):
                 raise ConfigError(f"a policy is an instance of kfcomm.adapt.Policy, not {policy!r}")
         if type(every) is not int or every < 1:
             raise ConfigError(f"every is a whole number of steps, at least 1, not {every!r}")
+        if type(rest) is not int or rest < 0:
+            raise ConfigError(f"rest is a whole number of steps, not negative, and not {rest!r}")
         if not isinstance(hyperparameters, (Hyperparameters, type(None))):
             raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
-        self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), policies, self._log)
+        self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), policies, self._log, rest)
         self._guard = StepGuard(self._host, elastic)
         self._every = every
         self._meter = meter or EngineMeter(comm)
@@ -83,8 +88,11 @@ class Adaptation:
         self._host.recorder = None if record is None else StepRecorder(record, self._host)
         self._meetings: Meetings | None = None
         self._births = comm.births
-        self._is_over = False
+        self._is_closed = False
         self._in_step = False
+        self._num_samples = 0  # of the step under way
+        self._epochs = Epochs(self._host)
+        self._loaded: dict[str, Any] | None = None  # state to continue with
         self._measured = Reading.nothing(comm.size)
 
     @property
@@ -144,6 +152,24 @@ class Adaptation:
         """Dtype of gradients on the wire, for the argument ``wire_dtype`` of collectives."""
         return self.hyperparameters.wire_dtype
 
+    def value(self, name: str) -> Any:
+        """Value of a hyperparameter by its name, also of a free one, in the next step.
+
+        Raises:
+            ConfigError: the program has given none of this name.
+        """
+        return self.learning_rate if name == "learning_rate" else self.hyperparameters.value(name)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all steps that count; see ``Context.num_samples``."""
+        return self._host.progress.num_samples
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a policy has asked for the end of training; the same on all ranks after each step."""
+        return self._host.stopped is not None
+
     def observe(self, **values: float) -> None:
         """Report numbers of this step to the policies of all ranks, at the next meeting.
 
@@ -172,6 +198,30 @@ class Adaptation:
         """
         return Step(self, step)
 
+    def epoch(self) -> Epoch:
+        """One epoch: ``async with adaptation.epoch(): ...`` around its steps, on every rank.
+
+        Policies' ``on_epoch_start`` is called before its first step, ``on_epoch_end`` at its end; not if it has no
+        steps, as on a rank that has joined later. Where steps of an ``Elastic`` are given, ``adaptation.step(step)``,
+        and no epochs, the passes of the first step's sampler are the epochs.
+
+        Raises:
+            ConfigError: on entering: an epoch is under way.
+        """
+        return Epoch(self._epochs)
+
+    def state_dict(self) -> Any:
+        """State for a checkpoint: hyperparameters, counts, and policies; None before the first step.
+
+        Given to ``kfcomm.elastic.State(adaptation=adaptation)``, it survives the loss of all ranks; open the adaptation
+        inside the ``Elastic`` all the same.
+        """
+        return self._loaded if self._meetings is None else self._host.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue with the ``state_dict`` of another adaptation, from the next step on; called on all ranks."""
+        self._loaded = state
+
     async def start(self) -> None:
         """Meet the other ranks, and call ``on_start``; entering the first step does it, if nothing did before.
 
@@ -182,7 +232,7 @@ class Adaptation:
         await self._started()
 
     async def _started(self) -> Meetings:
-        if self._is_over:
+        if self._is_closed:
             raise ConfigError("this adaptation is closed")
         if self._meetings is None:
             meetings = Meetings(self._host, await MeetingPlace.of(self.comm))
@@ -202,8 +252,10 @@ class Adaptation:
         recorder = self._host.recorder
         # Before the introduction, by which all ranks learn of a record that cannot be written.
         wrong = recorder.open() if recorder is not None and self.comm.rank == 0 else None
-        knowing = await meetings.introduce(self._every, knows=knows, wrong=wrong)
-        state = await meetings.place.take(self._host.state(), knowing) if knowing else None
+        loaded, self._loaded = self._loaded, None
+        knowing = await meetings.introduce(self._every, knows=2 if knows else loaded is not None, wrong=wrong)
+        own = self._host.state() if knows or loaded is None else loaded
+        state = await meetings.place.take(own, knowing) if knowing else None
         if recorder is not None:
             recorder.begin(state)
         if state is not None:
@@ -219,9 +271,9 @@ class Adaptation:
 
     async def close(self) -> None:
         """Call ``on_end``, and end the meetings; pending requests are dropped. May be called again."""
-        if self._is_over:
+        if self._is_closed:
             return
-        self._is_over = True
+        self._is_closed = True
         for runner in self._host.runners:
             await runner.end()
         if self._meetings is not None:
@@ -234,6 +286,8 @@ class Adaptation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            await self._epochs.close()
         await self.close()
 
     def _log(self, decision: Decision, level: int) -> None:
@@ -251,6 +305,8 @@ class Adaptation:
         if self.comm.outlives and not outlives:
             raise ConfigError("open the Elastic before the Adaptation: ranks that join do")
         if self.comm.births == self._births:
+            if self._loaded is not None:
+                await self._return_to(self._loaded)
             return
         if not outlives:
             raise ConfigError(
@@ -260,6 +316,13 @@ class Adaptation:
         if self._has_own_meter:
             self._meter = EngineMeter(self.comm)
         await self._meet_the_others(meetings, knows=True)
+
+    async def _return_to(self, state: dict[str, Any]) -> None:
+        """Continue with a former state of the same ranks."""
+        self._loaded = None
+        if self._host.recorder is not None:
+            self._host.recorder.begin(state)
+        await self._host.load_state(state)
 
     # ---------------------------------------------------------------- a step
 
@@ -274,9 +337,13 @@ class Adaptation:
             raise ConfigError("a step is under way: steps follow one another")
         await self._go_on()
         self._guard.begin(step)
+        self._num_samples = (self.batch_size or 0) if step is None else len(step.batch)
+        await self._epochs.begin_step(step)
         self._in_step = True
         try:
             if self._meets:
+                if self._host.recorder is not None:
+                    self._host.recorder.began()
                 for runner in self._host.runners:
                     await runner.call("before_step")
             return self._meter.read()
@@ -284,7 +351,7 @@ class Adaptation:
             self.give_up(error)
             raise
 
-    async def end(self, begun: Reading) -> None:
+    async def end(self, begun: Reading, *, counts: bool = True) -> None:
         """End a step, for `Step`."""
         meetings = await self._started()
         measured = self._meter.read().since(begun)
@@ -292,6 +359,8 @@ class Adaptation:
             self._measured = self._measured.plus(measured)
         try:
             await self._guard.settle()
+            if counts and self._guard.void is None:
+                self._host.progress.num_samples += self._num_samples
             if self._meets:
                 await meetings.meet(self._measured)
         # The other ranks may be at this meeting already, and must not wait for its end.
@@ -307,7 +376,7 @@ class Adaptation:
         # see there that one is missing.
         if self.comm.outlives and isinstance(error, (PeerLost, EpochChanged)):
             try:
-                await self.end(begun)
+                await self.end(begun, counts=False)
             except KfcommError:
                 return  # the program sees the first error
         else:

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from kfcomm.adapt.flapping import Changes
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import Observed, StepMetrics
-from kfcomm.adapt.policy import FAILED, NOTHING, SIZE, STRATEGY, Context, Decision, Policy, Request, sign_of
+from kfcomm.adapt.policy import FAILED, NOTHING, SIZE, STOP, STRATEGY, Context, Decision, Policy, Request, sign_of
 from kfcomm.collectives.objects import packed
 from kfcomm.common.arguments import plain_text, whole_number
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
@@ -25,7 +26,7 @@ logger = logging.getLogger("kfcomm.adapt")
 MAX_REASON = 500
 """Characters of a failure that are sent to the other ranks."""
 
-Hook = Literal["on_start", "before_step", "after_step", "on_end"]
+Hook = Literal["on_start", "on_epoch_start", "before_step", "after_step", "on_epoch_end", "on_end"]
 T = TypeVar("T")
 
 
@@ -35,6 +36,25 @@ class Named(Protocol):
     @property
     def name(self) -> str:
         """Name for the log."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of training, the same on all ranks.
+
+    Attributes:
+        num_samples: number of samples of the steps that count.
+        epoch: number of epochs that are over.
+        in_epoch: whether one is under way.
+    """
+
+    num_samples: int = 0
+    epoch: int = 0
+    in_epoch: bool = False
+
+    def as_list(self) -> list[Any]:
+        """Encode it for JSON and msgpack."""
+        return [self.num_samples, self.epoch, self.in_epoch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class PolicyHost:
 
     def __init__(
         self, comm: Any, hyperparameters: Hyperparameters, policies: Sequence[Policy],
-        on_decision: Callable[[Decision, int], None] | None = None,
+        on_decision: Callable[[Decision, int], None] | None = None, rest: int = 0,
     ) -> None:  # fmt: skip
         self.comm = comm  # communicator of all ranks, or a `StaticWorld`
         self.runners = [Runner(policy, self) for policy in policies]  # in an order that all ranks share
@@ -60,6 +80,9 @@ class PolicyHost:
         self.decisions: list[Decision] = []
         self.metrics: StepMetrics | None = None  # of the last step at whose end the ranks met; None before
         self.num_steps = 0  # number of steps that have ended
+        self.progress = Progress()
+        self.stopped: str | None = None  # reason for which training is over
+        self.changes = Changes(rest)
         self.holders: dict[str, Named] = {}  # by subject, the policy that has changed it last
         self._on_decision = on_decision  # called with each decision, and its level for the log
 
@@ -83,6 +106,15 @@ class PolicyHost:
         self.decide(request.runner, what, {f"{by} asks for": words})
         self._note(request.subject, request.runner, words=request.words, overruled=words, by=by)
 
+    def refuses(self, runner: Runner, subject: str, value: Any, words: str) -> bool:
+        """Whether a request is refused, because this value was taken back a few steps ago; then it is logged."""
+        since = self.changes.steps_since(subject, value, self.num_steps)
+        if since is None or runner.policy.changes_back:
+            return False
+        what = f"asks for {words}: refused, since that was taken back {since} steps ago"
+        self.decide(runner, what, {"rest": self.changes.rest})
+        return True
+
     def switched_off(self, runner: Named, what: str, evidence: Mapping[str, Any]) -> None:
         """Log that a policy is not called any more."""
         self.decide(runner, f"switched off: {what}", evidence, logging.WARNING)
@@ -96,6 +128,9 @@ class PolicyHost:
             "num_steps": self.num_steps,
             "hyperparameters": self.hyperparameters.as_json(),
             "observed": list(self.observed.columns),
+            "progress": self.progress.as_list(),
+            "stopped": self.stopped,
+            "changes": self.changes.state,
             "policies": [runner.state() for runner in self.runners],
         }
 
@@ -104,6 +139,9 @@ class PolicyHost:
         self.num_steps = state["num_steps"]
         self.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
         self.observed.columns = tuple(state["observed"])
+        self.progress = Progress(*state["progress"])
+        self.stopped = state["stopped"]
+        self.changes.state = state["changes"]
         for runner, one in zip(self.runners, state["policies"], strict=True):
             await runner.begin_anew(one)
 
@@ -112,19 +150,28 @@ class PolicyHost:
     async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
         """Set the strategy, for a policy or (None) to restore it."""
         # A swap costs a collective; setting the strategy in force again would cost it for nothing.
-        if self.comm.strategy.digest != chosen.digest:
+        before = self.comm.strategy.digest
+        if before != chosen.digest:
             await self.comm.set_strategy(chosen)
+        self.changes.note(STRATEGY, self.num_steps, before.hex(), chosen.digest.hex())
         self._hold(STRATEGY, runner, [chosen.name, chosen.digest.hex()])
 
     async def change_hyperparameter(self, name: str, value: Any, runner: Named | None) -> None:
         """Set a hyperparameter from the next step on, for a policy or (None) to restore it."""
+        self.changes.note(name, self.num_steps, self.hyperparameters.value(name), value)
         self.hyperparameters = self.hyperparameters.having(name, value)
         self._hold(name, runner, value)
 
     async def change_size(self, size: int, runner: Named) -> None:
         """Ask the job for this number of ranks, which come or go at a later step."""
         await self._propose(self.comm.propose_size, size)
+        self.changes.note(SIZE, self.num_steps, self.comm.size, size)
         self._hold(SIZE, runner, size)
+
+    def stop(self, reason: str, runner: Named) -> None:
+        """Note that training is over."""
+        self.stopped = reason
+        self._hold(STOP, runner, reason)
 
     async def replace_rank(self, rank: int) -> None:
         """Ask the job for another process in the place of a rank."""
@@ -143,9 +190,10 @@ class PolicyHost:
         for subject in [subject for subject, holder in self.holders.items() if holder is runner]:
             if subject == STRATEGY:
                 await self.change_strategy(before.strategy, None)
-            # Ranks that have come or gone cannot be undone.
-            elif subject != SIZE:
-                await self.change_hyperparameter(subject, getattr(before.hyperparameters, subject), None)
+            # Ranks that have come or gone cannot be undone, nor an end that the program may have seen.
+            elif subject not in (SIZE, STOP):
+                await self.change_hyperparameter(subject, before.hyperparameters.value(subject), None)
+            self.changes.forget(subject)
 
     # ---------------------------------------------------------------- arguments of requests
 

@@ -8,16 +8,76 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
-from kfcomm.common.arguments import plain_text
+import numpy as np
+
+from kfcomm.common.arguments import plain_text, whole_number
 from kfcomm.errors import ConfigError
 
 SIGNIFICANT_DIGITS = 9
 """Digits of a learning rate: ranks whose mathematical libraries differ in the last bit ask for the same."""
+
+
+NAMES = ("batch_size", "learning_rate", "agreement", "wire_dtype")
+RESERVED = (*NAMES, "strategy", "size", "stop")
+"""Subjects of requests, which no free hyperparameter can have as its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Hyperparameter of the program's own: momentum, alpha, steps between exchanges, rank of a compression.
+
+    Attributes:
+        value: a number, bool or text.
+        low: smallest number; None for any.
+        high: largest number; None for any.
+        choices: valid values; required for text.
+        integer: whether it is a whole number; None: as ``value`` is one.
+
+    Raises:
+        ConfigError: on use in `Hyperparameters`: the value is not one of those.
+    """
+
+    value: Any
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[Any, ...] = ()
+    integer: bool | None = None
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Check another value; returns it in the form in which it takes effect.
+
+        Raises:
+            ConfigError: it has another type, or is out of bounds.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise ConfigError(f"{name} is one of {', '.join(map(str, self.choices))}, not {value!r}")
+            return next(one for one in self.choices if one == value)
+        if isinstance(self.value, (bool, np.bool_)):
+            if not isinstance(value, (bool, np.bool_)):
+                raise ConfigError(f"{name} is True or False, not {value!r}")
+            return bool(value)
+        number = whole_number(value) if self.is_integer else _finite(value)
+        low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+        if number is None or not low <= number <= high:
+            what = "a whole number" if self.is_integer else "a finite number"
+            bounds = "" if self.low is self.high is None else f" from {low:g} to {high:g}"
+            raise ConfigError(f"{name} is {what}{bounds}, not {value!r}")
+        return number if self.is_integer else float(f"{number:.{SIGNIFICANT_DIGITS}g}")
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is a whole number."""
+        return whole_number(self.value) is not None if self.integer is None else self.integer
+
+    def as_json(self) -> list[Any]:
+        """Encode it for JSON and msgpack: its fields."""
+        return [self.value, self.low, self.high, list(self.choices), self.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +91,8 @@ class Hyperparameters:
         agreements: names that the program knows.
         wire_dtype: dtype of gradients on the wire; None for their own.
         wire_dtypes: dtypes that the program knows.
+        free: other hyperparameters by name, such as ``{"momentum": Free(0.9, low=0.0, high=0.999)}``; a plain value
+            is a `Free` without bounds.
 
     Raises:
         ConfigError: a value is not valid.
@@ -42,6 +104,7 @@ class Hyperparameters:
     agreements: tuple[str, ...] = ()
     wire_dtype: str | None = None
     wire_dtypes: tuple[str, ...] = ()
+    free: Mapping[str, Free] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         for several in ("agreements", "wire_dtypes"):
@@ -59,6 +122,19 @@ class Hyperparameters:
             object.__setattr__(self, "agreement", _one_of("agreement", self.agreement, self.agreements))
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", _one_of("wire dtype", self.wire_dtype, self.wire_dtypes))
+        object.__setattr__(self, "free", {_free_name(name): _free(name, one) for name, one in self.free.items()})
+
+    def value(self, name: str) -> Any:
+        """Return the value of a hyperparameter, of one of the fields or a free one.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
+        if name in NAMES:
+            return getattr(self, name)
+        if name not in self.free:
+            raise ConfigError(_unknown(name, [*NAMES, *self.free]))
+        return self.free[name].value
 
     def checked(self, name: str, value: Any, size: int) -> Any:
         """Check a value that a policy asks for; returns it in the form in which it takes effect.
@@ -71,6 +147,10 @@ class Hyperparameters:
         Raises:
             ConfigError: the value is not valid, or the program does not follow the attribute.
         """
+        if name in self.free:
+            return self.free[name].checked(name, value)
+        if name not in NAMES:
+            raise ConfigError(_unknown(name, [*NAMES, *self.free]))
         self._check_followed(name)
         match name:
             case "batch_size":
@@ -84,11 +164,14 @@ class Hyperparameters:
 
     def having(self, name: str, value: Any) -> Self:
         """Return a copy with another value of one of them."""
+        if name in self.free:
+            return replace(self, free={**self.free, name: replace(self.free[name], value=value)})
         return replace(self, **{name: value})
 
     def as_json(self) -> dict[str, Any]:
         """Encode them for JSON and msgpack."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["free"] = {name: one.as_json() for name, one in self.free.items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -98,12 +181,13 @@ class Hyperparameters:
         Raises:
             ConfigError: the names differ.
         """
-        names = {field.name for field in fields(cls)}
-        if set(record) != names:
+        names = {one.name for one in fields(cls)}
+        if {*record, "free"} != names:  # a record from before there were free ones has none
             raise ConfigError(f"hyperparameters have {', '.join(sorted(names))}, not {', '.join(sorted(record))}")
         values: dict[str, Any] = dict(record)
         for several in ("agreements", "wire_dtypes"):
             values[several] = tuple(values[several])
+        values["free"] = {name: Free(*one) for name, one in values.get("free", {}).items()}
         return cls(**values)
 
     def _check_followed(self, name: str) -> None:
@@ -124,6 +208,37 @@ class Hyperparameters:
 def in_words(name: str) -> str:
     """Name of a hyperparameter for messages."""
     return name.replace("_", " ")
+
+
+def _free_name(name: Any) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+        raise ConfigError(f"the name of a free hyperparameter is a Python name, and not {name!r}")
+    return plain_text(name)
+
+
+def _free(name: str, given: Any) -> Free:
+    one = given if isinstance(given, Free) else Free(given)
+    if isinstance(one.value, str) and not one.choices:
+        raise ConfigError(f"{name} is text, so it needs its choices: Free({one.value!r}, choices=(...))")
+    one = replace(one, choices=tuple(one.choices))
+    return replace(one, value=one.checked(name, one.value))
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _unknown(name: Any, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return (
+        f"the program follows no {name!r}{hint}: it gives such values by "
+        f"Adaptation(..., hyperparameters=Hyperparameters(free={{{name!r}: Free(...)}}))"
+    )
 
 
 def _batch_size(value: Any) -> int:

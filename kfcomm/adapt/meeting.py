@@ -106,12 +106,12 @@ class Meetings:
         self._runners = host.runners
         self._meeting: Handle[Any] | None = None
 
-    async def introduce(self, every: int, *, knows: bool, wrong: str | None = None) -> list[int]:
-        """Check that all ranks have the same policies and options; returns those that have met others before.
+    async def introduce(self, every: int, *, knows: int, wrong: str | None = None) -> list[int]:
+        """Check that all ranks have the same policies and options; returns those whose state all continue with.
 
         Args:
             every: number of steps between meetings.
-            knows: this rank has met others before.
+            knows: 2 if this rank has met others before, 1 if it has loaded a state, else 0. The highest ones count.
             wrong: reason for which this rank cannot begin; then no rank begins.
         """
         names, given = [runner.name for runner in self._runners], self._host.hyperparameters.as_json()
@@ -120,7 +120,8 @@ class Meetings:
         for rank, _, why, *_ in said:
             if why is not None:
                 raise ConfigError(why if rank == mine else f"rank {rank}: {why}")
-        knowing = [rank for rank, knew, *_ in said if knew]
+        most = max(knew for _, knew, *_ in said)
+        knowing = [rank for rank, knew, *_ in said if knew == most > 0]
         # Hyperparameters may differ then: ranks that have joined take over the values of those that know.
         alike = [one[3:5] if knowing else one[3:] for one in said]
         other = next((place for place, one in enumerate(alike) if one != alike[0]), None)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 NOTHING, FAILED = 0, 1
 """Signs of a policy without requests, and of one that has raised."""
-STRATEGY, SIZE = "strategy", "size"
+STRATEGY, SIZE, STOP = "strategy", "size", "stop"
 """Subjects beside the names of hyperparameters."""
 MAX_SHOWN = 16
 """Items of a sequence in the log."""
@@ -131,7 +131,13 @@ class Policy:
 
     A policy that raises, on one rank or on all, or that asks for different things on different ranks, is switched off
     on every rank, which is logged with its name; the job continues without it.
+
+    Attributes:
+        changes_back: its requests may set again what was taken back a few steps ago, as those of trials do; see
+            ``Adaptation(rest=...)``.
     """
+
+    changes_back: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -146,6 +152,12 @@ class Policy:
 
     def after_step(self, ctx: Context) -> Any:
         """Act after such a step, with its ``ctx.metrics``."""
+
+    def on_epoch_start(self, ctx: Context) -> Any:
+        """Act before the first step of an epoch, in a program that has epochs: see ``Adaptation.epoch``."""
+
+    def on_epoch_end(self, ctx: Context) -> Any:
+        """Act after the last step of an epoch, ``ctx.epoch``."""
 
     def on_end(self, ctx: Context) -> Any:
         """End, after the last step; requests are not possible any more."""
@@ -169,6 +181,19 @@ class Context:
     def step(self) -> int:
         """Number of the step, from 0."""
         return self._host.num_steps
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all steps that count, of all ranks together.
+
+        A step has the samples of its step of an ``Elastic``, where that is given, else a batch. Void steps do not count.
+        """
+        return self._host.progress.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self._host.progress.epoch
 
     @property
     def size(self) -> int:
@@ -218,21 +243,26 @@ class Context:
             evidence: numbers to be logged with the change.
 
         Returns:
-            A request that may be awaited: True when the strategy is in force, False if another policy has overruled it.
-            The policy is not called again until its method has returned.
+            A request that may be awaited: True when the strategy is in force, False if another policy has overruled it,
+            or if it was taken back a few steps ago (see ``Adaptation(rest=...)``). The policy is not called again until
+            its method has returned.
 
         Raises:
             ConfigError: the strategy is unknown, or is for another number of ranks.
         """
         chosen = build(strategy, self.layout)
 
+        words = words_of(f"strategy {chosen.name}", chosen.digest)
+
         async def change() -> bool:
             before = self.strategy
+            if self._host.refuses(self._runner, STRATEGY, chosen.digest.hex(), words):
+                return False
             await self._host.change_strategy(chosen, self._runner)
             self.decide(f"strategy {before.name} -> {chosen.name}", **evidence)
             return True
 
-        return self._runner.ask(Request(words_of(f"strategy {chosen.name}", chosen.digest), change, STRATEGY))
+        return self._runner.ask(Request(words, change, STRATEGY))
 
     def set_batch_size(self, batch_size: int, **evidence: Any) -> Request[bool]:
         """Ask for another batch, of all ranks together; see ``set_strategy`` for when it holds, and what is returned.
@@ -267,6 +297,24 @@ class Context:
         """
         return self._ask_for("wire_dtype", name, evidence)
 
+    def set(self, name: str, value: Any, **evidence: Any) -> Request[bool]:
+        """Ask for another value of a hyperparameter, also of a free one; see ``set_strategy``.
+
+        Raises:
+            ConfigError: the program does not follow it, or the value is not valid: see ``Free``.
+        """
+        return self._ask_for(name, value, evidence)
+
+    def stop(self, reason: str, **evidence: Any) -> Request[bool]:
+        """Ask for the end of training: ``Adaptation.is_over`` becomes true, on all ranks after the same step."""
+
+        async def change() -> bool:
+            self._host.stop(plain_text(reason), self._runner)
+            self.decide(f"stops: {reason}", **evidence)
+            return True
+
+        return self._runner.ask(Request(words_of(f"a stop: {reason}"), change, STOP))
+
     def resize(self, size: int, **evidence: Any) -> Request[bool]:
         """Ask for another number of ranks, in a program with an open ``Elastic``; see ``set_strategy``.
 
@@ -281,6 +329,8 @@ class Context:
 
         async def change() -> bool:
             before = self.size
+            if self._host.refuses(self._runner, SIZE, wanted, f"{wanted} ranks"):
+                return False
             await self._host.change_size(wanted, self._runner)
             self.decide(f"asks for {wanted} ranks instead of {before}", **evidence)
             return True
@@ -322,7 +372,9 @@ class Context:
         words = in_words(name)
 
         async def change() -> bool:
-            before = getattr(self.hyperparameters, name)
+            before = self.hyperparameters.value(name)
+            if self._host.refuses(self._runner, name, checked, f"{words} {checked}"):
+                return False
             await self._host.change_hyperparameter(name, checked, self._runner)
             if before != checked:
                 self.decide(f"{words} {_plain(before)} -> {_plain(checked)}", **evidence)

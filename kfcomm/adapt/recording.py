@@ -42,6 +42,8 @@ class StepRecorder:
         self._rounds: list[list[dict[str, Any]]] = [[]]
         self._decisions: list[list[Any]] = []
         self._judged: list[list[Any]] = []
+        self._hooks: list[list[Any]] = []
+        self._num_samples = 0
 
     def open(self) -> str | None:
         """Open the file, on the first rank; returns the reason if that is impossible."""
@@ -56,7 +58,7 @@ class StepRecorder:
     def begin(self, state: Mapping[str, Any] | None) -> None:
         """Write a line for new ranks, with the state of a rank that was there before, if there is one."""
         self._forget()
-        if self._file is not None and state is None:
+        if self._file is not None and (state is None or state["num_steps"] == 0):
             self._file.truncate(0)  # the steps are counted from here on
         comm, known = self._host.comm, state or self._host.state()
         try:
@@ -71,6 +73,9 @@ class StepRecorder:
             "layout": {"hosts": layout.hosts, "num_cpus": layout.num_cpus, "costs": layout.costs},
             "strategy": strategy_as_json(comm.strategy),
             "hyperparameters": known["hyperparameters"],
+            "rest": self._host.changes.rest,
+            "changes": known["changes"],
+            "progress": known["progress"],
             "states": states,
             "policies": [runner.name for runner in self._host.runners],
         })  # fmt: skip
@@ -91,6 +96,15 @@ class StepRecorder:
         """Note a decision."""
         self._decisions.append([decision.policy, decision.what, decision.why])
 
+    def hooked(self, hook: str) -> None:
+        """Note that an epoch has begun or ended."""
+        progress = self._host.progress
+        self._hooks.append([hook, self._host.num_steps, *progress.as_list()])
+
+    def began(self) -> None:
+        """Note the samples before a step at whose end the ranks meet."""
+        self._num_samples = self._host.progress.num_samples
+
     def judged(self, evidence: StepEvidence, names: Sequence[str]) -> None:
         """Note the evidence by which a step was judged, and what the culprits have told."""
         batch = None if evidence.batch is None else [int(sample) for sample in evidence.batch]
@@ -109,12 +123,17 @@ class StepRecorder:
             "strategy": strategy_as_json(metrics.strategy),
             "rounds": self._rounds,
             "decisions": self._decisions,
+            "samples": [self._num_samples, self._host.progress.num_samples],
             **({"judged": self._judged} if self._judged else {}),
+            **({"hooks": self._hooks} if self._hooks else {}),
         })  # fmt: skip
         self._forget()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the end of the last epoch has a line of its own."""
+        if self._hooks:
+            self._write({"step": self._host.num_steps, "hooks": self._hooks, "decisions": self._decisions})
+            self._forget()
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -123,7 +142,7 @@ class StepRecorder:
         return None if runner is None else self._numbers[runner]
 
     def _forget(self) -> None:
-        self._rounds, self._decisions, self._judged = [[]], [], []
+        self._rounds, self._decisions, self._judged, self._hooks = [[]], [], [], []
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:

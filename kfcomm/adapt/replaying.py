@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from kfcomm.adapt.flapping import Changes
 from kfcomm.adapt.guard import GuardSteps, StepEvidence
 from kfcomm.adapt.guarded import outcomes
-from kfcomm.adapt.host import Named, PolicyHost
+from kfcomm.adapt.host import Named, PolicyHost, Progress
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.adapt.policy import SIZE, STRATEGY, Decision, Policy, Request
+from kfcomm.adapt.policy import SIZE, STOP, STRATEGY, Decision, Policy, Request
 from kfcomm.adapt.recording import NUMBERS, StaticWorld, lines_of
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
@@ -79,6 +80,9 @@ class _ReplayHost(PolicyHost):
         self.comm.outlives = line["can_change"]
         self.num_steps = line["begins"]
         self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
+        self.changes = Changes(line.get("rest", 0))
+        self.changes.state = line.get("changes", {})
+        self.progress = Progress(*line.get("progress", ()))
         self.see(line["strategy"])
 
     def see(self, strategy: Sequence[str]) -> None:
@@ -97,7 +101,7 @@ class _ReplayHost(PolicyHost):
 
     @override
     async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        self._known[chosen.digest] = self.comm.strategy = chosen
+        self._known[chosen.digest] = chosen
         await super().change_strategy(chosen, runner)
 
     @override
@@ -116,10 +120,19 @@ class _ReplayHost(PolicyHost):
         subject = entry.get("subject")
         if not subject or "overruled" in entry:
             return
+        value = entry["value"]
         if subject == STRATEGY:
-            self.see(entry["value"])
-        elif subject != SIZE:
-            self.hyperparameters = self.hyperparameters.having(subject, entry["value"])
+            self.changes.note(subject, self.num_steps, self.comm.strategy.digest.hex(), value[1])
+            self.see(value)
+        elif subject == SIZE:
+            self.changes.note(subject, self.num_steps, self.comm.size, value)
+        elif subject == STOP:
+            self.stopped = value
+        else:
+            self.changes.note(subject, self.num_steps, self.hyperparameters.value(subject), value)
+            self.hyperparameters = self.hyperparameters.having(subject, value)
+        if entry["policy"] is None:
+            self.changes.forget(subject)
         number = entry["policy"]
         self.held_by(subject, None if number is None else _Other(names[number]))
 
@@ -167,13 +180,19 @@ class _Replay:
             await self._runner.begin_anew(state)
 
     async def _step(self, line: Line) -> None:
-        host, runner, rounds = self._host, self._runner, line["rounds"]
+        host, runner, rounds = self._host, self._runner, line.get("rounds")
         self._judge(line.get("judged", ()))
+        for hook, step, *progress in line.get("hooks", ()):
+            host.num_steps, host.progress = step, Progress(*progress)
+            await runner.call(hook)
         host.num_steps = line["step"]
+        if not rounds:
+            return
+        host.progress.num_samples, num_samples = line.get("samples", (0, 0))
         host.see(line["strategy"])
         await runner.call("before_step")
         await runner.settle()
-        host.metrics = host.measured(line)
+        host.metrics, host.progress.num_samples = host.measured(line), num_samples
         was_done = await self._round(rounds[0])
         await runner.call("after_step")
         for number in range(1, MAX_ROUNDS + 1):

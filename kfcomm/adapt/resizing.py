@@ -41,6 +41,8 @@ class MarginalUtility(Policy):
     Source: Or, Zhang and Freedman, "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1.
     """
 
+    changes_back = True
+
     def __init__(
         self, most: int, *, least: int | None = None, step: int = 1, threshold: float = 0.1, steps: int = 10,
         rest: int | None = 1000,

@@ -67,6 +67,8 @@ class AutoStrategy(Policy):
         ConfigError: no candidate, an unknown name, or a number out of range.
     """
 
+    changes_back = True
+
     def __init__(
         self,
         candidates: Sequence[StrategySpec] = ("ring", "binary_tree", "multi_binary_tree_star", "star", "clique"),
@@ -188,6 +190,8 @@ class AvoidSlowLinks(Policy):
     Raises:
         ConfigError: a number is out of range.
     """
+
+    changes_back = True
 
     def __init__(
         self,

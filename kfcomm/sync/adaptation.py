@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -93,10 +94,12 @@ class Adaptation(Adapter[Async]):
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
-        elastic: Any = None,
+        rest: int = 10, elastic: Any = None,
     ) -> None:  # fmt: skip
         keeps = None if elastic is None else elastic._inner
-        make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record, elastic=keeps)
+        make = partial(
+            Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record, rest=rest, elastic=keeps
+        )
         try:
             inner = comm._io.run(make, comm._inner, policies)
         except KfcommError as error:
@@ -155,6 +158,28 @@ class Adaptation(Adapter[Async]):
         """Dtype in which gradients travel."""
         return self._inner.wire_dtype
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of all steps that count. See ``kfcomm.adapt.Context.num_samples``."""
+        return self._inner.num_samples
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a policy has asked for the end of training; the same on all ranks after each step."""
+        return self._inner.is_over
+
+    def value(self, name: str) -> Any:
+        """Value of a hyperparameter by its name, also of a free one. See ``kfcomm.adapt.Adaptation.value``."""
+        return self._inner.value(name)
+
+    def state_dict(self) -> Any:
+        """State for a checkpoint. See ``kfcomm.adapt.Adaptation.state_dict``."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue with a state, from the next step on. See ``kfcomm.adapt.Adaptation.load_state_dict``."""
+        self._inner.load_state_dict(state)
+
     @outermost
     def observe(self, /, **values: float) -> None:
         """Share values that this rank has measured with the other ranks. See ``kfcomm.adapt.Adaptation.observe``."""
@@ -169,6 +194,18 @@ class Adaptation(Adapter[Async]):
         """One step of the program. See ``kfcomm.adapt.Adaptation.step``."""
         self._check_open()
         return Step(self, step)
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """One epoch: ``with adaptation.epoch(): ...`` around its steps. See ``kfcomm.adapt.Adaptation.epoch``."""
+        epoch = self._inner.epoch()
+        self._io.wait_for(epoch.__aenter__)
+        try:
+            yield
+        except BaseException as error:
+            self._io.wait_for(partial(epoch.__aexit__, type(error), error, None))
+            raise
+        self._io.wait_for(partial(epoch.__aexit__, None, None, None))
 
     @outermost
     def start(self) -> None:
@@ -189,4 +226,5 @@ class Adaptation(Adapter[Async]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if not self._io.is_inherited and not self._io.is_stopped:
+            self._io.wait_for(partial(self._inner.__aexit__, kind, error, trace))

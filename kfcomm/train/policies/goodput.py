@@ -59,6 +59,8 @@ class PolluxGoodput(GradientPolicy):
     Source: Qiao et al., "Pollux", OSDI 2021; see ``kfcomm.train.fit``.
     """
 
+    changes_back = True
+
     def __init__(
         self, most_local: int, *, least_local: int = 1, sizes: tuple[int, int] | None = None, rest: int = 20,
         least_gain: float = 0.02, least_utility: float = 0.0,
