@@ -12,6 +12,7 @@ alike. The learning rate is multiplied by r, and the schedule is read at the sum
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -82,6 +83,24 @@ class AdaScale:
         if self._variance.value is None or self._signal.value is None:
             return 1.0
         return gain(self._variance.value, self._signal.value, self.scale if scale is None else scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for ranks that join, and for checkpoints: the same on all ranks."""
+        return {
+            "progress": self.progress, "scale": self.scale, "num_gradients": self._num_gradients,
+            "variance": list(self._variance.state), "signal": list(self._signal.state),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Where the number of gradients of a step is another here, as when ranks have joined, the averages hold on: σ² and
+        μ² are of the schedule's batch. ``scale`` is this object's own then.
+        """
+        self.progress = float(state["progress"])
+        if state["num_gradients"] == self._num_gradients:
+            self.scale = float(state["scale"])
+        self._variance.state, self._signal.state = state["variance"], state["signal"]
 
     @property
     def variance(self) -> float | None:

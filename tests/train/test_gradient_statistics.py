@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,18 @@ def test_adascale_skips_a_step_that_overflowed() -> None:
     found = scaler.update(*norms_of([[1, 0], [0, 1]]))
     assert scaler.update(float("inf"), float("nan")) == found
     assert scaler.progress == pytest.approx(2 * found)
+
+
+def test_state_of_adascale_is_handed_over_to_more_ranks() -> None:
+    scaler, other, more = AdaScale(2), AdaScale(2), AdaScale(4)
+    scaler.update(*norms_of([[1, 0], [0, 1]]))
+    scaler.scale = 8.0
+    for one in (other, more):
+        one.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert other.update(*norms_of([[1, 4], [5, 0.5]])) == scaler.update(*norms_of([[1, 4], [5, 0.5]]))
+    assert other.state_dict() == scaler.state_dict()
+    assert (other.scale, more.scale, more.progress) == (8.0, 4.0, pytest.approx(4 / 3))
+    assert more.gain() == pytest.approx(gain(2.0, 2.0, 4))
 
 
 def test_arguments_out_of_range_of_adascale() -> None:

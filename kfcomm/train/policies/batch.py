@@ -14,7 +14,7 @@ from kfcomm.types import override
 
 logger = logging.getLogger("kfcomm.adapt")
 
-TOLERANCE = 0.05
+TOLERANCE = 0.1
 """Part by which the learning rate may be off, so that the ranks do not agree on another one in every step."""
 STAYS = (
     "NoiseScaleBatch(rate=None) changes the batch and leaves the learning rate, which suits the first batch: larger "
@@ -45,7 +45,7 @@ class NoiseScaleBatch(GradientPolicy):
         warmup: number of measurements before the first change; an interval needs five.
         rest: number of steps from one change to the next.
         stride: largest change of the batch at once, at least ``factor``; None for ``factor``.
-        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``.
+        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``; 1.64 is for 90 %.
         rate: ``"auto"``, ``"adascale"``, ``"sqrt"``, ``"linear"``; None: the learning rate stays, with a warning.
             ``"auto"`` is the square root if ``optimizer`` is like Adam, and else AdaScale's gain.
 
@@ -61,8 +61,8 @@ class NoiseScaleBatch(GradientPolicy):
     optimizer: str | None = None
 
     def __init__(
-        self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 50,
-        rest: int = 50, stride: float | None = None, z: float = 1.96, rate: str | None = AUTO,
+        self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 10,
+        rest: int = 10, stride: float | None = None, z: float = 1.64, rate: str | None = AUTO,
     ) -> None:  # fmt: skip
         if not 1 <= (least or 1) <= most:
             raise ConfigError(f"batches are from 1 on, the least not above the most, and not {least!r} to {most!r}")
