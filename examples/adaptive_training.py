@@ -5,9 +5,10 @@
     kfcomm run -n 3 --elastic 2:4 --transport tcp --strategy star python examples/adaptive_training.py
     make demo-adaptive ARGS="--html adaptive.html"
 
-First three workers train with three policies: the batch follows the gradient noise scale, a fourth worker is asked for
-when each has much to do, and when a link becomes slow the graphs avoid it. Then the same training runs with nothing but
-what it began with, and with a large batch from the beginning; the link becomes slow in the same second.
+First three workers train with three policies: the batch, and with it the learning rate, follows the gradient noise
+scale, a fourth worker is asked for when each has much to do, and when a link becomes slow the graphs avoid it. Then the
+same training runs with nothing but what it began with, and with a large batch, and the learning rate for it, from the
+beginning; the link becomes slow in the same second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import kfcomm
 from kfcomm.adapt import AvoidSlowLinks, Context, Hyperparameters, Policy
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.elastic.sampler import share
-from kfcomm.train import NoiseScale
+from kfcomm.train import GradientStatistics, NoiseScale, efficiency
 from kfcomm.train.policies import NoiseScaleBatch
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -70,11 +71,13 @@ class AskForWorkers(Policy):
 
 
 class Found(NamedTuple):
-    """Result of a step: the mean loss, the norms of this rank's and of the mean gradient, the times told."""
+    """Result of a step: the mean loss, the norms of this rank's and of the mean gradient, samples, the times told."""
 
     loss: float
     local_norm: float
     gradient_norm: float
+    small_batch: float
+    big_batch: float
     told: int
 
 
@@ -93,7 +96,15 @@ class Learner:
         """Of so many images that hardly a batch is smaller: each is another with each noise."""
         return ElasticSampler(REPEATS * len(self.labels), batch)
 
-    def step(self, comm: Any, indices: Array, told: int) -> Found:
+    def rate_of(self, batch: int) -> float:
+        """Learning rate of a batch that stays: by AdaScale's gain, as the policy makes that of a batch that changes."""
+        signal, noise = self.noise_scale.signal, self.noise_scale.noise
+        if signal is None or noise is None or signal <= 0:
+            return LEARNING_RATE
+        gradients = GradientStatistics(signal, max(noise, 0.0) / SMALL_BATCH)
+        return LEARNING_RATE * efficiency(gradients, SMALL_BATCH, batch) * batch / SMALL_BATCH
+
+    def step(self, comm: Any, indices: Array, rate: float, told: int) -> Found:
         """One step of SGD over all ranks; ``told`` is the first rank's."""
         noise = NOISE * self.random.standard_normal((len(indices), 64))
         indices = indices % len(self.labels)
@@ -108,9 +119,9 @@ class Learner:
         self.noise_scale.update(local_sq_norms / comm.size, gradient_norm**2, count / comm.size, count)
         for name, value in self.values.items():
             self.velocity[name] *= MOMENTUM
-            self.velocity[name] -= np.float32(LEARNING_RATE / count) * total[name]
+            self.velocity[name] -= np.float32(rate / count) * total[name]
             value += self.velocity[name]
-        return Found(loss / count, local_norm, gradient_norm, round(told))
+        return Found(loss / count, local_norm, gradient_norm, count / comm.size, count, round(told))
 
 
 def norm(gradients: dict[str, Array]) -> float:
@@ -150,10 +161,10 @@ class Trainer:
         self.told = USUAL
         self.began_s = self.before_s = time.monotonic()
 
-    def step(self, indices: Array, batch: int) -> Found:
+    def step(self, indices: Array, batch: int, rate: float) -> Found:
         """One step; the link becomes slow after the step that announces it."""
         self.links.hold()
-        found = self.learner.step(self.comm, indices, self.plot.now())
+        found = self.learner.step(self.comm, indices, rate, self.plot.now())
         now_s = time.monotonic()
         row = Row(now_s - self.began_s, found.loss, self.learner.noise_scale.value or math.nan, batch,
                   batch / (now_s - self.before_s), self.comm.size)  # fmt: skip
@@ -170,17 +181,20 @@ def adapt(comm: Any, run: Run) -> bool:
     trainer = Trainer(comm, Plot(run))
     learner = trainer.learner
     policies = [NoiseScaleBatch(most=LARGE_BATCH), AskForWorkers(), AvoidSlowLinks(rest=75)]
-    given = Hyperparameters(batch_size=SMALL_BATCH)
+    given = Hyperparameters(batch_size=SMALL_BATCH, learning_rate=LEARNING_RATE)
     sampler = learner.sampler(SMALL_BATCH)
     with (
-        Elastic(comm, State(values=learner.values, velocity=learner.velocity)) as elastic,
+        Elastic(comm, State(values=learner.values, velocity=learner.velocity, noise=learner.noise_scale)) as elastic,
         kfcomm.sync.Adaptation(comm, policies, hyperparameters=given) as adaptation,
     ):
         trainer.before_s = time.monotonic()
         for step in elastic.steps(sampler, passes=1 << 30):
             with adaptation.step():
-                found = trainer.step(step.indices, len(step.batch))
-                adaptation.observe(local_norm=found.local_norm, gradient_norm=found.gradient_norm)
+                found = trainer.step(step.indices, len(step.batch), adaptation.learning_rate or 0.0)
+                adaptation.observe(
+                    local_norm=found.local_norm, gradient_norm=found.gradient_norm, small_batch=found.small_batch,
+                    big_batch=found.big_batch,
+                )  # fmt: skip
             sampler.batch = adaptation.batch_size or SMALL_BATCH
             for one in adaptation.decisions[len(run.decisions) :]:
                 run.decisions.append(Decided(run.rows[-1].at_s, one.policy, one.what, one.why))
@@ -196,7 +210,7 @@ def stay(comm: Any, run: Run, batch: int, like: Run) -> None:
     sampler = trainer.learner.sampler(batch)
     while trainer.told != OVER:
         indices = sampler.take_until(1 << 30)
-        trainer.step(share(indices, comm.rank, comm.size), len(indices))
+        trainer.step(share(indices, comm.rank, comm.size), len(indices), trainer.learner.rate_of(batch))
     trainer.links.recover()
 
 
