@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Operation
 from kfcomm.strategies import AnyStrategy, build
 from kfcomm.types import Layout, Seconds
+
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.heap import Heaps
 
 
 class Turn:
@@ -132,6 +135,7 @@ class Group:
         self.view = view
         self.layout = layout
         self.timeout_s = timeout_s
+        self.heaps: Heaps | None = None  # memory that all ranks of the group share, if they do
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = GroupTurns()

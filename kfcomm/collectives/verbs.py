@@ -167,7 +167,7 @@ class Verbs:
         if shared:
             return self._shared(x, name, options)
         if isinstance(op, str) and op == "adasum":
-            from kfcomm.collectives.averages import adasum_of
+            from kfcomm.collectives.adasum import adasum_of
 
             return adasum_of(self, x, name, options)
         return self._collective(ALL_REDUCE, x, name, options)
@@ -216,7 +216,7 @@ class Verbs:
 
             return average_many(self, arrays, name, options)
         if isinstance(op, str) and op == "adasum":
-            from kfcomm.collectives.averages import adasum_many
+            from kfcomm.collectives.adasum import adasum_many
 
             return adasum_many(self, arrays, name, options)
         from kfcomm.collectives.batches import reduce_mapping

@@ -72,8 +72,10 @@ class Communicator(Persistent):
         self._births = tuple(session.network.births[rank] for rank in view.members)
         self._named: dict[str, AnyStrategy] = {}
         self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
+        heaps = session.network.heaps()
+        self._group.heaps = heaps if len(set(layout.hosts)) == 1 else None
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
-        self._blobs = Blobs(self._mailbox, view, session.network.heaps(), session.engine.links.traffic)
+        self._blobs = Blobs(self._mailbox, view, heaps, session.engine.links.traffic)
         self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)

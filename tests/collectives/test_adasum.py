@@ -11,7 +11,8 @@ import pytest
 
 from kfcomm import Communicator
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, PeerLost
-from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.testing import run_ranks, run_threads, sync_world
+from tests.conformance.worlds import turns, world
 from tests.reduce.test_adasum import tree
 
 
@@ -106,11 +107,11 @@ async def test_mismatch_raises_on_all_ranks(call: str) -> None:
                 handle = comm.all_reduce(x, "g", op="sum" if odd else "adasum")
             case _:
                 handle = comm.all_reduce_many({"g": x}, op="sum" if odd else "adasum")
-        with pytest.raises(CollectiveMismatch, match=r"rank 0 has .*; rank 1 has "):
+        with pytest.raises(CollectiveMismatch, match=r"rank \d has .*; rank \d has "):
             await handle
         await comm.all_reduce(np.ones(4), "g", op="adasum")
 
-    async with world(3) as comms:
+    async with world(3, tombstones=True) as comms:
         await run_ranks(comms, main)
 
 
@@ -123,13 +124,13 @@ async def test_unsupported_arrays_are_refused_on_all_ranks() -> None:
                 await comm.all_reduce(x, "g", op="adasum", **(bad if comm.rank == 0 else {}))
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
 
-    async with world(2) as comms:
+    async with world(2, tombstones=True) as comms:
         await run_ranks(comms, main)
 
 
 @pytest.mark.asyncio
 async def test_cancelling_ends_it_on_every_rank_and_the_name_works_on() -> None:
-    async with world(2) as comms:
+    async with world(2, tombstones=True) as comms:
         handle = comms[0].all_reduce(np.ones(3), "g", op="adasum")
         assert handle.cancel()
         with pytest.raises(CollectiveError, match="cancelled"):
@@ -193,13 +194,13 @@ async def test_cancelling_while_a_strategy_is_being_agreed() -> None:
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
         return type(caught.value).__name__
 
-    async with world(3) as comms:
+    async with world(3, tombstones=True) as comms:
         assert await run_ranks(comms, main) == ["CollectiveAborted", "CancelledError", "CollectiveAborted"]
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
-    async with world(3) as comms:
+    async with world(3, tombstones=True) as comms:
         handles = [comms[rank].all_reduce(np.ones(3), "g", op="adasum") for rank in (0, 2)]
         comms.kill(1)
         for handle in handles:
@@ -219,3 +220,101 @@ def test_nonfinite_adasum_gives_no_warning(dtype: str, value: str) -> None:
         for found in run_threads(comms, lambda comm: comm.all_reduce(x, "g", op="adasum")):
             is_finite = value == "largest" and dtype != "float64"  # the products of the largest float64 overflow
             assert np.isnan(found.astype(float)).all() != is_finite
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [2, 3, 5])
+async def test_later_calls_give_the_bits_of_the_first(size: int) -> None:
+    """The first goes by messages; where the ranks share memory the others do not."""
+
+    async def main(comm: Communicator) -> list[Any]:
+        found, sent = [], []
+        for number in range(6):
+            x = gradients_of(comm.rank + number // 3, np.float32)
+            found.append(await comm.all_reduce_many(x, "g", op="adasum"))
+            given_ = gradients_of(comm.rank + number // 3, np.float32)
+            assert all(np.array_equal(x[name], given_[name]) for name in x), "what was given is not modified"
+            sent.append(sum(peer.sent_nbytes for peer in comm.statistics().peers))
+        assert (sent[-1] - sent[-2] < 30_000) == comm.shares_memory
+        return found
+
+    async with world(size) as comms:
+        for found in await run_ranks(comms, main):
+            for name in ("a", "b", "c", "none"):
+                for first, later in ((0, 1), (0, 2), (3, 4), (3, 5)):
+                    assert np.array_equal(found[first][name], found[later][name])
+            assert not np.array_equal(found[0]["c"], found[3]["c"])
+
+
+@pytest.mark.asyncio
+async def test_results_in_place_and_results_kept_over_later_calls() -> None:
+    async def main(comm: Communicator) -> Any:
+        kept = [await comm.all_reduce(np.full(50_000, comm.rank + n + 1.0), op="adasum") for n in range(5)]
+        x = [np.full(50_000, comm.rank + 1.0), np.full(3, comm.rank + 2.0)]
+        found = await comm.all_reduce(x, "g", op="adasum", out=x)
+        return kept, found, x
+
+    async with world(2) as comms:
+        for kept, found, x in await run_ranks(comms, main):
+            assert [one.min() for one in kept] == [one.max() for one in kept] == [1.5, 2.5, 3.5, 4.5, 5.5]
+            assert all(one is other for one, other in zip(found, x, strict=True))
+            assert [one.mean() for one in x] == [1.5, 2.5]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_tensors_equal_the_tree_however_they_are_cut(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.choice([2, 3, 4])
+    shapes = {f"t{n}": draw.choice([(), (1,), (7,), (64, 3), (9000,), (20_001,)]) for n in range(draw.randint(1, 12))}
+    dtypes = {name: draw.choice([np.float16, np.float32, np.float64]) for name in shapes}
+
+    def given_on(rank: int) -> dict[str, Any]:
+        rng = np.random.default_rng((seed, rank))
+        return {name: rng.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
+
+    async def main(comm: Communicator) -> list[Any]:
+        return [await comm.all_reduce_many(given_on(comm.rank), "g", op="adasum") for _ in range(3)]
+
+    async with world(size) as comms:
+        found = await run_ranks(comms, main)
+    for name, shape in shapes.items():
+        expected = tree([given_on(rank)[name].astype(np.float64).ravel() for rank in range(size)]).reshape(shape)
+        eps = float(np.finfo(dtypes[name]).eps)
+        for results in found:
+            for one in results:
+                assert one[name].dtype == dtypes[name]
+                np.testing.assert_allclose(one[name].astype(np.float64), expected, rtol=2 * eps, atol=1e-9 + 2 * eps)
+                assert np.array_equal(one[name], found[0][0][name])
+
+
+@pytest.mark.asyncio
+async def test_mismatch_after_calls_that_fit() -> None:
+    async def main(comm: Communicator) -> None:
+        for size in (5, 40_000):
+            for _ in range(3):
+                await comm.all_reduce(np.ones(size), "g", op="adasum")
+            with pytest.raises(CollectiveMismatch, match=r"rank \d has .*; rank \d has "):
+                await comm.all_reduce(np.ones(size + (comm.rank == 1)), "g", op="adasum")
+        assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
+
+    async with world(3, tombstones=True) as comms:
+        await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("turns_before", range(0, 40, 3))
+async def test_a_rank_lost_at_any_step_is_an_error_or_a_whole_result(turns_before: int) -> None:
+    async with world(3, tombstones=True) as comms:
+        x = np.arange(30_000.0)
+        for _ in range(2):
+            await asyncio.gather(*(comm.all_reduce(x, "g", op="adasum") for comm in comms))
+        handles = [comm.all_reduce(x, "g", op="adasum") for comm in comms]
+        await turns(turns_before)
+        comms.kill(1)
+        for found in await asyncio.gather(handles[0], handles[2], return_exceptions=True):
+            if isinstance(found, BaseException):
+                assert isinstance(found, PeerLost), found
+            else:
+                np.testing.assert_allclose(found, x, rtol=1e-15)
+        await asyncio.gather(handles[1], return_exceptions=True)
