@@ -22,6 +22,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.train.gradient_statistics import MovingAverage, gain
 
 LEAST_VARIANCE = 1e-6
+_LEAST_NBYTES = 4
 
 
 class AdaScale:
@@ -113,7 +114,8 @@ class AdaScale:
         return self._signal.value
 
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Array: TypeAlias = Any
+"""Of NumPy, torch or JAX, on any device, of any shape; or a number."""
 
 
 def lars_rate(weights: Array, gradient: Array, *, trust: float = 0.001, weight_decay: float = 0.0) -> float:
@@ -131,6 +133,9 @@ def lars_rate(weights: Array, gradient: Array, *, trust: float = 0.001, weight_d
 @dataclass(frozen=True, slots=True)
 class Lars:
     """LARS with momentum: v ← μv + lr·local·(g + wd·w), w ← w − v.
+
+    Arrays are of NumPy, torch or JAX. Those of 16 bits are computed in float32, and rounded once. The state is what
+    the program keeps: v of each array.
 
     Attributes:
         lr: of all layers.
@@ -152,10 +157,11 @@ class Lars:
         _check_decay(self.momentum, self.weight_decay)
 
     def step(self, weights: Array, gradient: Array, velocity: Array) -> tuple[Array, Array]:
-        """The weights and the velocity after a step, both new."""
-        local = lars_rate(weights, gradient, trust=self.trust, weight_decay=self.weight_decay)
-        faster = self.momentum * velocity + self.lr * local * (gradient + self.weight_decay * weights)
-        return weights - faster, faster
+        """Return the weights and the velocity after a step, both new, each of the kind and dtype that was given."""
+        w, g, v = _wide(weights), _wide(gradient), _wide(velocity)
+        local = lars_rate(w, g, trust=self.trust, weight_decay=self.weight_decay)
+        faster = self.momentum * v + self.lr * local * (g + self.weight_decay * w)
+        return _like(weights, w - faster), _like(velocity, faster)
 
 
 class LambState(NamedTuple):
@@ -173,8 +179,9 @@ class LambState(NamedTuple):
 
     @classmethod
     def zeros_like(cls, weights: Array) -> LambState:
-        """State at the beginning."""
-        return cls(np.zeros_like(weights), np.zeros_like(weights))
+        """State at the beginning, of the kind and dtype of the weights; in float32 for weights of 16 bits."""
+        wide = _wide(weights)
+        return cls(_zeros(wide), _zeros(wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +189,8 @@ class Lamb:
     """LAMB: Adam's step with weight decay, as long as the trust ratio |w| / |step| makes it.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
-    https://arxiv.org/abs/1904.00962, algorithm 2, with φ the identity. The ratio is 1 where either norm is zero.
+    https://arxiv.org/abs/1904.00962, algorithm 2, with φ the identity. The ratio is 1 where either norm is zero. Arrays
+    are of NumPy, torch or JAX. Those of 16 bits are computed in float32, and rounded once.
 
     Attributes:
         lr: of all layers.
@@ -207,15 +215,17 @@ class Lamb:
         _check_decay(self.beta2, self.weight_decay)
 
     def step(self, weights: Array, gradient: Array, state: LambState) -> tuple[Array, LambState]:
-        """The weights and the state after a step, both new."""
+        """Return the weights and the state after a step, all new, each of the kind and dtype that was given."""
         num_steps = state.num_steps + 1
-        mean = self.beta1 * state.mean + (1 - self.beta1) * gradient
-        square = self.beta2 * state.square + (1 - self.beta2) * gradient**2
+        w, g = _wide(weights), _wide(gradient)
+        mean = self.beta1 * _wide(state.mean) + (1 - self.beta1) * g
+        square = self.beta2 * _wide(state.square) + (1 - self.beta2) * g**2
         unbiased, variance = mean / (1 - self.beta1**num_steps), square / (1 - self.beta2**num_steps)
-        update = unbiased / (np.sqrt(variance) + self.epsilon) + self.weight_decay * weights
-        of_weights, of_update = _norm(weights), _norm(update)
+        update = unbiased / (variance**0.5 + self.epsilon) + self.weight_decay * w
+        of_weights, of_update = _norm(w), _norm(update)
         trust = of_weights / of_update if of_weights > 0 and of_update > 0 else 1.0
-        return weights - self.lr * trust * update, LambState(mean, square, num_steps)
+        kept = LambState(_like(state.mean, mean), _like(state.square, square), num_steps)
+        return _like(weights, w - self.lr * trust * update), kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +267,39 @@ class LinearScaling:
         return self.lr + (target - self.lr) * step / self.warm_up
 
 
+def _is_tensor(x: Any) -> bool:
+    return hasattr(x, "new_zeros")
+
+
+def _wide(x: Array) -> Any:
+    """The array without its history of gradients, of at least 32 bits."""
+    # 0.1 % of a square of 0.001 is zero in float16, and a sum of bfloat16 has three digits.
+    if _is_tensor(x):
+        return x.detach().float() if x.element_size() < _LEAST_NBYTES else x.detach()
+    x = x if hasattr(x, "__array_namespace__") else np.asarray(x)
+    return x.astype(np.float32) if x.dtype.itemsize < _LEAST_NBYTES else x
+
+
+def _like(given: Array, x: Any) -> Any:
+    """An array with the dtype that was given."""
+    if _is_tensor(given):
+        return x.to(given.dtype)
+    if isinstance(x, (np.ndarray, np.generic)):  # NumPy makes a number of what has no dimensions
+        return np.asarray(x, getattr(given, "dtype", None))
+    return x.astype(given.dtype)
+
+
+def _zeros(x: Any) -> Any:
+    return x.new_zeros(x.shape) if _is_tensor(x) else x.__array_namespace__().zeros_like(x)
+
+
 def _norm(x: Array) -> float:
-    return float(np.linalg.norm(x.astype(np.float64, copy=False)))
+    """Norm of all elements; in float64, which JAX has only where it is enabled."""
+    x = _wide(x)
+    if _is_tensor(x):
+        return float(x.double().norm())
+    wide = x.astype(np.float64) if isinstance(x, np.ndarray) else x
+    return float(wide.__array_namespace__().linalg.norm(wide.reshape(-1)))
 
 
 def _check(**positive: float) -> None:
