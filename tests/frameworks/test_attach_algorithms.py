@@ -282,7 +282,7 @@ def test_load_of_another_models_state_changes_nothing() -> None:
         with pytest.raises(ConfigError, match=r"first\.bias is \(4,\) here and \(5,\) in the state"):
             attached.load_state_dict(state)
         del state["training/model"]["first.bias"]
-        with pytest.raises(ConfigError, match=r"the model has a 'first\.bias', the state has none"):
+        with pytest.raises(ConfigError, match=r"the model has a 'first\.bias', the state does not"):
             attached.load_state_dict(state)
         assert torch.equal(values(model), before)
 
