@@ -26,9 +26,10 @@ from kfcomm.torch.driver import StepDriver
 from kfcomm.torch.elastic import ElasticSteps, Given, sampler_of
 from kfcomm.torch.methods import Choice, Plan, agree_on_model, meet, method_of, op_of, problem_of
 from kfcomm.torch.reductions import is_elastic
-from kfcomm.torch.snapshot import CompositeState, Training, tensors_of
+from kfcomm.torch.snapshot import TrainedTensors, tensors_of
 from kfcomm.torch.state import broadcast_parameters, check_alike, described
 from kfcomm.train import Agreement, Algorithm
+from kfcomm.train.composite import CompositeState
 
 if TYPE_CHECKING:
     from kfcomm.adapt import Decision, Hyperparameters, Policy
@@ -168,7 +169,7 @@ class Attached:
         parts = plan.parts
         if not is_elastic(parts.comm):
             meet(self._method)
-        self._training = Training(parts.model, parts.optimizer, lambda: self._method.keeps_replicas)
+        self._training = TrainedTensors(parts.model, parts.optimizer, lambda: self._method.keeps_replicas)
         self._driver = plan.driver
         self._steps = ElasticSteps(parts.comm, self, elastic, plan.driver)
         self._hooks = [] if plan.driver is None else plan.driver.hooks(self)

@@ -25,8 +25,8 @@ from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.reductions import aside
-from kfcomm.torch.snapshot import CompositeState
 from kfcomm.torch.steps import Closure, Passes, hook_steps, mean_loss
+from kfcomm.train.composite import CompositeState
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

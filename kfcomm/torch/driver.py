@@ -26,10 +26,10 @@ from kfcomm.errors import ConfigError
 from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates
 from kfcomm.torch.guarded import Guarded
 from kfcomm.torch.measuring import Measuring
-from kfcomm.torch.snapshot import CompositeState
 from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is_skipped, loss_scale
 from kfcomm.torch.watch import Part, Watch
 from kfcomm.train import GradientMonitor
+from kfcomm.train.composite import CompositeState
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -19,6 +19,7 @@ from kfcomm.elastic.sampler import share
 from kfcomm.errors import ConfigError, StepVoid
 from kfcomm.train.agreement import Agreement, Tree
 from kfcomm.train.algorithms import Algorithm, Kind
+from kfcomm.train.composite import CompositeState
 from kfcomm.train.gradient_monitor import GradientMonitor
 from kfcomm.train.procedure import Comm, is_elastic
 
@@ -241,30 +242,41 @@ class Training:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, algorithm and monitor, for ``State``, joining ranks and checkpoints."""
-        found = {"model": self.model, "chosen": self._chosen}
-        for part, owner in self._owners().items():
-            found |= {f"{part}/{name}": value for name, value in owner.state_dict().items()}
-        return found
+        """Model, algorithm, monitor and adaptation, for ``State``, joining ranks and checkpoints."""
+        return {"model": self.model, "chosen": self._chosen} | self._parts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another rank, or of a checkpoint."""
         self.model, self._chosen = state["model"], str(state["chosen"])
-        for part, owner in self._owners().items():
-            prefix = f"{part}/"
-            owner.load_state_dict({
-                name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-            })  # fmt: skip
+        self._parts.load_state_dict(state)
 
     def merging(self) -> dict[str, str]:
         """Return how parts that differ between ranks are converted when the ranks change; see ``kfcomm.elastic``."""
-        found = {"model": "mean"} if self.way.keeps_replicas else {}
-        for part, owner in self._owners().items():
-            found |= {f"{part}/{name}": how for name, how in getattr(owner, "merging", dict)().items()}
-        return found
+        return ({"model": "mean"} if self.way.keeps_replicas else {}) | self._parts.merging()
 
-    def _owners(self) -> dict[str, Any]:
-        return {"way": self.way} | ({} if self.monitor is None else {"monitor": self.monitor})
+    @property
+    def _parts(self) -> CompositeState:
+        parts: dict[str, Any] = {"way": self.way}
+        if self.monitor is not None:
+            parts["monitor"] = self.monitor
+        if self._adaptation is not None:
+            parts["adaptation"] = _WholeState(self._adaptation)
+        return CompositeState(parts)
+
+
+class _WholeState:
+    """An object whose state is no mapping, as a part of a composite one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state under one key."""
+        return {"state": self._inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load it."""
+        self._inner.load_state_dict(state["state"])
 
 
 class Steps:
@@ -288,8 +300,10 @@ class Steps:
                     training._end(sampler)
             return
         # Over a blocking communicator it is the blocking one.
-        open_elastic: Any = Elastic(training.comm, training.state, **self._options)
-        with open_elastic as elastic, training._adapting(sampler, elastic):
+        elastic: Any = Elastic(training.comm, training.state, **self._options)
+        # Made before the Elastic is entered, where it gets the state of a checkpoint.
+        adaptation = training._adapting(sampler, elastic)
+        with elastic, adaptation:
             for step in elastic.steps(sampler, passes=self._passes):
                 with training._begin(step):
                     yield step
@@ -307,8 +321,9 @@ class Steps:
                         yield step
                     training._end(sampler)
             return
-        open_elastic = Elastic(training.comm, training.state, **self._options)
-        async with open_elastic as elastic, training._adapting(sampler, elastic):
+        elastic = Elastic(training.comm, training.state, **self._options)
+        adaptation = training._adapting(sampler, elastic)
+        async with elastic, adaptation:
             async for step in elastic.steps(sampler, passes=self._passes):
                 async with training._begin(step):
                     yield step
