@@ -168,6 +168,8 @@ class Training:
     def steps(self, sampler: ElasticSampler, *, passes: int | None = None, **elastic: Any) -> Steps:
         """Return the steps of one pass of a sampler, or until a number of passes: ``for``, or ``async for``.
 
+        They end with the step at which a policy says ``ctx.stop``.
+
         Args:
             sampler: its batch follows the policies'.
             passes: see ``Elastic.steps``.
@@ -218,11 +220,13 @@ class Training:
         self._now = adaptation.step(step)
         return self._now
 
-    def _end(self, sampler: ElasticSampler) -> None:
+    def _end(self, sampler: ElasticSampler) -> bool:
+        """End a step; returns whether a policy has ended the training."""
         self._now = None
         batch = self._adaptation.batch_size
         if batch is not None:
             sampler.batch = batch
+        return bool(self._adaptation.is_over)
 
     def _adapting(self, sampler: ElasticSampler, elastic: Any) -> Any:
         """The adaptation of the steps through a sampler, not open yet."""
@@ -297,7 +301,8 @@ class Steps:
                     with training._begin(step):
                         yield step
                         training.before_end()
-                    training._end(sampler)
+                    if training._end(sampler):
+                        break
             return
         # Over a blocking communicator it is the blocking one.
         elastic: Any = Elastic(training.comm, training.state, **self._options)
@@ -308,7 +313,8 @@ class Steps:
                 with training._begin(step):
                     yield step
                     training.before_end()
-                training._end(sampler)
+                if training._end(sampler):
+                    break
 
     async def __aiter__(self) -> AsyncIterator[Step]:
         training, sampler = self._training, self._sampler
@@ -319,7 +325,8 @@ class Steps:
                 for step in self._fixed():
                     async with training._begin(step):
                         yield step
-                    training._end(sampler)
+                    if training._end(sampler):
+                        break
             return
         elastic = Elastic(training.comm, training.state, **self._options)
         adaptation = training._adapting(sampler, elastic)
@@ -327,7 +334,8 @@ class Steps:
             async for step in elastic.steps(sampler, passes=self._passes):
                 async with training._begin(step):
                     yield step
-                training._end(sampler)
+                if training._end(sampler):
+                    break
 
     def _fixed(self) -> Iterator[Step]:
         """Steps of ranks that stay the same; a void step's samples are given again."""

@@ -155,6 +155,28 @@ def test_batch_and_rate_follow_the_policies() -> None:
         assert (2 * BATCH, RATE / 2) in one
 
 
+class StopLater(Policy):
+    """Ends the training after some steps."""
+
+    def after_step(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            ctx.stop("enough")
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_policy_ends_the_training(is_elastic: bool) -> None:
+    def main(comm: Any) -> int:
+        training, count = Training(comm, start(), policies=[StopLater()]), 0
+        for step in training.steps(sampler(), passes=4):
+            _, gradients = gradients_of(training.model, step.indices)
+            training.update(gradients, applied)
+            count += 1
+        return count
+
+    with sync_world(2, elastic=is_elastic) as comms:
+        assert run_threads(list(comms), main) == [5, 5]
+
+
 def test_policies_switch_between_algorithms() -> None:
     def main(comm: Any) -> tuple[list[float], list[str]]:
         training = Training(
