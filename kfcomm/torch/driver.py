@@ -54,6 +54,10 @@ class Rows(Protocol):
     def places(self) -> Sequence[BucketPlace]:
         """All gradients."""
 
+    @property
+    def means(self) -> Sequence[BucketPlace]:
+        """Gradients that are averaged, and so the same on all ranks."""
+
     def wait_for_rows(self) -> None:
         """Wait for the rows of all ranks."""
 
@@ -288,18 +292,25 @@ class StepDriver:
 
     # ---------------------------------------------------------------- the guard
 
+    @property
+    def _number(self) -> int:
+        """Number of the step; that of the elastic job counts what was repeated."""
+        return self._num_steps if self._step is None else int(self._step.number)
+
     def _is_void(self, scale: float) -> bool:
         if self._guarded is None:
             return False
         batch = None if self._step is None else self._step.batch
-        self.last_void = self._guarded.judge(self._num_steps, scale, batch, self._rows.places)
+        self.last_void = self._guarded.judge(self._number, scale, batch, self._rows.means)
         return self.last_void is not None
 
     def _undo(self) -> None:
         """Leave gradients, buffers and compressors as before the step, and give its samples back."""
-        guarded, void = self._guarded, self.last_void
-        if guarded is None or void is None:
+        guarded = self._guarded
+        if guarded is None:
             return
+        if not guarded.is_again:
+            self.last_void = guarded.named(self._rows.places)
         self._rows.put_back()
         with torch.no_grad():
             for place in self._rows.places:
@@ -318,10 +329,11 @@ class StepDriver:
         given = "" if step is None else "; its samples are given again"
         if aside:
             given += f", but for {len(aside)}, which are set aside"
-        self._decide(f"{void}{given}", {"ranks": void.ranks})
+        void = self.last_void
+        self._decide(f"{void}{given}", {} if void is None else {"ranks": void.ranks})
 
     def _decide(self, what: str, evidence: Mapping[str, Any]) -> None:
-        decision = Decision(self._num_steps, GuardSteps.__name__, what, evidence)
+        decision = Decision(self._number, GuardSteps.__name__, what, evidence)
         self._decisions.append(decision)
         logger.log(logging.WARNING if self._comm.rank == 0 else logging.DEBUG, "%s", decision)
         for observer in self._comm._session.engine.observers or ():

@@ -87,6 +87,11 @@ class GradientExchange:
         )  # fmt: skip
         self.profile = GradientProfile(self._comm, self.name)
 
+    @property
+    def means(self) -> Sequence[BucketPlace]:
+        """Gradients that are averaged, and so the same on all ranks."""
+        return self.places
+
     # ---------------------------------------------------------------- to leave
 
     def came(self, bucket: Bucket, place: BucketPlace, *, is_inner: bool) -> None:

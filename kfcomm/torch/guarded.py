@@ -222,14 +222,14 @@ class Guarded:
         self.evidence.begin_step()
         self.buffers.begin_step()
 
-    def judge(self, step: int, scale: float, batch: Any, places: Iterable[BucketPlace]) -> Void | None:
+    def judge(self, step: int, scale: float, batch: Any, means: Iterable[BucketPlace]) -> Void | None:
         """Judge a step by its rows, which have come. All ranks call it.
 
         Args:
             step: number of the step.
             scale: factor of the loss whose gradients were exchanged.
             batch: see `StepEvidence`.
-            places: of all gradients.
+            means: gradients that are the same on all ranks, where they are averaged.
 
         Returns:
             None for a good step.
@@ -241,9 +241,8 @@ class Guarded:
         has_news = evidence.rows is not None and (self._void is None or not evidence.is_zero)
         self.is_again = not has_news and self._void is not None
         if has_news:
-            self._void = self.guard.judge(evidence.of_step(step, scale, batch, self._losses()))
-            if self._void is not None:
-                self._void = replace(self._void, names=self._names(self._void, places))
+            found = evidence.of_step(step, scale, batch, self._losses())
+            self._void = self.guard.judge(_with_lost_ranks(found, means))
         return self._void
 
     def _losses(self) -> dict[int, Sequence[float]]:
@@ -257,18 +256,36 @@ class Guarded:
         self._late.wait()
         return dict(zip(self._late.ranks, self._late.numbers.tolist(), strict=True))
 
-    def _names(self, void: Void, places: Iterable[BucketPlace]) -> tuple[str, ...]:
-        """Parameters with wrong numbers, of each culprit: those that are not finite, or the largest."""
-        names = sorted(set(self.evidence.names), key=self._order.__getitem__) if self._comm.rank in void.ranks else []
+    def named(self, places: Iterable[BucketPlace]) -> Void:
+        """The judgement of a void step, with the parameters that have wrong numbers: the first ones, or the largest.
+
+        Args:
+            places: of all gradients, which have arrived.
+        """
+        void, names, mine = self._void, list[str](), self._comm.rank
+        if void is None:
+            raise RuntimeError("the step is good")
+        if mine in void.ranks:
+            names = sorted(set(self.evidence.names), key=self._order.__getitem__)
+            names = names or (_largest(places) if void.is_finite else [])
         if len(names) > MAX_NAMES:
             names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1} more"]
-        told = self._comm.all_gather_object([self._comm.rank, names], aside(self._comm, f"{self._name}/culprits"))
-        found = tuple(f"rank {rank}: {', '.join(given)}" for rank, given in told if given)
-        return found or (tuple(_largest(places)) if void.is_finite else ())
+        told = self._comm.all_gather_object([mine, names], aside(self._comm, f"{self._name}/culprits"))
+        self._void = replace(void, names=tuple(f"rank {rank}: {', '.join(given)}" for rank, given in told if given))
+        return self._void
+
+
+def _with_lost_ranks(evidence: StepEvidence, means: Iterable[BucketPlace]) -> StepEvidence:
+    """Evidence in which a rank that was lost before its row has the norm of the mean that it may have part in."""
+    views = [place.view for place in means]
+    if None not in evidence.sq_norms or not views:
+        return evidence
+    of_mean = squared_norm(views)
+    return replace(evidence, sq_norms=[of_mean if one is None else one for one in evidence.sq_norms])
 
 
 def _largest(places: Iterable[BucketPlace]) -> list[str]:
-    """Names of the parameters whose mean gradients make up most of its norm, the largest first."""
+    """Names of the parameters whose gradients make up most of the norm, the largest first."""
     squares = {place.name: squared_norm([place.view]) for place in places}
     whole, found = sum(squares.values()), list[str]()
     for name in sorted(squares, key=lambda one: -squares[one]):

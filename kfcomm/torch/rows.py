@@ -5,7 +5,7 @@ Then gradients are in no buckets. Each rank squares its own when the optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ class StepRows:
         self._asked = is_left_out
         self._marks: Marks | None = None
         self._births: Any = None
+
+    means: Sequence[BucketPlace] = ()  # known only after the algorithm
 
     @property
     def is_left_out(self) -> bool:

@@ -80,6 +80,8 @@ PARTS: dict[str, Command] = {
     "resizes": _module("resizes"),
     "lost_answers": _module("lost_answers"),
     "receives": _module("receives"),
+    "guarded": _module("guarded"),
+    "guarded_elastic": _module("guarded_elastic"),
     "pulls": _module("pulls"),
     "traffic": _module("traffic"),
     "programs": _programs,
