@@ -279,7 +279,6 @@ def search(seed: int, seconds: float = math.inf, faults: int = sys.maxsize) -> t
     import torch
 
     torch.set_num_threads(1)
-    logging.getLogger("kfcomm.adapt").setLevel(logging.CRITICAL)
     until_s, cases, injected = time.monotonic() + seconds, 0, 0
     while time.monotonic() < until_s and injected < faults:
         try:
@@ -298,6 +297,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=sys.maxsize)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    logging.getLogger("kfcomm").setLevel(logging.CRITICAL)
     cases, injected = search(given.seed, given.seconds, given.faults)
     click.echo(f"{cases} programs, {injected} faults: no model damaged")
     return 0

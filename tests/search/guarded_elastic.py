@@ -193,8 +193,6 @@ def search(seed: int, seconds: float = math.inf, jobs: int = sys.maxsize) -> tup
     import torch
 
     torch.set_num_threads(1)
-    for name in ("kfcomm.adapt", "kfcomm"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     until_s, done, voids = time.monotonic() + seconds, 0, 0
     while time.monotonic() < until_s and done < jobs:
         try:
@@ -212,6 +210,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    logging.getLogger("kfcomm").setLevel(logging.CRITICAL)
     jobs, voids = search(given.seed, given.seconds)
     click.echo(f"{jobs} jobs, {voids} void steps: no model damaged, no sample lost")
     return 0

@@ -15,8 +15,6 @@ from tests.search import (
     ctrl_c,
     damaged,
     decoders,
-    guarded,
-    guarded_elastic,
     partitions,
     pulls,
     resizes,
@@ -126,19 +124,3 @@ def test_failure_ends_search_with_command_to_repeat_it() -> None:
 
 def test_a_job_that_is_resized_comes_to_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
     assert resizes.once(tmp_path, 3)[0] > 0
-
-
-def test_faults_of_one_rank_leave_no_trace_in_trained_models() -> None:
-    pytest.importorskip("torch")
-    assert guarded.search(1, faults=40)[1] >= 40
-
-
-@pytest.mark.slow
-def test_thousand_faults_leave_no_trace_in_trained_models() -> None:
-    pytest.importorskip("torch")
-    assert guarded.search(7, faults=1000)[1] >= 1000
-
-
-def test_faults_leave_no_trace_while_ranks_die_and_join() -> None:
-    pytest.importorskip("torch")
-    assert guarded_elastic.search(1, jobs=8)[1] > 8
