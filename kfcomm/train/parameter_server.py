@@ -113,7 +113,7 @@ class ParameterServer:
         self._blobs = {owner: Packing(part, num_head=size) for owner, part in self._parts.items()}
         self._pushes = {owner: Packing(part) for owner, part in self._parts.items()}
         self._pulled: dict[int, Blob] = {}
-        """Part of each other owner, as it was pulled last."""
+        """Last pulled part of each other owner."""
         self._own = self._parts.get(rank)
         self._save()
 

@@ -68,7 +68,7 @@ async def train(comm: Any, algorithm: Algorithm, comms: Any, joins: Callable[[],
 
 
 def check(kind: str, states: dict[int, State]) -> None:
-    """All that are left against the reference, which goes through the ranks of each step."""
+    """Compare the remaining ranks with the reference, which goes through the ranks of each step."""
     log = [tuple(births) for births in next(iter(states.values())).log]
     assert {len(births) for births in log} == {2, 3, 4} or {len(births) for births in log} == {2, 4, 3}
     run = KINDS[kind][1](log[0])
