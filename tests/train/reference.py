@@ -39,20 +39,32 @@ class Reference:
 
     keeps_replicas = True
 
-    def __init__(self, births: Sequence[int]) -> None:
-        self.models = {birth: first_model() for birth in births}
+    def __init__(self, births: Sequence[int], model: Vector | None = None) -> None:
+        self.first = first_model() if model is None else model
+        self.models = dict.fromkeys(births, self.first)
         self.num_steps = 0
         self.births = tuple(births)
 
-    def step(self, members: Members, number: int) -> None:
+    def step(self, members: Members, number: int, former: Reference | None = None) -> None:
+        """Make a step; the first one after another algorithm takes its models over."""
         if members.births != self.births:
             self.change(members.births)
+        if former is not None:
+            self.models = former.models
         self.models = {birth: x for birth, x in self.models.items() if birth in members.living}
-        self.num_steps += 1
         given = {b: gradient(x, number, members.births.index(b)) for b, x in self.models.items()}
+        if former is not None:
+            self.begin(self.mean(self.models), members.births)
+        self.num_steps += 1
         moved = self.moved()
         along = self.along(given)
         self.models = {birth: moved[birth] - RATE * along[birth] for birth in moved}
+
+    def begin(self, model: Vector, births: tuple[int, ...]) -> None:
+        """Begin anew with an agreed model."""
+        living = self.models
+        self.__init__(births, model)  # type: ignore[misc]
+        self.models = dict.fromkeys(living, model)
 
     def change(self, births: tuple[int, ...]) -> None:
         """The ranks that have lived so far give their mean to the ranks of the next step."""
@@ -90,9 +102,9 @@ class SMA(Reference):
 class EASGD(Reference):
     alpha, every = 0.3, 2
 
-    def __init__(self, births: Sequence[int]) -> None:
-        super().__init__(births)
-        self.center = first_model()
+    def __init__(self, births: Sequence[int], model: Vector | None = None) -> None:
+        super().__init__(births, model)
+        self.center = self.first
 
     def moved(self) -> dict[int, Vector]:
         if self.num_steps % self.every:
@@ -114,9 +126,9 @@ class LocalSGD(Reference):
 class DiLoCo(Reference):
     every, lr, momentum = 3, 0.7, 0.9
 
-    def __init__(self, births: Sequence[int]) -> None:
-        super().__init__(births)
-        self.outer, self.velocity = first_model(), np.zeros(LENGTH)
+    def __init__(self, births: Sequence[int], model: Vector | None = None) -> None:
+        super().__init__(births, model)
+        self.outer, self.velocity = self.first, np.zeros(LENGTH)
 
     def moved(self) -> dict[int, Vector]:
         if self.num_steps % self.every:
@@ -130,8 +142,8 @@ class DiLoCo(Reference):
 class LocalAdaAlter(Reference):
     every, epsilon = 3, 0.5
 
-    def __init__(self, births: Sequence[int]) -> None:
-        super().__init__(births)
+    def __init__(self, births: Sequence[int], model: Vector | None = None) -> None:
+        super().__init__(births, model)
         self.own = {birth: np.ones(LENGTH) for birth in births}
         self.shared, self.since = np.ones(LENGTH), 0
 

@@ -1,0 +1,124 @@
+"""Random programs: algorithms take turns while ranks join and die, beside one process that simulates the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
+from kfcomm.testing import world
+from tests.elastic.support import Died, die
+from tests.train.reference import RATE, Members, Reference, first_model, gradient
+from tests.train.test_changing_ranks import KINDS
+
+
+class Course(NamedTuple):
+    """Random program.
+
+    Attributes:
+        size: ranks at the beginning.
+        kinds: algorithm of each step.
+        joins: steps in which a rank asks to be let in.
+        deaths: steps in which a rank dies, by its uid.
+        fresh: whether an algorithm is made anew when it begins; else each is kept, and handed over.
+    """
+
+    size: int
+    kinds: list[str]
+    joins: list[int]
+    deaths: dict[int, int]
+    fresh: bool
+
+
+def drawn(seed: int) -> Course:
+    random = Random(seed)
+    kinds: list[str] = []
+    while len(kinds) < 30:
+        kinds += [random.choice(list(KINDS))] * random.randint(1, 9)
+    size = random.randint(2, 4)
+    victims = random.sample(range(1, size), random.randint(0, size - 1))
+    return Course(
+        size,
+        kinds[:30],
+        sorted(random.sample(range(2, 20), random.randint(0, 3))),
+        {uid: random.randint(3, 25) for uid in victims},
+        random.random() < 0.3,
+    )
+
+
+class Run:
+    """The program on one loop."""
+
+    def __init__(self, comms: Any, course: Course) -> None:
+        self.comms, self.course = comms, course
+        self.tasks: list[asyncio.Task[None]] = []
+        self.ended: dict[int, State] = {}
+
+    async def all(self) -> None:
+        self.tasks = [asyncio.ensure_future(self.train(comm)) for comm in self.comms]
+        while self.tasks:
+            with contextlib.suppress(Died):
+                await self.tasks.pop()
+
+    async def train(self, comm: Any) -> None:
+        ways = {kind.replace("-", "_"): algorithm.made(comm, first_model()) for kind, (algorithm, _) in KINDS.items()}
+        state = State(model=PerRank(first_model(), "mean"), log=[], **({} if self.course.fresh else ways))
+        async with Elastic(comm, state) as elastic:
+            async for _ in elastic.steps(ElasticSampler(1 << 12, 1)):
+                number = len(state.log)
+                if number == len(self.course.kinds):
+                    self.ended[comm.births[comm.rank]] = state
+                    return
+                kind = self.course.kinds[number]
+                if self.course.fresh and kind != self.course.kinds[max(0, number - 1)]:
+                    ways[kind.replace("-", "_")] = KINDS[kind][0].made(comm, state.model)
+                await self.step(comm, state, ways[kind.replace("-", "_")])
+
+    async def step(self, comm: Any, state: State, way: Any) -> None:
+        number = len(state.log)
+        if comm.rank == 0:
+            for place, at in enumerate(self.course.joins):
+                if at == number:
+                    self.tasks.append(asyncio.ensure_future(self.join(10 + place)))
+        if self.course.deaths.get(comm.births[comm.rank]) == number:
+            die(self.comms, comm)
+        pending = way.parameters(state.model)
+        along = await way.gradients(gradient(state.model, number, comm.rank))
+        state.model = await pending - RATE * along
+        state.log = [*state.log, list(comm.births)]
+
+    async def join(self, uid: int) -> None:
+        await self.train(await self.comms.join(uid))
+
+
+def simulated(course: Course, log: list[tuple[int, ...]]) -> Reference:
+    run = KINDS[course.kinds[0]][1](log[0])
+    for number, births in enumerate(log):
+        after = log[number + 1] if number + 1 < len(log) else births
+        members = Members(births, tuple(b for b in births if b in after and course.deaths.get(b) != number))
+        former = None
+        if number and course.kinds[number] != course.kinds[number - 1]:
+            if births != run.births:
+                run.change(births)
+            former, run = run, KINDS[course.kinds[number]][1](births)
+        run.step(members, number, former)
+    return run
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.asyncio
+async def test_ranks_and_algorithms_change_as_simulated(seed: int) -> None:
+    course = drawn(seed)
+    async with world(course.size, elastic=True, timeout=20) as comms:
+        run = Run(comms, course)
+        await run.all()
+    assert run.ended
+    log = [tuple(births) for births in next(iter(run.ended.values())).log]
+    expected = simulated(course, log)
+    for uid, state in run.ended.items():
+        np.testing.assert_allclose(state.model, expected.models[uid], rtol=1e-11, atol=1e-11, err_msg=str(course))
