@@ -147,6 +147,8 @@ class Policies:
         self._changes = changes
         self._meter = ContinuousMeter(comm._inner)
         self._adaptation: Adaptation | None = None
+        self._loaded: Any = None  # state of an adaptation that is not made yet
+        self._past: list[Decision] = []  # of adaptations that are over
 
     @property
     def adaptation(self) -> Adaptation:
@@ -155,6 +157,8 @@ class Policies:
             self._adaptation = Adaptation(
                 self._comm, self._given, meter=self._meter, hyperparameters=self._hyperparameters
             )
+            if self._loaded is not None:
+                self._adaptation.load_state_dict(self._loaded)
         return self._adaptation
 
     @property
@@ -171,7 +175,7 @@ class Policies:
     @property
     def decisions(self) -> list[Decision]:
         """Decisions so far."""
-        return [] if self._adaptation is None else self._adaptation.decisions
+        return [*self._past, *([] if self._adaptation is None else self._adaptation.decisions)]
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Share numbers of this rank at the next meeting."""
@@ -197,8 +201,9 @@ class Policies:
             self._changes.wire_dtype(now.wire_dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters in force, and the learning rate that is factor 1."""
-        return {"rate": self._rate, "hyperparameters": self.hyperparameters.as_json()}
+        """Hyperparameters in force, the learning rate that is factor 1, and the state of the policies."""
+        inner = self._loaded if self._adaptation is None else self._adaptation.state_dict()
+        return {"rate": self._rate, "hyperparameters": self.hyperparameters.as_json(), "adaptation": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an adaptation that has met the other ranks knows better."""
@@ -209,12 +214,13 @@ class Policies:
             self._hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
         except (KeyError, TypeError) as error:
             raise ConfigError(f"the hyperparameters of a state cannot be read: {error}") from error
-        self._rate = state["rate"]
+        self._rate, self._loaded = state["rate"], state["adaptation"]
         self.follow(before)
 
     def close(self) -> None:
-        """End the meetings; another step begins them anew, with the hyperparameters that were in force."""
+        """End the meetings; another step begins them anew, with the state that the policies had."""
         if self._adaptation is not None:
-            self._hyperparameters = self._adaptation.hyperparameters
             ended, self._adaptation = self._adaptation, None
+            self._hyperparameters, self._loaded = ended.hyperparameters, ended.state_dict()
+            self._past += ended.decisions
             ended.close()

@@ -8,7 +8,9 @@ import pytest
 
 import kfcomm.sync
 import kfcomm.torch
+from kfcomm import testing
 from kfcomm.adapt import Hyperparameters, Policy
+from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError
 from kfcomm.train.policies import NoiseScaleBatch
 from tests.frameworks.ranks import each
@@ -219,3 +221,43 @@ def test_different_policies_of_ranks_are_refused() -> None:
             kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), comm, policies=policies)
 
     each(rank, SIZE)
+
+
+class Counts(Policy):
+    """Counts steps, and says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def after_step(self, ctx: Any) -> None:
+        self.count += 1
+        ctx.decide(f"{self.count} steps")
+
+    def state_dict(self) -> Any:
+        return self.count
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state
+
+
+def test_policies_and_decisions_outlive_the_steps_and_the_job(tmp_path: Any) -> None:
+    """A second job resumes from the checkpoint of the first, with the count of its policy."""
+
+    def rank(comm: Any, passes: int) -> list[str]:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elastic = {"sampler": ElasticSampler(24, batch=4), "checkpoint": tmp_path / "train.npz", "checkpoint_every": 1}
+        attached = kfcomm.torch.attach(model, optimizer, comm, policies=[Counts()], elastic=elastic)
+        for step in attached.steps(passes=passes):
+            optimizer.zero_grad()
+            loss(model, comm.rank, step.number).backward()
+            optimizer.step()
+        return [one.what for one in attached.decisions]
+
+    with testing.sync_world(2, elastic=True) as comms:
+        for found in testing.run_threads(list(comms), lambda comm: rank(comm, 1)):
+            assert found == [f"{number} steps" for number in range(1, 7)]
+    with testing.sync_world(1, elastic=True) as comms:
+        found = testing.run_threads(list(comms), lambda comm: rank(comm, 3))[0]
+    assert found[-1] == "18 steps"
+    assert len(found) < 18  # the file may be some steps back, but is not from the beginning
