@@ -223,7 +223,8 @@ class Elastic:
         """Copy the state, and the positions of samplers, in memory at the boundary after this step.
 
         All ranks call it in the same step, in the body of its loop; in nested loops it is done after the outer step. It
-        replaces the copy before. Ranks that join later get it with the state. It does not hold ``own``.
+        replaces the copy before. Ranks that join later get it with the state. It does not hold ``own``. In a step that
+        is void because a rank was lost, the call does nothing.
 
         Raises:
             ConfigError: no step is under way.

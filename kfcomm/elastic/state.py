@@ -80,6 +80,7 @@ class State:
 
     _values: dict[str, Any]
     _ways: dict[str, str]
+    _objects: frozenset[str]
 
     def __init__(self, **values: Any) -> None:
         plain = {name: one.value if isinstance(one, PerRank) else one for name, one in values.items()}
@@ -88,6 +89,7 @@ class State:
                 raise ConfigError(f"a name in a state does not begin with an underscore: {name!r}")
             _check_value(value, name)
         object.__setattr__(self, "_values", plain)
+        object.__setattr__(self, "_objects", frozenset(name for name, value in plain.items() if has_state(value)))
         object.__setattr__(self, "_ways", {name: one.how for name, one in values.items() if isinstance(one, PerRank)})
         _made.add(self)
 
@@ -100,7 +102,7 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._values:
             raise ConfigError(f"a state has what it was made with: {', '.join(self._values)}; not {name!r}")
-        if isinstance(value, PerRank) or has_state(value) != has_state(self._values[name]):
+        if isinstance(value, PerRank) or has_state(value) != (name in self._objects):
             raise ConfigError(f"{name} of this state stays of its kind: a value, or an object with state_dict")
         _check_value(value, name)
         self._values[name] = value
@@ -179,15 +181,10 @@ class StateChecks:
 
 def may_hold(state: State, results: Sequence[Array]) -> bool:
     """Whether a state may have one of these results, or a part of one: an object may have any."""
-    if not results or has_objects(state):
+    if not results or state._objects:
         return bool(results)
     roots = {id(_root(one)) for one in results}
     return any(id(_root(array)) in roots for _, array in arrays_of(state))
-
-
-def has_objects(state: State) -> bool:
-    """Whether a state has objects."""
-    return any(map(has_state, state._values.values()))
 
 
 def _root(array: Any) -> Any:
@@ -290,7 +287,9 @@ def planned(views: Iterable[tuple[str, HostArray]]) -> list[list[Any]]:
 
 def plain_values(state: State) -> dict[str, Any]:
     """Return its values that are not objects."""
-    return {name: value for name, value in state._values.items() if not has_state(value)}
+    if not state._objects:
+        return state._values
+    return {name: value for name, value in state._values.items() if name not in state._objects}
 
 
 def without_arrays(value: Any) -> Any:

@@ -131,6 +131,9 @@ def on_host(tree: Any) -> Any:
         return sequence(tree, [on_host(one) for one in tree])
     if library_of(tree) == "torch":
         return tree if tree.device.type == "cpu" else tree.detach().cpu()
+    if library_of(tree) == "jax" and is_on_device(tree):
+        jax = sys.modules["jax"]
+        return jax.device_put(tree, jax.devices("cpu")[0])
     if is_array(tree) and is_on_device(tree):
         return tree.get() if hasattr(tree, "get") else np.asarray(tree)
     return tree

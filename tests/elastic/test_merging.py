@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, PerRank, State
+from kfcomm.errors import EpochChanged
 from kfcomm.testing import Join, Kill, Resize, VirtualRun, run_in_virtual_time
 
 LENGTH, BATCH, WIDTH = 240, 12, 5
@@ -73,10 +74,22 @@ def values_of(state: State) -> Values:
     }  # fmt: skip
 
 
-async def train(comm: Any, records: Records, on_loss: str) -> tuple[int, ...]:
+def apply(state: State, mine: np.ndarray[Any, Any]) -> None:
+    """Change all values of a rank."""
+    state.weights += mine
+    state.few = (state.few[0] + mine[0], "text")
+    state.bank["x"] -= mine
+    residuals = state.residuals
+    for key in (3, 10):
+        residuals.errors[key] = residuals.errors.get(key, 0) + key * mine
+    residuals.replica = (residuals.replica[0] + 1j * mine, residuals.replica[1] + mine[1])
+    residuals.center += 1
+
+
+async def train(comm: Any, records: Records, on_loss: str, *, is_nested: bool) -> tuple[int, ...]:
     """Change the values of each rank by other numbers in each step."""
     elastic_comm = ElasticCommunicator(comm)
-    weights = np.zeros(WIDTH)
+    weights, inner = np.zeros(WIDTH), ElasticSampler(6, 3)
     state = State(
         weights=PerRank(weights, "mean"), few=PerRank((0.0, "text"), "mean"), shared=np.zeros(WIDTH),
         bank=PerRank({"x": np.zeros(WIDTH)}, "sum"), residuals=Residuals(), done=0,
@@ -84,23 +97,20 @@ async def train(comm: Any, records: Records, on_loss: str) -> tuple[int, ...]:
     async with Elastic(elastic_comm, state, on_loss=on_loss) as elastic:
         uid = elastic_comm.births[elastic_comm.rank]
         async for step in elastic.steps(ElasticSampler(LENGTH, BATCH, seed=3)):
-            with step if on_loss == "restart_step" else contextlib.nullcontext():
+            with step if on_loss == "restart_step" else contextlib.suppress(EpochChanged):
                 place = uid, step.number
                 records.done[step.number] = state.done
                 records.births[place] = elastic_comm.births
                 records.before[place] = values_of(state)
                 mine = change(uid, state.done)
-                state.shared += await elastic_comm.all_reduce(mine, "x")
-                state.weights += mine
-                state.few = (state.few[0] + mine[0], "text")
-                state.bank["x"] -= mine
-                residuals = state.residuals
-                for key in (3, 10):
-                    residuals.errors[key] = residuals.errors.get(key, 0) + key * mine
-                residuals.replica = (residuals.replica[0] + 1j * mine, residuals.replica[1] + mine[1])
-                residuals.center += 1
-                records.after[place] = values_of(state)
+                total = await elastic_comm.all_reduce(mine, "x")
+                if is_nested:
+                    async for _ in elastic.steps(inner):
+                        await elastic_comm.all_reduce(mine, "inner")
                 await elastic_comm.barrier("end")
+                state.shared += total
+                apply(state, mine)
+                records.after[place] = values_of(state)
                 state.done += 1
     assert state.weights is weights
     assert state.few[1] == "text"
@@ -143,17 +153,14 @@ def same(one: Values, other: Values) -> bool:
 def check(run: VirtualRun, records: Records, killed: set[int]) -> int:
     """Check each transition between two steps; returns how many changed the ranks."""
     num_changed = 0
-    last = max(step for _, step in records.births)
-    for step in range(1, last + 1):
+    for last, step in itertools.pairwise(sorted(records.done)):  # steps of the walk within it are counted, too
         here = {uid: births for (uid, number), births in records.births.items() if number == step}
-        former = [
-            births for (uid, number), births in records.births.items() if number == step - 1 and uid not in killed
-        ]
+        former = [births for (uid, number), births in records.births.items() if number == last and uid not in killed]
         births, after = former[0], next(births for uid, births in here.items() if uid not in killed)
         before = {uid: records.before[uid, step] for uid in after if (uid, step) in records.before}
         # A step that is repeated has changed nothing.
-        ended = records.after if records.done[step] > records.done[step - 1] else records.before
-        mine = {uid: ended[uid, step - 1] for uid in births if (uid, step - 1) in ended}
+        ended = records.after if records.done[step] > records.done[last] else records.before
+        mine = {uid: ended[uid, last] for uid in births if (uid, last) in ended}
         if births == after:
             assert all(same(mine[uid], before[uid]) for uid in before)
             continue
@@ -173,26 +180,36 @@ def plan_of(random: Random, size: int) -> list[Any]:
     return [*events, Resize(random.choice([2, 3, 4, 5]), random.uniform(0, 0.05))]
 
 
-def search(seed: int, on_loss: str = "finish", size: int = 4) -> int:
+def search(seed: int, on_loss: str, size: int = 4, *, is_nested: bool = False) -> int:
     random, records = Random(seed), Records()
     events = plan_of(random, size)
     killed = {one.rank for one in events if isinstance(one, Kill)}
 
     async def main(comm: Any) -> Any:
-        return await train(comm, records, on_loss)
+        return await train(comm, records, on_loss, is_nested=is_nested)
 
     run = run_in_virtual_time(main, size, seed=seed, events=events, timeout=30.0)
     assert not run.failed, run.failed
     return check(run, records, killed)
 
 
-@pytest.mark.parametrize("on_loss", ["finish", "restart_step"])
+@pytest.mark.parametrize("on_loss", ["finish", "raise", "restart_step"])
 def test_values_of_ranks_are_converted_as_in_a_simulation(on_loss: str) -> None:
-    assert sum(search(seed, on_loss) for seed in range(8)) > 4
+    assert sum(search(seed, on_loss) for seed in range(6)) > 3
+
+
+def test_values_of_ranks_are_converted_between_steps_of_the_outer_walk() -> None:
+    assert sum(search(seed, "finish", is_nested=True) for seed in range(40, 46)) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_loss", ["finish", "restart_step"])
+@pytest.mark.parametrize("on_loss", ["finish", "raise", "restart_step"])
 def test_values_of_ranks_are_converted_as_in_a_simulation_for_many_seeds(on_loss: str) -> None:
     for size in (2, 3, 4):
-        assert sum(search(100 * size + seed, on_loss, size) for seed in range(25)) > 5
+        assert sum(search(100 * size + seed, on_loss, size) for seed in range(20)) > 5
+
+
+@pytest.mark.slow
+def test_values_of_ranks_are_converted_in_nested_walks_for_many_seeds() -> None:
+    for size in (2, 3, 4):
+        assert sum(search(1000 * size + seed, "finish", size, is_nested=True) for seed in range(20)) > 5

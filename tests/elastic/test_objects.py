@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,16 @@ from kfcomm.elastic.joining import Handover
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world
 from tests.elastic.support import Died
+
+FORM_2 = (
+    "c-jl_W@Zs#0D<=0>e$lV3qG#}vO$;)h_lm@^K)}2GaV5KFPgCH3HJgyXDd#nV=fx;N2br1G<i))QEF<mdZK!4v_b4drsZil`H3aQ"
+    "Mw1toPh^I0%uFUtS)7xfzA$eINbSP%NsDuGa~9^bEG$0&7HL|TIO)J7#)TD23KBDmCY`o_0Co(+L?)27iIWzlGA_(xnZnw*(4cWy"
+    "PHJ9yNe0J(iHi~w87D3@V3>6NW%p|j??Yw!=XX8-DKzgukZ}OeL%I+%7!(<d92cMZ4+R1YA`Hk5*2^oXWMmLv=zyw*(Ubi`eFGvH"
+    "8Oj){)l*W7lZ(`?6x40fOw@H0)YI~dN{SNm;`57AQbFQwi8;loK=I;?#DY{HU&Ba8Q%9jzfdatA!0^BUgi(E>qWDl7<`Y(+Ps(A="
+    "p8-`e1Hbbvh;qI$HJpzOKG;JUK<_Xzi7?|%YcSBj$N*1yAU(RwsL|O0jVb{YJr{u_dgP+(1_j{^Xh^Z5=$;L<vmBy@73>yfAY2Nh"
+    "vzS0U0FU&`lK"
+)
+"""Checkpoint of an earlier version, compressed: lists have the place of tuples."""
 
 
 class Holder:
@@ -257,3 +269,16 @@ async def test_heir_inherits_the_state_of_an_object() -> None:
 
         found, _ = await run_ranks(comms, main)
         assert same(found, {1: {"few": (1,), "opt": adam(2)}})
+
+
+@pytest.mark.asyncio
+async def test_checkpoint_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.npz"
+    path.write_bytes(zlib.decompress(base64.b85decode(FORM_2)))
+    tree = {"a": [np.zeros(2, np.float32), (0, "")], "pair": (0.0, [0])}
+    state = State(w=np.zeros(3), tree=tree, log=[], n=0)
+    checkpoint = Checkpoint(path, 1, state)
+    assert await checkpoint.read() == [5, {"0": {"length": 8}}, None, ["aa"]]
+    await checkpoint.close()
+    assert (state.w.tolist(), state.log, state.n) == ([0, 1, 2], [["e", 1]], 4)
+    assert same(state.tree, {"a": [np.full(2, 7, np.float32), (1, "x")], "pair": (0.5, [2])})
