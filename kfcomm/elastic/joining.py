@@ -126,7 +126,8 @@ class Handover:
                 continue
             if me in takers:
                 self._take(first, arrays, mine)
-            self.merging.uids = uids
+            # Values were converted for all ranks of the planned epoch, also for those that are lost by now.
+            self.merging.uids = uids if are_new else self.calls.log.shown
             return first.told[0]
 
     def _offer(self, place: Any, wrong: str | None) -> tuple[Held, StateOffer]:

@@ -198,6 +198,10 @@ def test_values_of_ranks_are_converted_as_in_a_simulation(on_loss: str) -> None:
     assert sum(search(seed, on_loss) for seed in range(6)) > 3
 
 
+def test_rank_that_dies_during_the_handover_is_a_change_of_its_own() -> None:
+    assert search(910004, "finish", 2) == 2
+
+
 def test_values_of_ranks_are_converted_between_steps_of_the_outer_walk() -> None:
     assert sum(search(seed, "finish", is_nested=True) for seed in range(40, 46)) > 3
 
