@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kfcomm.adapt.epochs import Epoch, Epochs
-from kfcomm.adapt.guarded import ElasticStep, Keeps, StepGuard
+from kfcomm.adapt.guarded import ElasticStep, StepGuard
 from kfcomm.adapt.host import PolicyHost
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MeetingPlace, Meetings
@@ -53,7 +53,6 @@ class Adaptation:
             again where the steps are.
         rest: number of steps for which policies cannot set a value again that was changed and taken back: such requests
             are refused and logged. Policies with ``changes_back`` are left alone. 0 for no such rule.
-        elastic: the open ``Elastic``, whose state `GuardSteps` restores after many void steps.
 
     Attributes:
         comm: the communicator.
@@ -68,7 +67,7 @@ class Adaptation:
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
-        rest: int = 10, elastic: Keeps | None = None,
+        rest: int = 10,
     ) -> None:  # fmt: skip
         for policy in policies:
             if not isinstance(policy, Policy):
@@ -81,7 +80,7 @@ class Adaptation:
             raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
         self._host = PolicyHost(comm, hyperparameters or Hyperparameters(), policies, self._log, rest)
-        self._guard = StepGuard(self._host, elastic)
+        self._guard = StepGuard(self._host)
         self._every = every
         self._meter = meter or EngineMeter(comm)
         self._has_own_meter = meter is None
@@ -358,7 +357,7 @@ class Adaptation:
         if len(measured.waited_s) == self.comm.size:  # else a rank is lost, and nothing follows from this step
             self._measured = self._measured.plus(measured)
         try:
-            await self._guard.settle()
+            self._guard.settle()
             if counts and self._guard.void is None:
                 self._host.progress.num_samples += self._num_samples
             if self._meets:

@@ -286,8 +286,8 @@ class GuardSteps(Policy):
         for what, level in self._levels.items():
             level.state = state["levels"][what]
         self._suspects = {int(sample): int(count) for sample, count in state["suspects"]}
-        self.aside = tuple(int(sample) for sample in state["aside"])
-        # A roll-back restores a state that knows nothing of it.
+        # A roll-back restores a state that knows nothing of it, nor of samples that stay aside.
+        self.aside = tuple(dict.fromkeys([*map(int, state["aside"]), *self.aside]))
         known = _Counts(*state["counts"])
         self._counts = replace(known, num_roll_backs=max(known.num_roll_backs, self._counts.num_roll_backs))
         self.actions = GuardActions(rate=self._rate)

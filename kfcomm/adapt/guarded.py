@@ -12,7 +12,6 @@ The exchange is a generator of calls, which ``Adaptation`` carries out over eith
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,16 +52,6 @@ class ElasticStep(Protocol):
         """Give the samples of the step again."""
 
 
-class Keeps(Protocol):
-    """An ``Elastic``, which can keep its state and return to it."""
-
-    def keep(self) -> Any:
-        """Keep a copy of the state at the next boundary."""
-
-    def roll_back(self) -> Any:
-        """Return to that copy at the next boundary."""
-
-
 @dataclass(frozen=True, slots=True)
 class GuardedCall:
     """Call by which guarded gradients are exchanged."""
@@ -76,7 +65,7 @@ class GuardedCall:
 class StepGuard:
     """Guard of the steps of one program, on this rank. Without a `GuardSteps` among the policies nothing is judged."""
 
-    def __init__(self, host: PolicyHost, elastic: Keeps | None) -> None:
+    def __init__(self, host: PolicyHost) -> None:
         guards = [(runner, runner.policy) for runner in host.runners if isinstance(runner.policy, GuardSteps)]
         if len(guards) > 1:
             raise ConfigError("one GuardSteps among the policies judges the steps, not several")
@@ -85,7 +74,6 @@ class StepGuard:
         self.policy = GuardSteps()  # the judge; without one among the policies it has nothing to do
         if guards:
             self._runner, self.policy = guards[0]
-        self._elastic = elastic
         self._met: Any = None  # uids of the ranks that know each other's arrays
         self._again: tuple[GuardedCall, dict[str, tuple[tuple[int, ...], Any]]] = GuardedCall(), {}  # the last exchange
         self.begin(None)
@@ -280,7 +268,7 @@ class StepGuard:
 
     # ---------------------------------------------------------------- the end of a step
 
-    async def settle(self) -> None:
+    def settle(self) -> None:
         """Carry out what follows from the judgement, at the end of the step."""
         void, actions, step, host = self.void, self.actions, self.step, self._host
         if self._runner is None or self._evidence is None:
@@ -297,10 +285,23 @@ class StepGuard:
                 step.void()
                 if actions.set_aside:
                     step.sampler.set_aside(actions.set_aside)
-        if self._elastic is not None and (actions.roll_back or actions.keep):
-            done = self._elastic.roll_back() if actions.roll_back else self._elastic.keep()
-            if inspect.isawaitable(done):
-                await done
+        self._keep_or_return(self._runner)
+
+    def _keep_or_return(self, runner: Runner) -> None:
+        """Let the open ``Elastic`` keep its state, or restore it."""
+        elastic: Any = getattr(self._host.comm, "elastic", None)
+        actions = self.actions
+        problem = "" if elastic is not None else "it needs an open Elastic"
+        try:
+            if actions.roll_back and not problem:
+                elastic.roll_back()
+            elif actions.keep and not problem:
+                elastic.keep()
+        except ConfigError as error:
+            # After the loss of all ranks a checkpoint holds the guard's counts, and no copy is in memory.
+            problem = str(error)
+        if actions.roll_back and problem:
+            self._host.decide(runner, f"cannot restore the state: {problem}", {})
 
 
 def outcomes(void: Void | None, actions: GuardActions) -> Iterator[tuple[str, dict[str, Any]]]:

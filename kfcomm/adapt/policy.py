@@ -186,7 +186,7 @@ class Context:
     def num_samples(self) -> int:
         """Number of samples of all steps that count, of all ranks together.
 
-        A step has the samples of its step of an ``Elastic``, where that is given, else a batch. Void steps do not count.
+        A step has the samples of its step of an ``Elastic``, where that is given, else a batch; void ones do not count.
         """
         return self._host.progress.num_samples
 

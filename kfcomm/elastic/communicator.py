@@ -44,10 +44,12 @@ class ElasticCommunicator:
 
     Attributes:
         current: communicator of the epoch.
+        elastic: the open ``Elastic``; None without one.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.current = comm
+        self.elastic: Any = None
         self._calls: Dispatcher | None = None
         self._reports = EpochReports()
         self._timeout: Seconds | None = None
@@ -269,7 +271,7 @@ class ElasticCommunicator:
 
     async def end(self) -> None:
         """Return to the calls of the epoch."""
-        calls, self._calls = self._calls, None
+        calls, self._calls, self.elastic = self._calls, None, None
         if calls is not None:
             await calls.close()
 

@@ -137,6 +137,7 @@ class Elastic:
                 checkpoints; or all ranks that saw it are lost. On all ranks.
         """
         self._calls = calls = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
+        self._comm.elastic = self
         if self._own is not None:
             self._replicas = Replicas(self._comm, calls, self._own, self._copies)
         network = self._comm.current._session.network

@@ -94,12 +94,9 @@ class Adaptation(Adapter[Async]):
     def __init__(
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
-        rest: int = 10, elastic: Any = None,
+        rest: int = 10,
     ) -> None:  # fmt: skip
-        keeps = None if elastic is None else elastic._inner
-        make = partial(
-            Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record, rest=rest, elastic=keeps
-        )
+        make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record, rest=rest)
         try:
             inner = comm._io.run(make, comm._inner, policies)
         except KfcommError as error:

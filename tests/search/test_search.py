@@ -1,5 +1,6 @@
 """The searches run, and find what is there: each for a moment. (Where they are let, it is by ``make search``.)"""
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.search import (
     restarts,
     resumed,
     soak,
+    voided,
 )
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
@@ -124,3 +126,23 @@ def test_failure_ends_search_with_command_to_repeat_it() -> None:
 
 def test_a_job_that_is_resized_comes_to_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
     assert resizes.once(tmp_path, 3)[0] > 0
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_guarded_training_is_not_damaged(seed: int) -> None:
+    found = voided.once(seed)
+    assert found.num_injections > 10
+    assert found.num_void > 5
+
+
+def test_damage_and_lost_samples_are_found() -> None:
+    given = voided.Round(3, 1)
+    ranks = asyncio.run(voided.trained(given))
+    voided.check(given, ranks)
+    used, rate, model = ranks[0].trace[7]
+    ranks[0].trace[7] = used, rate, model + 1e-6
+    with pytest.raises(AssertionError):
+        voided.check(given, ranks)
+    ranks[0].trace[7] = used & False, rate, model
+    with pytest.raises(AssertionError), np.errstate(all="ignore"):
+        voided.check(given, ranks)

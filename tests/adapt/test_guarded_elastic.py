@@ -1,0 +1,163 @@
+"""Guarded steps of an ``Elastic``: samples are given again, wrong ones are set aside, and the state returns."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm import sync
+from kfcomm.adapt import Adaptation, GuardSteps
+from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.errors import GuardFailed
+from kfcomm.testing import run_threads, sync_world, world
+
+LENGTH, BATCH = 24, 6
+
+
+def marks(indices: Any, wrong: Any = ()) -> np.ndarray[Any, Any]:
+    """Marks of a rank's samples; NaN where a wrong one is among them."""
+    found = np.zeros(LENGTH)
+    found[indices] = math.nan if set(map(int, indices)) & set(wrong) else 1.0
+    return found
+
+
+async def train(comm: Any, guard: GuardSteps, wrong: Any, *, spoil: Any = None, **options: Any) -> Any:
+    """Two passes; how often each sample counted, samples aside, and the decisions."""
+    state, sampler = State(used=np.zeros(LENGTH), steps=0), ElasticSampler(LENGTH, BATCH)
+    async with (
+        Elastic(comm, state, **options) as elastic,
+        Adaptation(comm, [guard]) as adaptation,
+    ):
+        async for step in elastic.steps(sampler, passes=2):
+            async with adaptation.step(step) as now:
+                found = marks(step.indices, wrong)
+                if spoil is not None:
+                    spoil(adaptation.num_steps, comm, state, found)
+                state.used = state.used + await now.guarded(found, op="sum")
+                state.steps += 1
+    assert adaptation.num_samples == state.used.sum() or spoil is not None
+    return state.used, sampler.aside, adaptation.decisions, state.steps
+
+
+async def on_all(size: int, options: dict[str, Any], *args: Any, **more: Any) -> Any:
+    async with world(size, elastic=True) as comms:
+        found = await asyncio.gather(*(train(comm, GuardSteps(**options), *args, **more) for comm in comms))
+    for used, aside, decisions, steps in found:
+        assert np.array_equal(used, found[0][0])
+        assert (aside, decisions, steps) == found[0][1:]
+    return found[0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_wrong_samples_are_set_aside_and_the_others_used_once_a_pass(size: int) -> None:
+    used, aside, decisions, _ = await on_all(size, {"set_aside_after": 3}, (5, 17))
+    assert {5, 17} <= set(aside)
+    assert used[5] == used[17] == 0
+    assert (np.delete(used, aside) == 2).all()
+    assert sum("set aside" in one.evidence for one in decisions) >= 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [2, 4])
+async def test_few_samples_beside_a_wrong_one_are_set_aside(size: int) -> None:
+    """Samples of a void step are given again dealt out among the ranks, so that suspects part."""
+    _, aside, _, _ = await on_all(size, {"set_aside_after": 4}, (5,))
+    assert 5 in aside
+    assert len(aside) <= 2
+
+
+@pytest.mark.asyncio
+async def test_passing_fault_costs_no_sample() -> None:
+    def spoil(number: int, comm: Any, state: Any, found: Any) -> None:
+        if number in (0, 1, 4) and comm.rank == 1:
+            found[0] = math.inf
+
+    used, aside, decisions, _ = await on_all(3, {}, (), spoil=spoil)
+    assert (used == 2).all()
+    assert aside == []
+    assert len(decisions) == 3
+
+
+@pytest.mark.asyncio
+async def test_state_returns_after_void_steps_in_a_row() -> None:
+    """The state goes wrong in a good step: all later steps are void, until the kept state is restored."""
+
+    def spoil(number: int, comm: Any, state: Any, found: Any) -> None:
+        if number == 3:
+            state.steps += 1000
+        if state.steps > 1000 and number > 3:
+            found[comm.rank] = math.nan
+
+    options = {"roll_back_after": 2, "keep_every": 2, "set_aside_after": None}
+    used, _, decisions, steps = await on_all(2, options, (), spoil=spoil)
+    assert steps < 1000
+    assert (used == 2).all()
+    assert [one.what for one in decisions if "restores" in one.what] == ["restores the kept state"]
+
+
+@pytest.mark.asyncio
+async def test_without_a_copy_in_memory_training_continues(tmp_path: Path) -> None:
+    """After the loss of all ranks the guard knows good steps, and the kept state is lost."""
+    path, told = tmp_path / "kept.npz", []
+    for run in range(2):
+        async with world(2, elastic=True) as comms:
+
+            async def main(comm: Any, run: int = run) -> Any:
+                guard = GuardSteps(roll_back_after=1, keep_every=100)
+                adaptation = Adaptation(comm, [guard])
+                state = State(adaptation=adaptation, used=np.zeros(LENGTH))
+                async with Elastic(comm, state, checkpoint=path, checkpoint_every=1) as elastic, adaptation:
+                    async for step in elastic.steps(ElasticSampler(LENGTH, BATCH), passes=2):
+                        async with adaptation.step(step) as now:
+                            found = marks(step.indices, step.indices if run and step.number == 5 else ())
+                            state.used = state.used + await now.guarded(found, op="sum")
+                        if step.number == 3 and not run:
+                            break
+                return state.used, adaptation.decisions
+
+            told.append(await asyncio.gather(*map(main, comms)))
+    (used, decisions), (_, others) = told[1]
+    assert (used == 2).all()
+    assert decisions == others
+    assert "cannot restore the state: " in decisions[-1].what
+
+
+def test_blocking_form_over_an_elastic() -> None:
+    def main(comm: sync.Communicator) -> Any:
+        state, sampler = State(used=np.zeros(LENGTH), steps=0), ElasticSampler(LENGTH, BATCH)
+        with (
+            Elastic(comm, state) as elastic,
+            sync.Adaptation(comm, [GuardSteps(roll_back_after=5)]) as adaptation,
+        ):
+            for step in elastic.steps(sampler, passes=2):
+                with adaptation.step(step) as now:
+                    state.used = state.used + now.guarded(marks(step.indices, (7,)), op="sum")
+        return state.used.tolist(), sampler.aside, adaptation.decisions
+
+    with sync_world(2, elastic=True) as comms:
+        one, other = run_threads(comms, main)
+    assert one == other
+    used, aside, _ = one
+    assert 7 in aside
+    assert (np.delete(used, aside) == 2).all()
+
+
+@pytest.mark.asyncio
+async def test_model_that_is_never_finite_raises_on_all_ranks() -> None:
+    def spoil(number: int, comm: Any, state: Any, found: Any) -> None:
+        found[0] = math.nan
+
+    async with world(2, elastic=True) as comms:
+        guards = [GuardSteps(most_in_a_row=4, set_aside_after=None) for _ in comms]
+        found = await asyncio.gather(
+            *(train(comm, guard, (), spoil=spoil) for comm, guard in zip(comms, guards, strict=True)),
+            return_exceptions=True,
+        )
+    assert all(isinstance(one, GuardFailed) for one in found)
+    assert str(found[0]) == str(found[1])
