@@ -101,6 +101,7 @@ class StepDriver:
         self._decisions: list[Decision] = []
         self._saved: Any = None
         self._copy: ModelCopy | None = None
+        self._rate = 1.0  # factor that the guard asks for, for the step under way
         self.last_void: Void | None = None
         guards = [policy for policy in adapted.policies if isinstance(policy, GuardSteps)]
         if len(guards) > 1:
@@ -267,7 +268,7 @@ class StepDriver:
     @property
     def _factor(self) -> float:
         factor = 1.0 if self._policies is None else self._policies.factor
-        return factor if self._guarded is None else factor * self._guarded.guard.actions.rate
+        return factor * self._rate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         if not is_outermost(optimizer):
@@ -279,11 +280,12 @@ class StepDriver:
         if kept is not None and self.last_void is not None:
             kept.put_back()
         self._is_judged = False
-        self._num_steps += 1
         self._rows.begin_step()
         if self._guarded is not None:
             self._guarded.begin_step()
+            self._rate = self._guarded.guard.actions.rate
             self._keep_or_go_back(self._guarded.guard.actions)
+        self._num_steps += 1
         if self._policies is not None:
             if self.monitor is not None:
                 self._policies.observe(self.monitor.observed())
@@ -347,11 +349,13 @@ class StepDriver:
             self._saved = copy.deepcopy(self._attached.state_dict())
         if not actions.roll_back:
             return
+        self._decide("continues from the state that was kept last", {})
         if self._elastic is not None:
             self._elastic.roll_back()  # at the next boundary
         elif self._saved is not None:
+            number = self._num_steps
             self._attached.load_state_dict(copy.deepcopy(self._saved))
-        self._decide("continues from the state that was kept last", {})
+            self._num_steps = number  # steps count on
 
     # ---------------------------------------------------------------- an elastic job
 
@@ -394,6 +398,7 @@ class StepDriver:
         """Continue from a state."""
         self._num_steps = int(state["num_steps"])
         self._state.load_state_dict(state)
+        self._rate = 1.0 if self._guarded is None else self._guarded.guard.actions.rate
 
     def merging(self) -> dict[str, str]:
         """Keys of the state whose values differ between ranks."""

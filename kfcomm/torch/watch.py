@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kfcomm.arrays.norms import squared_norm
+from kfcomm.arrays import adapt
+from kfcomm.arrays.norms import BLOCK, squared_norm
 
 if TYPE_CHECKING:
     from kfcomm.torch.buckets import Bucket
@@ -71,7 +72,7 @@ class Watch:
         looking = [part for part in self._parts if part.is_looking]
         if looking:
             begun_s = time.perf_counter()
-            sq_norm = squared_norm([contribution])
+            sq_norm = exact_squared_norm(contribution)
             taken_s = time.perf_counter() - begun_s
             for part in looking:
                 part.left(bucket, sq_norm, taken_s / len(looking))
@@ -105,5 +106,13 @@ class Watch:
 
 
 def unfit(bucket: Bucket) -> list[str]:
-    """Names of the parameters of a bucket with a number that is NaN, infinite, or too large to be squared."""
-    return [place.name for place in bucket.places if not math.isfinite(squared_norm([place.view]))]
+    """Names of the parameters of a bucket whose gradients have a number that is NaN or infinite."""
+    return [place.name for place in bucket.places if not math.isfinite(exact_squared_norm(adapt(place.view).flat))]
+
+
+def exact_squared_norm(flat: Array) -> float:
+    """Σ x², infinite only where an element is: finite float32 numbers above 1.8e19 have squares that are not."""
+    found = squared_norm([flat])
+    if found != math.inf or flat.dtype == np.float64:
+        return found
+    return sum(squared_norm([flat[at : at + BLOCK].astype(np.float64)]) for at in range(0, flat.size, BLOCK))
