@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import click
 
 from kfcomm.common.arguments import hint, meant
-from kfcomm.common.sizes import parse_size
+from kfcomm.common.sizes import parse_duration, parse_size
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Op, override
 
@@ -68,6 +68,14 @@ def as_size(context: click.Context, parameter: click.Parameter, value: str | Non
     """Parse a size such as ``64KiB``."""
     try:
         return None if value is None else parse_size(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def as_duration(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Parse a duration such as ``1h30m``."""
+    try:
+        return None if value is None else parse_duration(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -193,7 +193,7 @@ class Layout:
         ]
 
     def runs(self, rank: int) -> list[Run]:
-        """What is in the part of a rank."""
+        """Return the tensors, or pieces of them, in the part of a rank."""
         begin, end = self.bounds[rank : rank + 2]
         found: list[Run] = []
         for number, (at, item) in enumerate(zip(self.starts, self.items, strict=True)):

@@ -101,6 +101,23 @@ def show_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+_DURATION = re.compile(r"(?:(\d{1,6})d)?(?:(\d{1,7})h)?(?:(\d{1,8})m)?(?:(\d{1,9}(?:\.\d{1,6})?)s?)?")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as ``90``, ``30s``, ``2h``, ``1h30m`` or ``2d12h``.
+
+    Raises:
+        ConfigError: it is not one, or not above 0.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    parts = [float(part or 0) for part in match.groups()] if match else []
+    seconds = sum(part * scale for part, scale in zip(parts, (86_400, 3600, 60, 1), strict=False))
+    if not seconds:
+        raise ConfigError(f"expected a duration above 0 such as 90, 30s, 2h or 1h30m, got {text[:40]!r}")
+    return seconds
+
+
 @overload
 def seconds_of(timeout: None) -> None: ...
 @overload

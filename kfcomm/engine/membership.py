@@ -198,7 +198,7 @@ async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[L
     address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
     is_local = any(transport.is_local for transport in selected(settings.links))
     unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
-    listener = Listener(address, 0, unix=unix)
+    listener = Listener(address, unix=unix, ports=settings.ports)
     me = PeerInfo.here(
         rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
         checksum=settings.checksum, device=device,

@@ -290,7 +290,7 @@ class SocketNetwork(Network):
     @override
     async def open_door(self, epoch: int) -> SocketDoor:
         unix = None if self._me.unix is None else unix_name(self._meeting, epoch)
-        return SocketDoor(self, Listener(self._me.address, 0, unix=unix), unix, epoch)
+        return SocketDoor(self, Listener(self._me.address, unix=unix, ports=self._settings.ports), unix, epoch)
 
     def next(
         self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], epoch: int, joiners: Sequence[Candidate]

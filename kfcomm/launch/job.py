@@ -23,6 +23,7 @@ from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Discovery, Host, HostPlan, parse_hosts, plan_for, resolved
+from kfcomm.launch.placing import nodes_of, processors
 from kfcomm.monitor import serving
 from kfcomm.rendezvous.authentication import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.backends import backend_of, secret_variables
@@ -56,6 +57,8 @@ class RunOptions:
     spares: int = 0  # number of spare processes of an elastic job
     discover: str | None = None  # command that names the hosts of an elastic job; None if these do not change
     store: str | None = None  # address of the store of an elastic job (see ``rendezvous.backends``); None for memory
+    time_limit_s: float | None = None  # seconds after which the job is ended; None for no limit
+    bind_to: str = "none"  # processors of each rank (see `placing`)
     log_dir: Path | None = None  # folder for the unprefixed output of each rank
     stdin: str = "none"  # ranks that get the launcher's standard input: ``none``, ``all``, or one by its number
     color: bool | None = None  # whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``
@@ -233,6 +236,13 @@ class Job:
             JOB: self.mark,
             LAUNCHER: launcher,
         }
+
+    def processors(self, place: int) -> list[int]:
+        """Processors of the rank at this place of the host; none where ranks are not bound."""
+        if self.options.bind_to == "none":
+            return []
+        size = max(1, len(self.plan.ranks))
+        return processors(place, size, self.options.bind_to, sorted(os.sched_getaffinity(0)), nodes_of())
 
     def ranks_of(self, host: int) -> Iterable[int]:
         """Ranks that a host has, or had, as far as known here."""

@@ -47,6 +47,8 @@ _HURRIED_REPORT_WITHIN_S = 1.0
 _SAID_WITHIN_S = 5.0
 NOT_STARTED = 126
 """Exit code of a process that the kernel did not run."""
+TIME_IS_UP = 124
+"""Exit code of a job that its time limit has ended, as that of timeout(1)."""
 
 
 class LauncherPhase(IntEnum):
@@ -67,6 +69,7 @@ class JobOutcome:
     failed: Failure | None = None  # the rank that failed first
     signal: int | None = None  # the signal by which the launcher was asked to end
     lost: bool = False  # whether the first host's launcher went away while ranks were running
+    expired_s: float | None = None  # the time limit, if that has ended the job
 
     @property
     def is_open(self) -> bool:
@@ -76,6 +79,8 @@ class JobOutcome:
     @property
     def exit_code(self) -> int:
         """The exit code of the launcher."""
+        if self.expired_s is not None:
+            return TIME_IS_UP
         if self.signal is not None:
             return 128 + self.signal
         if self.failed is not None:
@@ -184,6 +189,13 @@ class Launcher:
             self.advance(LauncherPhase.ENDS)
         # Python programs ignore SIGPIPE, and the closed pipe is the launcher's, not theirs
         self.ranks.end(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+    def expire(self, limit_s: float) -> None:
+        """End the job at its time limit, as a signal does; one that is ending already is left alone."""
+        if self.phase < LauncherPhase.ENDS:
+            if self.verdict.is_open:
+                self.verdict.expired_s = limit_s
+            self.interrupt(signal.SIGTERM)
 
     def fail(self, failure: Failure, *, goes_on: bool = False) -> None:
         """Settle the first failure, and end the ranks of this host, unless the job continues."""

@@ -28,6 +28,7 @@ from kfcomm.launch.launcher import FixedRole, JobOutcome, Launcher, LauncherPhas
 from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
 from kfcomm.launch.other_hosts import HostRole, NotNeeded
 from kfcomm.launch.output import LauncherScreen, Log, Output, OutputStyle, Stream
+from kfcomm.launch.placing import bound
 from kfcomm.launch.primary import PrimaryRole, Sizing
 from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.requests import LauncherRequests
@@ -114,7 +115,8 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
                     launcher.say = lambda text: _spawn(tasks, streams.say(text))
                     starter.run_pumps(tasks)
                     feeding = tasks.create_task(feed.run())
-                    verdict = await launcher.watch(exits)
+                    with _limited(launcher, job.options.time_limit_s):
+                        verdict = await launcher.watch(exits)
                     feeding.cancel()
                     await starter.guardian.finish()
                     # Now no process of the job writes any more, though an escaped one may hold a pipe open.
@@ -158,7 +160,7 @@ class _Starter:
         taken = {self._places[other] for other in self.ranks.living}
         self._places[rank] = next(place for place in itertools.count() if place not in taken)
         environ = job.environ_of(rank, self._places[rank], self.store_url, self.ranks.reports.address)
-        with self.feed.open_for(rank) as stdin:
+        with self.feed.open_for(rank) as stdin, bound(job.processors(self._places[rank])):
             child = self.ranks.children[rank] = Child.start(job.program, job.options.command, environ, stdin)
         # Reaped at the end of the job: until then its pid, which is that of its group, is not used again.
         self.closing.callback(child.close)
@@ -259,6 +261,19 @@ def _hearing(launcher: Launcher, abandon: Callable[[], None]) -> Iterator[asynci
         yield interrupted
 
 
+@contextlib.contextmanager
+def _limited(launcher: Launcher, limit_s: float | None) -> Iterator[None]:
+    """End the job after so many seconds; None: never."""
+    if limit_s is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(limit_s, launcher.expire, limit_s)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _screen(job: Job) -> LauncherScreen:
     terminals = frozenset(stream for stream, descriptor in _DESCRIPTORS.items() if os.isatty(descriptor))
     color = job.options.color
@@ -269,6 +284,8 @@ def _screen(job: Job) -> LauncherScreen:
 
 def _summary(verdict: JobOutcome, job: Job, children: Mapping[int, Child]) -> str | None:
     """A line on the first failure, or None."""
+    if verdict.expired_s is not None:
+        return f"the time limit of {verdict.expired_s:g} s is up: the ranks were ended"
     if verdict.signal is not None:
         return f"ended by {signal.Signals(verdict.signal).name}"
     if verdict.lost:

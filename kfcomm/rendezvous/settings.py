@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
@@ -51,6 +52,7 @@ class Arguments(TypedDict, total=False):
     timeline: str | None
     monitor: bool | None
     metrics_port: int | None
+    port_range: str | None
     traceback: str | None
     checksum: bool | None
     tls: str | None
@@ -85,6 +87,7 @@ class Settings(NamedTuple):
         join: uid of a process that joins a running job: a number that no other process of the job has or had, beyond
             the initial ranks. It is its ``rank`` here. Else None.
         metrics_port: port for Prometheus of local rank 0, followed by those of the others; None for none.
+        ports: first and last port at which the process may listen; None for any.
         source: source of rank and size.
         reasons: lines that explain the settings to the user.
         serve: whether rank 0 starts the store; otherwise the launcher has.
@@ -114,6 +117,7 @@ class Settings(NamedTuple):
     tls: str | None = None
     elastic: bool = False
     join: int | None = None
+    ports: tuple[int, int] | None = None
     source: str = WorldSource.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -178,6 +182,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         tls=reader.optional("tls"),
         elastic=reader.flag("elastic", default=False),
         join=join,
+        ports=reader.ports("port_range"),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),
@@ -360,6 +365,16 @@ class _Reader(NamedTuple):
         if port is not None and (isinstance(value, (bool, float)) or not 0 < port < 1 << 16):
             raise ConfigError(f"{self.name(setting)}={value!r} must be a port, from 1 to 65535")
         return port
+
+    def ports(self, setting: str) -> tuple[int, int] | None:
+        value = self.optional(setting)
+        if value is None:
+            return None
+        match = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", value)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 0 < first <= last < 1 << 16:
+            raise ConfigError(f"{self.name(setting)}={value!r} must be FIRST:LAST, ports from 1 to 65535")
+        return first, last
 
     def seconds(self, setting: str, default: float) -> float:
         value = self.raw(setting)

@@ -62,6 +62,7 @@ class Listener:
     Args:
         address: IPv4 or IPv6 address of the chosen interface; only that one is bound.
         port: TCP port, 0 for any that is free.
+        ports: first and last port of those to take a free one of, in place of ``port``.
         unix: ``"@name"``, or None for TCP alone.
 
     Attributes:
@@ -73,12 +74,14 @@ class Listener:
         TransportError: the system has no socket to give.
     """
 
-    def __init__(self, address: str, port: int = 0, *, unix: str | None = None) -> None:
+    def __init__(
+        self, address: str, port: int = 0, *, unix: str | None = None, ports: tuple[int, int] | None = None
+    ) -> None:
         try:
             ipaddress.ip_address(address)
         except ValueError:
             raise ConfigError(f"a listener needs an IPv4 or IPv6 address, not {address!r}") from None
-        tcp = _listen((address, port))
+        tcp = _listen((address, port)) if ports is None else _listen_within(address, *ports)
         with closed_on_failure(tcp):
             self.port: int = tcp.getsockname()[1]
             self.sockets: tuple[socket.socket, ...] = (tcp,) if unix is None else (tcp, _listen(unix))
@@ -88,6 +91,19 @@ class Listener:
         for sock in self.sockets:
             sock.close()
         self.sockets = ()
+
+
+def _listen_within(address: str, first: int, last: int) -> socket.socket:
+    for port in range(first, last + 1):
+        try:
+            return _listen((address, port))
+        except ConfigError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"no port from {first} to {last} of {address} is free: each rank of a host needs one, and another "
+        "while the ranks change"
+    )
 
 
 def _listen(address: Address) -> socket.socket:

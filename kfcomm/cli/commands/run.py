@@ -11,9 +11,12 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.options import NameChoice, device, reported_errors
+from kfcomm.cli.options import NameChoice, as_duration, device, reported_errors
+from kfcomm.errors import ConfigError
+from kfcomm.launch.hostfile import read_hostfile
 from kfcomm.launch.job import RunOptions
 from kfcomm.launch.output import open_standard_descriptors
+from kfcomm.launch.placing import KINDS
 from kfcomm.launch.run import run as run_job
 from kfcomm.rendezvous.settings import misspelt
 from kfcomm.transports.registry import TRANSPORT_NAMES
@@ -30,6 +33,12 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
     help="Number of ranks on this host.",
 )
 @click.option("-H", "--hosts", metavar="A:N,B:N", help="Hosts and their ranks; run this command once on each.")
+@click.option(
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Hosts and their ranks in a file of mpirun's form, HOST slots=N a line; -n takes the first N slots.",
+)
 @click.option("--self", "own", metavar="ADDRESS", help="Which of the hosts is this one; found out by default.")
 @click.option(
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
@@ -72,6 +81,21 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
     metavar="S",
     help=("Seconds between asking ranks to end and killing them."),
 )
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    callback=as_duration,
+    metavar="TIME",
+    help="End the job after this time, such as 2h or 1h30m, with exit code 124.",
+)
+@click.option(
+    "--bind-to",
+    type=NameChoice(KINDS),
+    default="none",
+    show_default=True,
+    help="Bind each rank to its share of the cores, or to one NUMA node.",
+)
+@click.option("--port-range", metavar="A:B", help="Ports at which the ranks listen; any by default.")
 @click.option("--keep-going", is_flag=True, help="Let the others run on when a rank fails.")
 @click.option(
     "--elastic", metavar="MIN[:MAX]", help="The job outlives ranks while MIN are left, and replaces them, up to MAX."
@@ -130,10 +154,14 @@ def run(command: tuple[str, ...], **given: Any) -> None:
     open_standard_descriptors()
     if given["is_module"]:
         command = (sys.executable, "-m", *command)
+    with reported_errors():
+        hosts = _hosts(given)
     options = RunOptions(
         command=command,
-        num_ranks=given["num_ranks"],
-        hosts=given["hosts"],
+        num_ranks=given["num_ranks"] if given["hostfile"] is None else None,
+        hosts=hosts,
+        time_limit_s=given["time_limit_s"],
+        bind_to=given["bind_to"],
         own=given["own"],
         port=given["port"],
         token_file=given["token_file"],
@@ -155,11 +183,21 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         sys.exit(asyncio.run(run_job(options, os.environ)))
 
 
+def _hosts(given: Mapping[str, Any]) -> str | None:
+    """The list of hosts, as it is given or from a file."""
+    hosts: str | None = given["hosts"]
+    if given["hostfile"] is None:
+        return hosts
+    if hosts is not None:
+        raise ConfigError("give either -H or --hostfile")
+    return read_hostfile(given["hostfile"], given["num_ranks"])
+
+
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
     names = (
         "strategy", "transport", "device", "timeout", "stall_after", "lost_after", "interface", "dump_dir", "timeline",
-        "metrics_port", "tls",
+        "metrics_port", "port_range", "tls",
     )  # fmt: skip
     # Options that were not given leave the variables of the user as they are.
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
