@@ -28,7 +28,7 @@ from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.introductions import check_alike, introduce, introduction, refuse
 from kfcomm.train.procedure import Comm, Procedure, call, carried, epoch_of, together
 from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
-from kfcomm.train.turns import ModelKey, Turn, key_of, turns_of
+from kfcomm.train.turns import Model, Turn, key_of, model_of
 
 __all__ = [
     "Agreement", "Tree", "check_alike", "copied", "introduce", "introduction", "leaves", "mapped", "rebuilt", "refuse",
@@ -95,9 +95,8 @@ class Agreement:
         self._said = f"{type(self).__name__}({given})"
         self._introduced: dict[str, int] = {}
         """Epoch in which the ranks have compared each method."""
-        self._turns = turns_of(comm)
         self._turn = Turn(self._said, self.keeps_replicas)
-        self._model_key: ModelKey | None = None
+        self._model: Model | None = None
         self._was_latest = False
         """Whether a loaded state is that of an algorithm in use, which its next step continues."""
         if problem is not None:
@@ -130,11 +129,12 @@ class Agreement:
 
     @comm.setter
     def comm(self, comm: Comm) -> None:
-        is_latest, self._comm = self._is_latest, comm
-        self._turns = turns_of(comm)
+        self._comm = comm
         self._introduced.clear()
-        if is_latest and self._model_key is not None:
-            self._turns[self._model_key] = self._turn
+        if self._model is not None:
+            former, self._model = self._model, model_of(comm, self._model.key)
+            if former.latest is self._turn:
+                self._model.latest = self._turn
 
     # ---------------------------------------------------------------- state
 
@@ -262,48 +262,43 @@ class Agreement:
 
     @property
     def _is_latest(self) -> bool:
-        return self._model_key is not None and self._turns.get(self._model_key) is self._turn
+        return self._model is not None and self._model.latest is self._turn
 
     @property
     def _unequal_since(self) -> Turn | None:
         """Turn of another algorithm, after which models differ, where this one needs equal ones; else None."""
-        if not self.shares_gradients or self._model_key is None:
+        if not self.shares_gradients or self._model is None:
             return None
-        latest = self._turns.get(self._model_key)
+        latest = self._model.latest
         return None if latest is None or latest is self._turn or not latest.keeps_replicas else latest
 
     def _become_latest(self, is_latest: bool) -> None:
-        self._was_latest = is_latest and self._model_key is None
+        self._was_latest = is_latest and self._model is None
         if not is_latest:
             self._return_turn()
-        elif self._model_key is not None:
-            self._turns[self._model_key] = self._turn
+        elif self._model is not None and not self._is_latest:
+            self._model.take(self._turn)
 
     def _take_turn(self, tree: Tree) -> Turn | None:
         """Become the latest algorithm of the model, anew; returns the turn of another one that was it."""
-        key = self._model_key = key_of(self._meets_as, leaves(tree))
-        latest = self._turns.get(key)
-        if latest is self._turn:
+        self._model = model_of(self._comm, key_of(self._meets_as, leaves(tree)))
+        if self._is_latest:
             # A rank was lost in the first step, which may be made again, with the models of before: agree on them, too.
             return self._turn.former if self.shares_gradients and self.num_steps == 1 else None
-        self._turns[key] = self._turn
+        former = self._model.take(self._turn)
         was_latest, self._was_latest = self._was_latest, False
-        self._turn.former = latest
-        if was_latest or latest is None:
+        if was_latest or former is None:
             return None
         self.restart(tree)
-        return latest
+        return former
 
     def _return_turn(self) -> None:
-        if self._model_key is not None and self._is_latest:
-            if self._turn.former is None:
-                del self._turns[self._model_key]
-            else:
-                self._turns[self._model_key] = self._turn.former
+        if self._model is not None and self._is_latest:
+            self._model.latest = self._turn.former
 
     def _introduce_gradients(self, tree: Tree) -> Procedure[None]:
-        if self._model_key is None:
-            self._model_key = key_of(self._meets_as, leaves(tree))
+        if self._model is None:
+            self._model = model_of(self._comm, key_of(self._meets_as, leaves(tree)))
         self._introduced["gradients"] = epoch_of(self._comm)
         name, unequal = self._introduction("gradients"), self._unequal_since
         row = [self._said, None, self.shares_gradients, None if unequal is None else unequal.said]

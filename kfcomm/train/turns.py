@@ -1,6 +1,7 @@
 """Latest algorithm of each model on a communicator: from it follows what another algorithm has to do when it begins.
 
-A model is known by the name under which its algorithms meet, and by the names and shapes of its arrays.
+A model is known by the name under which its algorithms meet, and by the names and shapes of its arrays: without a name
+of their own algorithms of two models meet under the same one, and the forms keep them apart.
 """
 
 from __future__ import annotations
@@ -28,18 +29,31 @@ class Turn:
     former: Turn | None = None
 
 
-Turns: TypeAlias = dict[ModelKey, Turn]
+@dataclass(eq=False, slots=True)
+class Model:
+    """Model on a communicator, with the turn of its latest algorithm."""
 
-_turns: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
-"""By communicator; it must not be a part of one, since algorithms are given communicators of four classes."""
+    key: ModelKey
+    latest: Turn | None = None
+
+    def take(self, turn: Turn) -> Turn | None:
+        """Make this turn the latest; returns the former one."""
+        former = self.latest
+        if former is not None and former.former is not None:
+            former.former.former = None  # else each turn would keep all before it
+        turn.former, self.latest = former, turn
+        return former
 
 
-def turns_of(comm: Any) -> Turns:
-    """Return the latest turns on a communicator; the same object for all algorithms."""
-    return _turns.setdefault(comm, {})
+_models: weakref.WeakKeyDictionary[Any, dict[ModelKey, Model]] = weakref.WeakKeyDictionary()
+"""By communicator; not an attribute of it, since algorithms are given communicators of four classes."""
+
+
+def model_of(comm: Any, key: ModelKey) -> Model:
+    """Return the model of a key on a communicator; the same object for all algorithms."""
+    return _models.setdefault(comm, {}).setdefault(key, Model(key))
 
 
 def key_of(name: str, arrays: Mapping[str, Any]) -> ModelKey:
     """Return the key of a model with these arrays by name, whose algorithms meet under ``name``."""
-    # Without a name of their own algorithms of two models meet under the same one: their forms keep them apart.
     return name, frozenset((one, tuple(getattr(x, "shape", ()))) for one, x in arrays.items())
