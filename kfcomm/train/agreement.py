@@ -97,6 +97,8 @@ class Agreement:
         """Epoch in which the ranks have compared each method."""
         self._turn = Turn(self._said, self.keeps_replicas)
         self._model: Model | None = None
+        self._is_anew = False
+        """Whether it has begun anew in this step, and knows it."""
         self._was_latest = False
         """Whether a loaded state is that of an algorithm in use, which its next step continues."""
         if problem is not None:
@@ -282,15 +284,17 @@ class Agreement:
     def _take_turn(self, tree: Tree) -> Turn | None:
         """Become the latest algorithm of the model, anew; returns the turn of another one that was it."""
         self._model = model_of(self._comm, key_of(self._meets_as, leaves(tree)))
+        self._is_anew = False
         if self._is_latest:
             # A rank was lost in the first step, which may be made again, with the models of before: agree on them, too.
             return self._turn.former if self.shares_gradients and self.num_steps == 1 else None
         former = self._model.take(self._turn)
         was_latest, self._was_latest = self._was_latest, False
-        if was_latest or former is None:
-            return None
-        self.restart(tree)
-        return former
+        # Without a former turn the state is one that was loaded: of an algorithm that another one has followed.
+        self._is_anew = not was_latest and (former is not None or self.num_steps > 0)
+        if self._is_anew:
+            self.restart(tree)
+        return None if was_latest else former
 
     def _return_turn(self) -> None:
         if self._model is not None and self._is_latest:
@@ -329,7 +333,7 @@ class Agreement:
             if not replicas:
                 yield from self._catch_up({rank: steps for _, _, steps, _, rank in told})
                 return tree
-            if former is None:
+            if not self._is_anew:
                 self.restart(tree)
             return (yield from self._switch(tree, any(replicas)))
         except BaseException:
