@@ -228,14 +228,14 @@ class Training:
             sampler.batch = batch
         return bool(self._adaptation.is_over)
 
-    def _adapting(self, sampler: ElasticSampler, elastic: Any) -> Any:
+    def _adapting(self, sampler: ElasticSampler) -> Any:
         """The adaptation of the steps through a sampler, not open yet."""
         # The blocking one is a part of kfcomm.sync, which asyncio's programs do without.
         from kfcomm.sync import Adaptation as Blocking
 
         make: Any = Blocking if self._is_blocking else Adaptation
         given = self._first.having("batch_size", sampler.batch)
-        self._adaptation = make(self.comm, self._policies, hyperparameters=given, elastic=elastic)
+        self._adaptation = make(self.comm, self._policies, hyperparameters=given)
         return self._adaptation
 
     def _started(self, what: str) -> Any:
@@ -296,7 +296,7 @@ class Steps:
         if not training._is_blocking:
             raise ConfigError("with a communicator of kfcomm.init steps are awaited: write async for")
         if not is_elastic(training.comm):
-            with training._adapting(sampler, None):
+            with training._adapting(sampler):
                 for step in self._fixed():
                     with training._begin(step):
                         yield step
@@ -307,7 +307,7 @@ class Steps:
         # Over a blocking communicator it is the blocking one.
         elastic: Any = Elastic(training.comm, training.state, **self._options)
         # Made before the Elastic is entered, where it gets the state of a checkpoint.
-        adaptation = training._adapting(sampler, elastic)
+        adaptation = training._adapting(sampler)
         with elastic, adaptation:
             for step in elastic.steps(sampler, passes=self._passes):
                 with training._begin(step):
@@ -321,7 +321,7 @@ class Steps:
         if training._is_blocking:
             raise ConfigError("with a communicator of kfcomm.sync nothing is awaited: write for")
         if not is_elastic(training.comm):
-            async with training._adapting(sampler, None):
+            async with training._adapting(sampler):
                 for step in self._fixed():
                     async with training._begin(step):
                         yield step
@@ -329,7 +329,7 @@ class Steps:
                         break
             return
         elastic = Elastic(training.comm, training.state, **self._options)
-        adaptation = training._adapting(sampler, elastic)
+        adaptation = training._adapting(sampler)
         async with elastic, adaptation:
             async for step in elastic.steps(sampler, passes=self._passes):
                 async with training._begin(step):
