@@ -124,11 +124,13 @@ def made_in(library: str, array: Array) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """Return a tree with copies in host memory of its arrays in the memory of devices."""
+    """Return a tree with arrays in host memory, and with numbers of Python for those of NumPy."""
     if isinstance(tree, Mapping):
         return {key: on_host(one) for key, one in tree.items()}
     if isinstance(tree, (list, tuple)):
         return sequence(tree, [on_host(one) for one in tree])
+    if isinstance(tree, np.generic):
+        return tree.item()
     if library_of(tree) == "torch":
         return tree if tree.device.type == "cpu" else tree.detach().cpu()
     if library_of(tree) == "jax" and is_on_device(tree):

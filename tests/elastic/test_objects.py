@@ -95,6 +95,15 @@ async def test_tuples_of_plain_values_stay_tuples_where_a_rank_has_none() -> Non
 
 
 @pytest.mark.asyncio
+async def test_numbers_of_numpy_become_those_of_python() -> None:
+    async with world(2, elastic=True) as comms:
+        numbers = {"lr": np.float64(0.1), "n": np.int64(3), "half": np.float32(0.5), "on": np.bool_(True)}
+        holders = [Holder(numbers), Holder({})]
+        await hand_over(comms, [State(one=holder) for holder in holders], (0,))
+        assert same(holders[1].tree, {"lr": 0.1, "n": 3, "half": 0.5, "on": True})
+
+
+@pytest.mark.asyncio
 async def test_other_objects_are_refused_by_name() -> None:
     async with world(2, elastic=True) as comms:
         for mine, theirs, text in (
