@@ -213,8 +213,8 @@ def test_bounds() -> None:
     assert (alone.least, alone.most, alone.size, alone.restarts, alone.running) == (2, 4, 4, 0, {0, 1, 2, 3})
     assert (several.least, several.most, several.size, several.restarts) == (2, 8, 4, 10)
     assert several.births_at(1) == [2, 3]
-    with pytest.raises(ConfigError, match="two ranks or more"):
-        parse("1:4", [1], 10)
+    one = parse("1:4", [1], 10)
+    assert (one.least, one.most, one.size, one.running) == (1, 4, 1, {0})
 
 
 def with_slots(slots: dict[str, int], ranks: list[int]) -> Elasticity:
