@@ -42,7 +42,7 @@ class SynchronousSGD(Agreement):
     Raises:
         ConfigError: ``op`` is another, or ``adasum`` is to be monitored.
 
-    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 12 more.
+    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 28 n more (float64: 56 n).
     """
 
     default_name = "ssgd"

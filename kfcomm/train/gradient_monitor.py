@@ -16,7 +16,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +46,8 @@ UNITS = {
 }  # fmt: skip
 OBSERVED = ("local_norm", "gradient_norm", "small_batch", "big_batch", "measurement")
 """Names of a measurement, for ``Adaptation.observe``."""
-OWN = ("local_norm", "throughput", "goodput")
-"""Names of figures that ranks have for themselves."""
+SHARED = ("gradient_norm", "gradient_variance", "gradient_cosine", "noise_scale", *OBSERVED[2:])
+"""Names of figures that are the same on all ranks."""
 NOT_MEASURED = -1.0
 """In the place of |g_i|², which is not negative."""
 CLOSE = 1e-4
@@ -61,7 +61,8 @@ class Row(NamedTuple):
         sq_norm: |g_i|²; `NOT_MEASURED` in a step that is not measured.
         batch: samples of the rank's gradient; 0 for a rank that is lost.
         share: sum of the squares of this rank's share of the mean gradient of the step before.
-        num_shares: 1 with a share, 0 without; fractions where shares were divided among ranks that joined.
+        num_shares: 1 with a share of the rank's own, 0 without; less than 0 for one from a state, which may be a part
+            of the shares of all ranks, divided anew.
         cost_s: seconds spent on measuring since the last step.
         step_s: seconds of the last step; 0 if unknown.
         digest: of the averages, to see that all ranks have the same ones: 24 bits, which float32 holds.
@@ -245,10 +246,8 @@ class GradientMonitor:
             sq_norm = self._told_sq_norm
             self._begin_anew()
             self._told_sq_norm = sq_norm
-        elif self._seen is not None:
-            num_shares = sum(row.num_shares for row in there)
-            if abs(num_shares - self._seen.size) < CLOSE:  # else a rank is lost, and its share with it
-                self._measure(self._seen, sum(row.share for row in there))
+        elif self._seen is not None and _are_complete([row.num_shares for row in there], self._seen.size):
+            self._measure(self._seen, sum(row.share for row in there))
         self._seen, self._share, self._num_shares = None, 0.0, 0.0
         small_batch = len(there) / sum(1 / row.batch for row in there)
         if len(there) == len(told) and all(row.sq_norm != NOT_MEASURED for row in told):
@@ -284,9 +283,9 @@ class GradientMonitor:
             "cadence": self._cadence.state,
             "initial_batch": self._initial_batch,
             "num_measured": self._num_measured,
-            "values": {name: value for name, value in self.values.items() if name not in OWN},
-            "seen": None if self._seen is None else [self._seen.local_sq_norm, self._seen.small_batch, self._seen.size],
-            "share": np.array([self._share, self._num_shares]),
+            "values": {name: self.values.get(name, math.nan) for name in SHARED},
+            "seen": list(astuple(self._seen or Seen(0.0, 0.0, 0))),
+            "share": np.array([self._share, abs(self._num_shares)]),
         }
 
     def merging(self) -> dict[str, str]:
@@ -294,17 +293,26 @@ class GradientMonitor:
         return {"share": "sum"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; then all ranks have the same averages, to the bit."""
+        """Continue from a state; then all ranks have the same averages, to the bit.
+
+        Raises:
+            ConfigError: it is not the state of a monitor; nothing is loaded.
+        """
+        if lacking := self.state_dict().keys() - state.keys():
+            raise ConfigError(
+                f"expected the state of a GradientMonitor; the given one lacks {', '.join(sorted(lacking))}"
+            )
         self._begin_anew()
         self.noise_scale.load_state_dict(state["noise_scale"])
         self._cadence.state = state["cadence"]
         self._initial_batch = state["initial_batch"]
         self._num_measured = int(state["num_measured"])
-        self.values.update(state["values"])
-        if state["seen"] is not None:
-            local_sq_norm, small_batch, size = state["seen"]
+        self.values.update((name, float(one)) for name, one in state["values"].items() if not math.isnan(one))
+        local_sq_norm, small_batch, size = state["seen"]
+        if size:
             self._seen = Seen(float(local_sq_norm), float(small_batch), int(size))
-        self._share, self._num_shares = (float(one) for one in state["share"])
+        share, num_shares = (float(one) for one in state["share"])
+        self._share, self._num_shares = share, -num_shares
 
     def _digest(self) -> int:
         """Of what all ranks share: ranks with different averages would measure different steps."""
@@ -354,6 +362,12 @@ class GradientMonitor:
             self.values.pop(name, None)
         else:
             self.values[name] = value
+
+
+def _are_complete(nums: Sequence[float], size: int) -> bool:
+    """Whether these shares are those of all ranks once."""
+    # A lost rank's share is lost. Shares of a state are complete together; beside a rank's own they are copies.
+    return min(nums) * max(nums) >= 0 and abs(sum(map(abs, nums)) - size) < CLOSE
 
 
 def _unscaled(row: Row, scale: float) -> Row:

@@ -62,7 +62,7 @@ def test_auto_measures_as_often_as_the_cost_allows(tick_s: float, max_cost: floa
     last = job.measured[200:]
     spent = 2 * tick_s * sum(last)
     assert spent <= 1.1 * max_cost * 0.1 * len(last) or period == 1
-    assert sum(last) == pytest.approx(len(last) / period, rel=0.2), "not more seldom than it must be"
+    assert sum(last) == pytest.approx(len(last) / period, rel=0.2), "no fewer than the cost allows"
     assert {one.period for one in job.monitors} == {job.monitors[0].period}
 
 

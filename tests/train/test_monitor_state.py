@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays.norms import squared_norm
+from kfcomm.errors import ConfigError
 from kfcomm.train import SUMS, GradientMonitor, NoiseScale
 
 
@@ -89,6 +90,22 @@ def test_a_lost_share_leaves_one_measurement_out() -> None:
     ranks.step()
     assert {one.noise_scale.num_updates for one in ranks.monitors} == {5}
     assert all(one == ranks.shared()[0] for one in ranks.shared())
+
+
+def test_a_copied_state_of_one_rank_counts_no_share_twice() -> None:
+    """A rank dies, and another takes over the state of the first one, as algorithms hand it over without ``State``."""
+    ranks = Ranks(2)
+    for _ in range(5):
+        ranks.step()
+    joined = GradientMonitor(comm_of(1, 2), 8)
+    joined.load_state_dict(ranks.monitors[0].state_dict())
+    ranks.monitors[1] = joined
+    for number in (4, 5, 6):
+        ranks.step()
+        assert {one.noise_scale.num_updates for one in ranks.monitors} == {number}
+        assert all(one == ranks.shared()[0] for one in ranks.shared())
+    with pytest.raises(ConfigError, match="the state of a GradientMonitor; the given one lacks cadence"):
+        joined.load_state_dict({"share": 1})
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, "auto"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -16,6 +17,15 @@ logger = logging.getLogger("kfcomm.adapt")
 
 TOLERANCE = 0.1
 """Part by which the learning rate may be off, so that the ranks do not agree on another one in every step."""
+MEMORY = 0.97
+"""Decay of the averages, which are of about 33 measurements.
+
+The noise scale of a short training grows by a tenth in so many steps. Longer averages lag behind it, and shorter ones
+have wide intervals, which delay decisions as much (``python -m bench.batches``).
+"""
+STRIDE = 8.0
+ROUNDING = 1e-9
+"""Of logarithms: a distance of exactly the factor counts."""
 STAYS = (
     "NoiseScaleBatch(rate=None) changes the batch and leaves the learning rate, which suits the first batch: larger "
     "ones then learn more slowly. Leave rate out, unless something else follows the batch"
@@ -28,9 +38,10 @@ class NoiseScaleBatch(GradientPolicy):
     A batch far below the noise scale gains from each further sample almost as much as from the first; one far above
     gains little (McCandlish et al., 2018). KungFu adapts the batch by it (Mai et al., OSDI 2020, section 5.2).
 
-    The batch is the noise scale rounded to a multiple of ``multiple`` for each rank, between ``least`` and ``most``. It
-    is changed when the whole confidence interval of the noise scale is a factor of ``factor`` or more away, by
-    ``stride`` at most, and not within ``rest`` steps of the last change.
+    The batch is changed when the whole confidence interval of the noise scale is a factor of ``factor`` or more away:
+    by the largest power of ``factor`` that is within that distance. So a noise scale of 100 makes batches of 8, 16 and
+    32 one of 64, and leaves that. The batch is a multiple of ``multiple`` for each rank, between ``least`` and
+    ``most``, and is not changed within ``rest`` steps of the last change.
 
     The learning rate is that of the first batch, times a factor of the present one: AdaScale's gain (``"adascale"``,
     which needs measurements), the square root of the batch's growth (``"sqrt"``, for Adam and the like) or the growth
@@ -44,8 +55,8 @@ class NoiseScaleBatch(GradientPolicy):
         factor: distance at which the batch is changed, above 1.
         warmup: number of measurements before the first change; an interval needs five.
         rest: number of steps from one change to the next.
-        stride: largest change of the batch at once, at least ``factor``; None for ``factor``.
-        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``; 1.64 is for 90 %.
+        stride: largest change of the batch at once, at least ``factor``; None for 8, or a larger factor.
+        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``; 1.28 is for 80 %.
         rate: ``"auto"``, ``"adascale"``, ``"sqrt"``, ``"linear"``; None: the learning rate stays, with a warning.
             ``"auto"`` is the square root if ``optimizer`` is like Adam, and else AdaScale's gain.
 
@@ -57,12 +68,13 @@ class NoiseScaleBatch(GradientPolicy):
         ConfigError: a number is out of its range, or the rate is another.
     """
 
+    _decay = MEMORY
     _shared = ("_changed_at", "_least", "_rate_state")
     optimizer: str | None = None
 
     def __init__(
         self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 10,
-        rest: int = 10, stride: float | None = None, z: float = 1.64, rate: str | None = AUTO,
+        rest: int = 10, stride: float | None = None, z: float = 1.28, rate: str | None = AUTO,
     ) -> None:  # fmt: skip
         if not 1 <= (least or 1) <= most:
             raise ConfigError(f"batches are from 1 on, the least not above the most, and not {least!r} to {most!r}")
@@ -81,7 +93,7 @@ class NoiseScaleBatch(GradientPolicy):
         self._given_least = least
         self._multiple = multiple
         self._factor = factor
-        self._stride = stride or factor
+        self._stride = stride or max(factor, STRIDE)
         self._warmup = warmup
         self._rest = rest
         self._z = z
@@ -117,15 +129,21 @@ class NoiseScaleBatch(GradientPolicy):
 
     def _wanted(self, ctx: Context, batch: int) -> int:
         """The batch for the next steps; the present one while it is near enough, or too little is known."""
-        scale, interval = self._gradients.scale, self._gradients.interval(self._z)
-        if scale is None or interval is None or self._gradients.num_updates < self._warmup:
+        interval = self._gradients.interval(self._z)
+        if interval is None or self._gradients.num_updates < self._warmup:
             return batch
         if self._changed_at is not None and ctx.step < self._changed_at + self._rest:
             return batch
-        if interval[0] >= batch * self._factor or interval[1] * self._factor <= batch:
-            return self.fitting(min(max(scale, batch / self._stride), batch * self._stride), ctx.size)
+        least, most = interval
+        up, down = self._power(least / batch), self._power(batch / most if most else math.inf)
         # A batch that the ranks, which may have changed, cannot share equally is changed however near it is.
-        return batch if batch % ctx.size == 0 else self.fitting(batch, ctx.size)
+        is_changed = up > 1 or down > 1 or batch % ctx.size
+        return self.fitting(batch * up / down, ctx.size) if is_changed else batch
+
+    def _power(self, distance: float) -> float:
+        """Return the largest power of the factor that is at most ``distance``, and at most the stride; at least 1."""
+        reach = min(max(distance, 1.0), self._stride)
+        return self._factor ** math.floor(math.log(reach, self._factor) + ROUNDING)
 
     @property
     def _evidence(self) -> dict[str, Any]:

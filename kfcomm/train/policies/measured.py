@@ -8,20 +8,13 @@ from typing import Any, ClassVar
 
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
-from kfcomm.train.noise_scale import NoiseScale
+from kfcomm.train.noise_scale import DECAY, NoiseScale
 from kfcomm.types import override
 
 LOCAL_NORM, GRADIENT_NORM = "local_norm", "gradient_norm"
 """Names under which a program observes |g_i| of each rank's gradient, and |ḡ| of their mean."""
 SMALL_BATCH, BIG_BATCH, MEASUREMENT = "small_batch", "big_batch", "measurement"
 """Names of the samples of a rank and of all, when the norms were measured, and of the measurement's number."""
-
-MEMORY = 0.97
-"""Decay of the averages of policies, which are of about 33 measurements.
-
-The noise scale grows by a tenth in so many steps of a short training. Longer averages lag behind it, and shorter ones
-have wide intervals, which delay decisions as much (``python -m bench.batches``).
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class Measurement:
 class GradientNoise:
     """The noise scale of what a program observes; see ``kfcomm.train.NoiseScale``."""
 
-    def __init__(self, decay: float = MEMORY) -> None:
+    def __init__(self, decay: float = DECAY) -> None:
         self._scale = NoiseScale(decay)
         self._last: float | None = None  # number of the measurement that was used last
 
@@ -122,12 +115,14 @@ class GradientNoise:
 class GradientPolicy(Policy):
     """Base of policies that measure the noise of gradients."""
 
+    _decay: ClassVar[float] = DECAY
+    """Of the averages."""
     _shared: ClassVar[tuple[str, ...]] = ()
     """Attributes that ranks which join get, beside the averages."""
 
     def on_start(self, ctx: Context) -> None:
         """Begin to measure."""
-        self._gradients = GradientNoise()
+        self._gradients = GradientNoise(self._decay)
 
     @override
     def state_dict(self) -> Any:
