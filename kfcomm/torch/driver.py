@@ -30,6 +30,7 @@ from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is
 from kfcomm.torch.watch import Part, Watch
 from kfcomm.train import GradientMonitor
 from kfcomm.train.composite import CompositeState
+from kfcomm.train.policies import NoiseScaleBatch
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -115,6 +116,9 @@ class StepDriver:
         self._rates, self._withholding = Rates(optimizer), Withholding(optimizer)
         others = [policy for policy in adapted.policies if policy not in guards]
         self._policies: Policies | None = None
+        for policy in others:
+            if isinstance(policy, NoiseScaleBatch) and policy.optimizer is None:
+                policy.optimizer = type(optimizer).__name__
         if others:
             changes = Changes(self._set_batch_size, self._set_wire_dtype)
             self._policies = Policies(comm, others, adapted.followed(optimizer), changes)

@@ -10,6 +10,7 @@ import pytest
 import kfcomm.sync
 import kfcomm.torch
 from kfcomm.train import GradientMonitor
+from kfcomm.train.policies import NoiseScaleBatch
 from tests.frameworks.ranks import each
 
 torch = pytest.importorskip("torch")
@@ -85,3 +86,14 @@ def test_monitor_of_buckets_measures_what_one_of_whole_gradients_does(options: d
             for name in SAME:
                 assert values.get(name) == pytest.approx(right.get(name), rel=1e-9), name
         assert math.isfinite(of_rank[-1]["noise_scale"])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_attach_names_the_optimizer_to_the_batch_policy(kind: str) -> None:
+    def main(comm: Any) -> str | None:
+        model, policy = made(), NoiseScaleBatch(512)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05)
+        kfcomm.torch.attach(model, optimizer, comm, policies=[policy], batch_size=BATCH)
+        return policy.optimizer
+
+    assert each(main, 2) == [kind, kind]
