@@ -121,10 +121,23 @@ class Changes:
     Attributes:
         batch_size: of all ranks.
         wire_dtype: of gradients.
+        free: a free hyperparameter, with its name before the value.
     """
 
     batch_size: Callable[[int], object]
     wire_dtype: Callable[[str | None], object]
+    free: Callable[[str, Any], object]
+
+
+@dataclass(slots=True)
+class StepSamples:
+    """A step for ``Adaptation.step``: its samples, none of a void one, and the sampler that gave them."""
+
+    batch: Any
+    sampler: Any = None
+
+    def void(self) -> None:
+        """Nothing: the driver has given the samples back."""
 
 
 class Policies:
@@ -142,7 +155,7 @@ class Policies:
     ) -> None:
         self._comm = comm
         self._given = policies
-        self._hyperparameters = hyperparameters
+        self._hyperparameters = self._first = hyperparameters
         self._rate = hyperparameters.learning_rate
         self._changes = changes
         self._meter = ContinuousMeter(comm._inner)
@@ -167,6 +180,17 @@ class Policies:
         return self._hyperparameters if self._adaptation is None else self._adaptation.hyperparameters
 
     @property
+    def changes_algorithms(self) -> bool:
+        """Whether policies may change the algorithm, or options of it."""
+        return bool(self.hyperparameters.agreements or self.hyperparameters.free)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Free hyperparameters that do not have their first values any more."""
+        free = self.hyperparameters.free
+        return {name: one.value for name, one in free.items() if one.value != self._first.free[name].value}
+
+    @property
     def factor(self) -> float:
         """Factor of the learning rates."""
         rate = self.hyperparameters.learning_rate
@@ -182,11 +206,16 @@ class Policies:
         if values:
             self.adaptation.observe(**values)
 
-    def end_step(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether a policy has asked for the end of training."""
+        return self._adaptation is not None and self._adaptation.is_over
+
+    def end_step(self, samples: StepSamples) -> None:
         """Meet the other ranks, and make the changes that the policies have decided on."""
         before = self.hyperparameters
         self._meter.go_back()
-        with self.adaptation.step():
+        with self.adaptation.step(samples):
             pass
         self.follow(before)
 
@@ -199,6 +228,9 @@ class Policies:
             self._changes.batch_size(now.batch_size)
         if now.wire_dtype != before.wire_dtype:
             self._changes.wire_dtype(now.wire_dtype)
+        for name, one in now.free.items():
+            if one.value != before.value(name):
+                self._changes.free(name, one.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters in force, the learning rate that is factor 1, and the state of the policies."""
@@ -223,4 +255,4 @@ class Policies:
             ended, self._adaptation = self._adaptation, None
             self._hyperparameters, self._loaded = ended.hyperparameters, ended.state_dict()
             self._past += ended.decisions
-            ended.close()
+            ended.__exit__(None, None, None)

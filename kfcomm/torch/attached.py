@@ -172,7 +172,7 @@ class Attached:
         self._training = TrainedTensors(parts.model, parts.optimizer, lambda: self._method.keeps_replicas)
         self._driver = plan.driver
         self._steps = ElasticSteps(parts.comm, self, elastic, plan.driver)
-        self._hooks = [] if plan.driver is None else plan.driver.hooks(self)
+        self._hooks = [] if plan.driver is None else plan.driver.hooks(self, self._follow)
         before_close(parts.comm, self._finish)
 
     def __repr__(self) -> str:
@@ -255,6 +255,11 @@ class Attached:
         return None if self._driver is None else self._driver.monitor
 
     @property
+    def is_over(self) -> bool:
+        """Whether a policy has asked for the end of training, by ``ctx.stop``; the same on all ranks."""
+        return self._driver is not None and self._driver.is_over
+
+    @property
     def decisions(self) -> list[Decision]:
         """Decisions of the guard and of policies so far, each with its evidence; the same on every rank."""
         return [] if self._driver is None else self._driver.decisions
@@ -309,6 +314,23 @@ class Attached:
         if op_of(algorithm) is not None and op_of(self.algorithm) is None:
             agree_on_model(self._plan, with_state=self._method.keeps_replicas)
         self._change(algorithm)
+
+    def _follow(self, name: str | None, options: Mapping[str, Any]) -> None:
+        """Agree by the algorithm that policies have chosen, if it is another one, with those options that it has.
+
+        Args:
+            name: of the algorithm; None for the present one.
+            options: free hyperparameters; others than its options are the program's own.
+
+        Raises:
+            ConfigError, CollectiveError: see ``use``.
+        """
+        wanted = self._choice.named(self.algorithm if name is None or name == str(self.algorithm) else name)
+        own = {one: value for one, value in options.items() if wanted.has_option(one)}
+        if own:
+            wanted = Algorithm(wanted.kind, **{**wanted.options, **own})
+        if wanted != self.algorithm:
+            self.use(wanted)
 
     def _change(self, algorithm: Algorithm) -> None:
         former, self._method = self._method, method_of(self._plan, algorithm)

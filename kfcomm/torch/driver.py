@@ -13,19 +13,17 @@ forward pass, since hooks on steps cannot be exchanged from within one.
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfcomm.adapt.guard import GuardActions, GuardSteps
-from kfcomm.adapt.policy import Decision
+from kfcomm.adapt.guard import GuardSteps
 from kfcomm.errors import ConfigError
-from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates
+from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates, StepSamples
 from kfcomm.torch.guarded import Guarded
 from kfcomm.torch.measuring import Measuring
+from kfcomm.torch.outcomes import Outcomes
 from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is_skipped, loss_scale
 from kfcomm.torch.watch import Part, Watch
 from kfcomm.train import GradientMonitor
@@ -33,40 +31,18 @@ from kfcomm.train.composite import CompositeState
 from kfcomm.train.policies import NoiseScaleBatch
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from torch.utils.hooks import RemovableHandle
 
     from kfcomm.adapt.guard import Void
+    from kfcomm.adapt.policy import Decision
     from kfcomm.elastic.course import Step
     from kfcomm.sync.elastic import Elastic
     from kfcomm.torch.attached import Attached
-    from kfcomm.torch.buckets import BucketPlace
+    from kfcomm.torch.rows import Rows
 
-logger = logging.getLogger("kfcomm.adapt")
-
-
-class Rows(Protocol):
-    """Rows of all ranks: of a `GradientExchange`, or `StepRows`."""
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether a ``GradScaler`` lets this rank's step update nothing, though the others' may."""
-
-    @property
-    def places(self) -> Sequence[BucketPlace]:
-        """All gradients."""
-
-    @property
-    def means(self) -> Sequence[BucketPlace]:
-        """Gradients that are averaged, and so the same on all ranks."""
-
-    def wait_for_rows(self) -> None:
-        """Wait for the rows of all ranks."""
-
-    def put_back(self) -> None:
-        """Make the state of compressors what it was before the step."""
-
-    def begin_step(self) -> None:
-        """Note that the step was made."""
+    Hooks: TypeAlias = list[RemovableHandle]
 
 
 class StepDriver:
@@ -94,13 +70,13 @@ class StepDriver:
         self._model, self._optimizer, self._comm = model, optimizer, comm
         self._batch_size, self._sampler = adapted.batch_size, adapted.sampler
         self._attached: Any = None
+        self._follow: Callable[[str | None, Mapping[str, Any]], object] = lambda *_: None
         self._rows: Any = None
         self._elastic: Any = None
         self._step: Any = None  # of the elastic job
         self._num_steps = 0
         self._is_judged = self._is_skipped = False  # the step under way
-        self._decisions: list[Decision] = []
-        self._saved: Any = None
+        self._outcomes = Outcomes(comm)
         self._copy: ModelCopy | None = None
         self._rate = 1.0  # factor that the guard asks for, for the step under way
         self.last_void: Void | None = None
@@ -120,7 +96,7 @@ class StepDriver:
             if isinstance(policy, NoiseScaleBatch) and policy.optimizer is None:
                 policy.optimizer = type(optimizer).__name__
         if others:
-            changes = Changes(self._set_batch_size, self._set_wire_dtype)
+            changes = Changes(self._set_batch_size, self._set_wire_dtype, self._set_free)
             self._policies = Policies(comm, others, adapted.followed(optimizer), changes)
 
     def _monitor(self, given: Any) -> GradientMonitor | None:
@@ -153,9 +129,14 @@ class StepDriver:
         return None if whole is None else whole // size + (self._comm.rank < whole % size)
 
     @property
+    def is_over(self) -> bool:
+        """Whether a policy has asked for the end of training; the same on all ranks after each step."""
+        return self._policies is not None and self._policies.is_over
+
+    @property
     def decisions(self) -> list[Decision]:
         """Decisions of the guard and of policies, by step; the same on every rank."""
-        found = [*self._decisions, *([] if self._policies is None else self._policies.decisions)]
+        found = [*self._outcomes.decisions, *([] if self._policies is None else self._policies.decisions)]
         return sorted(found, key=lambda one: one.step)
 
     def observe(self, values: Mapping[str, Any]) -> None:
@@ -168,15 +149,21 @@ class StepDriver:
 
     # ---------------------------------------------------------------- at the hooks
 
-    def hooks(self, attached: Attached) -> list[RemovableHandle]:
-        """Register hooks on the ends of steps, and on forward passes."""
+    def hooks(self, attached: Attached, follow: Callable[[str | None, Mapping[str, Any]], object]) -> Hooks:
+        """Register hooks on the ends of steps, and on forward passes.
+
+        Args:
+            attached: whose state is kept.
+            follow: called with the name of an algorithm, and options, before each forward pass.
+        """
         self._attached = attached
+        self._follow = follow
         after = self._optimizer.register_step_post_hook(self._after_step)
         self._optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # others may look at the groups
         found = [after]
         if self._guarded is not None:
             found += self._guarded.buffers.hooks(self._model, self._before_forward)
-        if self._policies is not None and self._policies.hyperparameters.agreements:
+        if self._policies is not None and self._policies.changes_algorithms:
             # A program may call parts of its model.
             found += [
                 one.register_forward_pre_hook(self._follow_agreement, prepend=True) for one in self._model.modules()
@@ -190,9 +177,12 @@ class StepDriver:
             self._rows.put_back()
 
     def _follow_agreement(self, *_: Any) -> None:
-        name = None if self._policies is None else self._policies.hyperparameters.agreement
-        if name is not None and name != str(self._attached.algorithm):
-            self._attached.use(name)
+        if self._policies is not None:
+            options = {name: one for name, one in self._policies.changed.items() if not self._is_of_groups(name)}
+            self._follow(self._policies.hyperparameters.agreement, options)
+
+    def _is_of_groups(self, name: str) -> bool:
+        return any(name in group for group in self._optimizer.param_groups)
 
     def judge(self, finish: Callable[[], object], scale: float | None = None) -> bool:
         """Judge a step without a closure, once, before anything of it is applied or exchanged.
@@ -288,12 +278,14 @@ class StepDriver:
         if self._guarded is not None:
             self._guarded.begin_step()
             self._rate = self._guarded.guard.actions.rate
-            self._keep_or_go_back(self._guarded.guard.actions)
+            number = self._num_steps
+            self._outcomes.keep_or_go_back(self._number, self._guarded.guard.actions, self._elastic, self._attached)
+            self._num_steps = number  # steps count on
         self._num_steps += 1
         if self._policies is not None:
             if self.monitor is not None:
                 self._policies.observe(self.monitor.observed())
-            self._policies.end_step()
+            self._policies.end_step(self._samples())
         self._tell_batch()
 
     # ---------------------------------------------------------------- the guard
@@ -327,39 +319,8 @@ class StepDriver:
             self._measuring.dropped()
         if guarded.is_again:  # another step on gradients that were judged already
             return
-        step, aside = self._step, guarded.guard.actions.set_aside
-        if step is not None:
-            step.void()
-            if aside:
-                step.sampler.set_aside(aside)
-        given = "" if step is None else "; its samples are given again"
-        if aside:
-            given += f", but for {len(aside)}, which are set aside"
-        void = self.last_void
-        self._decide(f"{void}{given}", {} if void is None else {"ranks": void.ranks})
-
-    def _decide(self, what: str, evidence: Mapping[str, Any]) -> None:
-        decision = Decision(self._number, GuardSteps.__name__, what, evidence)
-        self._decisions.append(decision)
-        logger.log(logging.WARNING if self._comm.rank == 0 else logging.DEBUG, "%s", decision)
-        for observer in self._comm._session.engine.observers or ():
-            observer.instant("decision", policy=decision.policy, what=what, why=decision.why)
-
-    def _keep_or_go_back(self, actions: GuardActions) -> None:
-        """Keep the state of training, or continue from the state that was kept last; all ranks alike."""
-        if actions.keep and self._elastic is not None:
-            self._elastic.keep()
-        elif actions.keep:
-            self._saved = copy.deepcopy(self._attached.state_dict())
-        if not actions.roll_back:
-            return
-        self._decide("continues from the state that was kept last", {})
-        if self._elastic is not None:
-            self._elastic.roll_back()  # at the next boundary
-        elif self._saved is not None:
-            number = self._num_steps
-            self._attached.load_state_dict(copy.deepcopy(self._saved))
-            self._num_steps = number  # steps count on
+        if self.last_void is not None:
+            self._outcomes.void(self._number, self.last_void, self._step, guarded.guard.actions)
 
     # ---------------------------------------------------------------- an elastic job
 
@@ -386,6 +347,19 @@ class StepDriver:
     def _set_wire_dtype(self, name: str | None) -> None:
         for bucket in getattr(self._rows, "buckets", ()):
             bucket.average.set_wire_dtype(name)
+
+    def _set_free(self, name: str, value: Any) -> None:
+        """Set an option of the optimizer's groups; those of the algorithm change before the next forward pass."""
+        for group in self._optimizer.param_groups:
+            if name in group:
+                group[name] = value
+
+    def _samples(self) -> StepSamples:
+        if self.last_void is not None:
+            return StepSamples((), None if self._step is None else self._step.sampler)
+        if self._step is None:
+            return StepSamples(range(self.batch_size or 0))
+        return StepSamples(self._step.batch, self._step.sampler)
 
     def _tell_batch(self) -> None:
         batch = self.local_batch_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,6 +20,31 @@ from kfcomm.torch.watch import Watch
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
+
+
+class Rows(Protocol):
+    """Rows of all ranks: of a `GradientExchange`, or `StepRows`."""
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a ``GradScaler`` lets this rank's step update nothing, though the others' may."""
+
+    @property
+    def places(self) -> Sequence[BucketPlace]:
+        """All gradients."""
+
+    @property
+    def means(self) -> Sequence[BucketPlace]:
+        """Gradients that are averaged, and so the same on all ranks."""
+
+    def wait_for_rows(self) -> None:
+        """Wait for the rows of all ranks."""
+
+    def put_back(self) -> None:
+        """Make the state of compressors what it was before the step."""
+
+    def begin_step(self) -> None:
+        """Note that the step was made."""
 
 
 class StepRows:

@@ -95,6 +95,14 @@ class Algorithm:
         """
         return given if isinstance(given, Algorithm) else cls(given)
 
+    def has_option(self, name: str) -> bool:
+        """Whether it takes an option of this name."""
+        try:
+            type(self)(self.kind, **{**self.options, name: None})
+        except ConfigError:
+            return False
+        return True
+
     @property
     def keeps_replicas(self) -> bool:
         """Whether the ranks' models differ between exchanges; a function is taken to make such an algorithm."""

@@ -9,7 +9,7 @@ import pytest
 import kfcomm.sync
 import kfcomm.torch
 from kfcomm import testing
-from kfcomm.adapt import Hyperparameters, Policy
+from kfcomm.adapt import Free, Hyperparameters, Policy
 from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError
 from kfcomm.train.policies import NoiseScaleBatch
@@ -261,3 +261,43 @@ def test_policies_and_decisions_outlive_the_steps_and_the_job(tmp_path: Any) -> 
         found = testing.run_threads(list(comms), lambda comm: rank(comm, 3))[0]
     assert found[-1] == "18 steps"
     assert len(found) < 18  # the file may be some steps back, but is not from the beginning
+
+
+class AsksFree(Policy):
+    """Asks for values of free hyperparameters, and for the end."""
+
+    def __init__(self, script: dict[int, tuple[str, Any]], last: int) -> None:
+        self._script, self._last = script, last
+        self.samples: list[int] = []
+
+    def after_step(self, ctx: Any) -> None:
+        self.samples.append(ctx.num_samples)
+        if ctx.step in self._script:
+            ctx.set(*self._script[ctx.step])
+        if ctx.step == self._last:
+            ctx.stop("enough")
+
+
+def test_free_hyperparameters_are_options_of_the_optimizer_and_of_the_algorithm() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        free = {"momentum": Free(0.9, low=0.0, high=0.99), "alpha": Free(0.1, low=0.0, high=1.0)}
+        asks = AsksFree({1: ("momentum", 0.5), 3: ("alpha", 0.4)}, 6)
+        attached = kfcomm.torch.attach(
+            model, optimizer, comm, algorithm="sma", policies=[asks], batch_size=6,
+            hyperparameters=Hyperparameters(batch_size=6, free=free),
+        )  # fmt: skip
+        seen = []
+        step = 0
+        while not attached.is_over:
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            seen.append((optimizer.param_groups[0]["momentum"], attached.algorithm.options.get("alpha")))
+            optimizer.step()
+            step += 1
+        return seen, asks.samples
+
+    for seen, samples in each(rank, SIZE):
+        assert seen == [(0.9, None)] * 3 + [(0.5, None)] * 2 + [(0.5, 0.4)] * 3
+        assert samples == [6 * (number + 1) for number in range(len(seen))]
