@@ -28,7 +28,7 @@ from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.introductions import check_alike, introduce, introduction, refuse
 from kfcomm.train.procedure import Comm, Procedure, call, carried, epoch_of, together
 from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
-from kfcomm.train.turns import Model, Turn, key_of, model_of
+from kfcomm.train.turns import Model, Turn, digest_of, model_of
 
 __all__ = [
     "Agreement", "Tree", "check_alike", "copied", "introduce", "introduction", "leaves", "mapped", "rebuilt", "refuse",
@@ -99,8 +99,6 @@ class Agreement:
         self._model: Model | None = None
         self._is_anew = False
         """Whether it has begun anew in this step, and knows it."""
-        self._was_latest = False
-        """Whether a loaded state is that of an algorithm in use, which its next step continues."""
         if problem is not None:
             refuse(comm, self._said, problem, *map(self._introduction, METHODS))
 
@@ -145,7 +143,8 @@ class Agreement:
 
         The arrays are the algorithm's own. They are not modified later, and not to be modified.
         """
-        found = {"num_steps": self.num_steps, "is_latest": self._is_latest or self._was_latest}
+        latest_of = self._model.key[1] if self._model is not None and self._is_latest else ""
+        found = {"num_steps": self.num_steps, "latest_of": latest_of}
         for key, value in self._parts():
             if hasattr(value, "state_dict"):
                 found |= {f"{key}/{one}": part for one, part in value.state_dict().items()}
@@ -173,7 +172,7 @@ class Agreement:
         for one in (*self.shared_state, *self.rank_state):
             if one.lstrip("_") in found:
                 setattr(self, one, found[one.lstrip("_")])
-        self._become_latest(bool(found["is_latest"]))
+        self._become_latest_of(found["latest_of"])
 
     def merging(self) -> dict[str, str]:
         """Return how the parts of the state that differ between ranks are converted when the ranks change.
@@ -274,27 +273,30 @@ class Agreement:
         latest = self._model.latest
         return None if latest is None or latest is self._turn or not latest.keeps_replicas else latest
 
-    def _become_latest(self, is_latest: bool) -> None:
-        self._was_latest = is_latest and self._model is None
-        if not is_latest:
+    def _become_latest_of(self, digest: str) -> None:
+        """Take the turn of a model, or return the turn of any; nothing begins by that."""
+        if not digest:
             self._return_turn()
-        elif self._model is not None and not self._is_latest:
+            return
+        self._model = model_of(self._comm, (self._meets_as, digest))
+        if not self._is_latest:
             self._model.take(self._turn)
+
+    def _model_of(self, tree: Tree) -> Model:
+        return model_of(self._comm, (self._meets_as, digest_of(leaves(tree))))
 
     def _take_turn(self, tree: Tree) -> Turn | None:
         """Become the latest algorithm of the model, anew; returns the turn of another one that was it."""
-        self._model = model_of(self._comm, key_of(self._meets_as, leaves(tree)))
-        self._is_anew = False
+        self._model, self._is_anew = self._model_of(tree), False
         if self._is_latest:
             # A rank was lost in the first step, which may be made again, with the models of before: agree on them, too.
             return self._turn.former if self.shares_gradients and self.num_steps == 1 else None
         former = self._model.take(self._turn)
-        was_latest, self._was_latest = self._was_latest, False
         # Without a former turn the state is one that was loaded: of an algorithm that another one has followed.
-        self._is_anew = not was_latest and (former is not None or self.num_steps > 0)
+        self._is_anew = former is not None or self.num_steps > 0
         if self._is_anew:
             self.restart(tree)
-        return None if was_latest else former
+        return former
 
     def _return_turn(self) -> None:
         if self._model is not None and self._is_latest:
@@ -302,7 +304,7 @@ class Agreement:
 
     def _introduce_gradients(self, tree: Tree) -> Procedure[None]:
         if self._model is None:
-            self._model = model_of(self._comm, key_of(self._meets_as, leaves(tree)))
+            self._model = self._model_of(tree)
         self._introduced["gradients"] = epoch_of(self._comm)
         name, unequal = self._introduction("gradients"), self._unequal_since
         row = [self._said, None, self.shares_gradients, None if unequal is None else unequal.said]

@@ -1,17 +1,19 @@
 """Latest algorithm of each model on a communicator: from it follows what another algorithm has to do when it begins.
 
-A model is known by the name under which its algorithms meet, and by the names and shapes of its arrays: without a name
-of their own algorithms of two models meet under the same one, and the forms keep them apart.
+A model is known by the name under which its algorithms meet, and by a digest of the names and shapes of its arrays:
+without a name of their own algorithms of two models meet under the same one, and the digests keep them apart.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-ModelKey: TypeAlias = tuple[str, frozenset[tuple[str, tuple[int, ...]]]]
+ModelKey: TypeAlias = tuple[str, str]
+"""Name and digest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +56,7 @@ def model_of(comm: Any, key: ModelKey) -> Model:
     return _models.setdefault(comm, {}).setdefault(key, Model(key))
 
 
-def key_of(name: str, arrays: Mapping[str, Any]) -> ModelKey:
-    """Return the key of a model with these arrays by name, whose algorithms meet under ``name``."""
-    return name, frozenset((one, tuple(getattr(x, "shape", ()))) for one, x in arrays.items())
+def digest_of(arrays: Mapping[str, Any]) -> str:
+    """Return a digest of the names and shapes of these arrays; the same on all ranks."""
+    form = sorted((one, tuple(map(int, getattr(x, "shape", ())))) for one, x in arrays.items())
+    return hashlib.blake2b(repr(form).encode(), digest_size=8).hexdigest()
