@@ -21,7 +21,7 @@ import torch  # noqa: TID253  run where there is torch, by nothing else
 
 import kfcomm.sync
 import kfcomm.torch
-from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
 from kfcomm.elastic.sampler import share
 from kfcomm.train import Algorithm
 
@@ -51,6 +51,11 @@ CASES = [
     for optimizer in OPTIMIZERS
     if (kind == "local-adaalter") == (optimizer == "plain")
 ]
+
+
+SWITCHED = {0: "sma", 2: "ssgd", 20: "diloco"}
+"""By the step before which it begins; ranks join and die between."""
+WRAPPED, SWITCHING = "wrapped", "switching"
 
 
 class Net(torch.nn.Module):
@@ -89,6 +94,22 @@ def values(model: Any) -> list[float]:
     return [float(number) for one in tensors for number in one.detach().reshape(-1)]
 
 
+class Moments:
+    """State of an Adam, for a `State` in which it differs between ranks, whose groups must not be averaged."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._optimizer.state_dict()["state"]
+        return {str(n): {**one, "step": int(one["step"])} for n, one in found.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups = self._optimizer.state_dict()["param_groups"]
+        found = {int(n): {**one, "step": torch.tensor(float(one["step"]))} for n, one in state.items()}
+        self._optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+
 # ---------------------------------------------------------------- the job
 
 
@@ -102,7 +123,17 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             name = f"{kind} {optimizer}"
             attached = kfcomm.torch.attach(model, chosen, comm, name=name, algorithm=KINDS[kind])
             held[name] = model, chosen, attached
-        states = {f"of_{n}": one[2] for n, one in enumerate(held.values())}
+        states: dict[str, Any] = {f"of_{n}": one[2] for n, one in enumerate(held.values())}
+        model = Net()
+        chosen = OPTIMIZERS["adam"](model)
+        switching = kfcomm.torch.attach(model, chosen, comm, name=SWITCHING, algorithm=KINDS[SWITCHED[0]])
+        held[SWITCHING] = model, chosen, switching
+        states[SWITCHING] = switching
+        model = Net()
+        chosen = kfcomm.torch.optimizers.sma(OPTIMIZERS["adam"](model), comm, ALPHA, name=WRAPPED)
+        held[WRAPPED] = model, chosen, None
+        states |= {"model": PerRank(model, "mean"), "moments": PerRank(Moments(chosen), "mean")}
+        states["way"] = chosen.agreement
         log = []
         with Elastic(comm, State(**states), checkpoint=plan.get("checkpoint"), checkpoint_every=4) as elastic:
             for step in elastic.steps(ElasticSampler(LENGTH, BATCH), passes=PASSES):
@@ -112,6 +143,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
                     time.sleep(0.2)  # for those that are to join, whatever the machine does
                 if [me, step.number] in plan["kills"]:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if step.number in SWITCHED and switching.algorithm != KINDS[SWITCHED[step.number]]:
+                    switching.use(KINDS[SWITCHED[step.number]])
                 for model, _, _ in held.values():
                     gradients(model, step.indices)
                 for _, chosen, _ in held.values():
@@ -187,6 +220,17 @@ class Simulation:
         self.replicas = {uid: self.replicas[uid] if self.is_shared and uid in having else copy.deepcopy(first)
                          for uid in uids}  # fmt: skip
         self.own = {uid: [one.clone() for one in self.own[having[0]]] for uid in uids}
+
+    def switch(self, kind: str) -> None:
+        """Continue by another algorithm, from the mean of the models."""
+        living = list(self.replicas.values())
+        mean = torch.stack([one.parameters() for one in living]).mean(0)
+        if not self.is_shared:
+            self._towards(living, mean, 1.0)
+            for one in living[1:] if kind == "ssgd" else ():
+                one.optimizer.load_state_dict(copy.deepcopy(living[0].optimizer.state_dict()))
+        self.kind, self.is_shared = kind, kind == "ssgd"
+        self.kept, self.velocity, self.num_steps = mean, torch.zeros_like(mean), 0
 
     def step(self, shares: dict[int, Any], given: Sequence[int]) -> None:
         """Make one step; ``given``: ranks that live to the end of it."""
@@ -279,14 +323,18 @@ def combined(a: Any, b: Any) -> Any:
     return (1 - dot / (2 * one) if one else 1.0) * a + (1 - dot / (2 * other) if other else 1.0) * b
 
 
-def simulated(kind: str, optimizer: str, log: Sequence[Any], last: Sequence[int]) -> dict[int, list[float]]:
+def simulated(
+    kind: str, optimizer: str, log: Sequence[Any], last: Sequence[int], *, switches: dict[int, str] | None = None
+) -> dict[int, list[float]]:
     """Results of the ranks at the end (``last``), by uid; ``log``: number, ranks and samples of each step."""
     simulation = Simulation(kind, optimizer, log[0][1])
     uids = log[0][1]
-    for place, (_, now, batch) in enumerate(log):
+    for place, (number, now, batch) in enumerate(log):
         if now != uids:
             simulation.change(now)
             uids = now
+        if number in (switches or {}) and number:
+            simulation.switch((switches or {})[number])
         later = log[place + 1][1] if place + 1 < len(log) else last
         # A rank that is gone in the next step, by a number that is not the plan's, was killed in this one.
         given = [uid for uid in now if uid in later]

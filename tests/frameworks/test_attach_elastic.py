@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,15 +43,22 @@ def test_all_algorithms_over_joins_and_a_kill_equal_one_process(tmp_path: Path) 
     samples = np.concatenate([batch for _, _, batch in log])
     assert len(samples) > elastic_attached.LENGTH * elastic_attached.PASSES  # those of the killed rank, again
     last = found[0]["births"]
-    for kind, optimizer in elastic_attached.CASES:
-        name = f"{kind} {optimizer}"
-        wanted = elastic_attached.simulated(kind, optimizer, log, last)
+    switches = elastic_attached.SWITCHED
+    cases: list[tuple[str, str, str, dict[int, str]]] = [
+        (f"{kind} {optimizer}", kind, optimizer, {}) for kind, optimizer in elastic_attached.CASES
+    ]
+    cases += [
+        (elastic_attached.WRAPPED, "sma", "adam", {}),
+        (elastic_attached.SWITCHING, switches[0], "adam", switches),
+    ]
+    for name, kind, optimizer, switched in cases:
+        wanted = elastic_attached.simulated(kind, optimizer, log, last, switches=switched)
         for uid in last:
             np.testing.assert_allclose(found[uid]["found"][name], wanted[uid], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 LOSS = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 import numpy as np
 import torch
@@ -65,13 +73,17 @@ with kfcomm.sync.init(elastic=True) as comm:
     me = comm.births[comm.rank]
     torch.manual_seed(me)
     # The gradients of the last layers have left when that of the first comes.
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    width = 9 if me in told.get("others", ()) else 8
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(4), torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = {"sampler": ElasticSampler(96, batch=24), **told.get("elastic", {})}
     attached = kfcomm.torch.attach(
         model, optimizer, comm, bucket_nbytes=100, elastic=options, algorithm=told["algorithm"],
         compression=told.get("compression"),
     )
+    (folder / f"attached-{me}").touch()
     number = 0
     def look(_):
         if [me, number] == told["kill"]:
@@ -80,6 +92,10 @@ with kfcomm.sync.init(elastic=True) as comm:
     used = []
     for step in attached.steps(passes=told["passes"]):
         number = step.number
+        if told.get("others") and number == 2 and comm.rank == 0:
+            comm.propose_size(3)
+        if told.get("others") and number > 2 and len(list(folder.glob("attached-*"))) < 3:
+            time.sleep(0.2)  # a rank joins between two steps
         restarts = options.get("on_loss") == "restart_step"
         with step if restarts else torch.enable_grad():
             optimizer.zero_grad()
@@ -147,3 +163,13 @@ def test_checkpoint_continues_with_algorithm_and_optimizer_on_another_number_of_
     (tmp_path / "0.json").unlink()
     _, done = trained(tmp_path, {**told, "algorithm": "ssgd", "passes": 7}, "-n", "2")
     assert done.returncode == 0, done.stdout + done.stderr  # the checkpoint's algorithm is the one in force
+
+
+@pytest.mark.slow
+def test_joining_rank_with_another_model_is_refused_alone(tmp_path: Path) -> None:
+    told = {"algorithm": "ssgd", "kill": [], "passes": 80, "others": [2]}
+    found, done = trained(tmp_path, told, "-n", "2", "--elastic", "2:3", "--restart-limit", "0")
+    text = done.stdout + done.stderr
+    assert re.search(r"1\.weight is \(9, 4\) here and \(8, 4\) in the state", text), text
+    assert sorted(found) == [0, 1], text
+    assert found[0] == found[1]
