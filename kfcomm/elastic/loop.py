@@ -18,7 +18,7 @@ from kfcomm.elastic.joining import Entrance, Handover, program_digest
 from kfcomm.elastic.replicas import Replicas
 from kfcomm.elastic.requests import SizeRequests
 from kfcomm.elastic.sampler import ElasticSampler
-from kfcomm.elastic.state import State
+from kfcomm.elastic.state import State, has_per_rank
 from kfcomm.elastic.walks import Walk, Walks, following
 from kfcomm.errors import ConfigError
 
@@ -84,6 +84,8 @@ class Elastic:
             raise ConfigError(f"Elastic keeps a kfcomm.elastic.State, not {type(state).__name__}")
         if own is not None and not isinstance(own, State):
             raise ConfigError(f"own is a kfcomm.elastic.State, not {type(own).__name__}")
+        if own is not None and has_per_rank(own):
+            raise ConfigError("own is of one rank, and not converted: give values without PerRank")
         if type(copies) is not int or copies < 1:
             raise ConfigError(f"copies is a number of ranks from 1 on, not {copies!r}")
         if on_loss not in ON_LOSS:

@@ -38,7 +38,7 @@ class Form(NamedTuple):
     ways: list[list[Any]]  # see ``Snapshot``
 
     def values(self, arrays: Sequence[Array], *, as_numpy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Rebuild the values and the states of objects, around arrays in the order of ``Snapshot.flat``."""
+        """Rebuild the values and the states of objects, around arrays in the order of ``Snapshot.forms``."""
         shaped = (one.reshape(shape) for one, (_, shape, _) in zip(arrays, [*self.plan, *self.parts], strict=True))
         plain, objects = (rebuilt(tree, shaped, as_numpy=as_numpy) for tree in (self.small, self.objects))
         return plain, objects

@@ -239,9 +239,14 @@ def _kind(state: State, name: str) -> str:
     return what + (f" ({how} of ranks)" if how else "")
 
 
+def has_per_rank(state: State) -> bool:
+    """Whether a value of a state is marked as `PerRank`."""
+    return bool(state._ways)
+
+
 def may_differ(state: State) -> bool:
     """Whether values may differ between ranks; the same on all ranks while an ``Elastic`` is open."""
-    return bool(state._ways) or any(has_merging(one) for one in state._values.values())
+    return has_per_rank(state) or any(has_merging(one) for one in state._values.values())
 
 
 def has_merging(value: Any) -> bool:

@@ -154,3 +154,10 @@ async def test_object_that_all_ranks_convert_as_a_whole() -> None:
     models = [Model(1.0), Model(4.0)]
     await entered([State(model=PerRank(model, "mean")) for model in models])
     assert [(model.w.tolist(), model.n) for model in models] == [([2.5, 2.5], 1)] * 2
+
+
+@pytest.mark.asyncio
+async def test_own_state_has_no_marked_values() -> None:
+    async with world(1, elastic=True) as comms:
+        with pytest.raises(ConfigError, match="give values without PerRank"):
+            Elastic(comms[0], State(), own=State(x=PerRank(1.0, "sum")))
