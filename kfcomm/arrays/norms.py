@@ -21,6 +21,8 @@ def squared_norm(arrays: Iterable[Any]) -> float:
 
 @np.errstate(all="ignore")
 def _of_one(flat: np.ndarray[Any, Any]) -> float:
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
     # Squares of float16 overflow above 256, and bfloat16 loses most of its digits in a sum.
     dtype = flat.dtype if flat.dtype in (np.float32, np.float64) else np.dtype(np.float32)
     blocks = (flat[at : at + BLOCK].astype(dtype, copy=False) for at in range(0, flat.size, BLOCK))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.adapt import GuardSteps, StepEvidence, Void
-from kfcomm.adapt.levels import Level, exact_log
+from kfcomm.adapt.levels import Level, exact_log, exact_logs
 from kfcomm.errors import ConfigError, GuardFailed
 
 WRONG = (math.nan, math.inf, -math.inf)
@@ -236,6 +236,7 @@ def test_state_continues_to_the_bit(seed: int, cut: int) -> None:
 @given(st.floats(min_value=5e-324, max_value=1.7e308))
 def test_exact_log(x: float) -> None:
     assert exact_log(x) == pytest.approx(math.log(x), rel=1e-14, abs=1e-15)
+    assert exact_logs(np.array([x, 2.0]))[0] == exact_log(x)
 
 
 def test_z_score_is_that_of_the_definition() -> None:
@@ -249,6 +250,19 @@ def test_z_score_is_that_of_the_definition() -> None:
     mad = np.median(np.abs(logs - middle))
     assert level.z(100.0) == pytest.approx((math.log(100) - middle) / (1.4826 * mad), rel=1e-12)
     assert level.median == np.median(values[-40:])
+
+
+def test_z_score_of_signed_numbers() -> None:
+    values = np.random.default_rng(1).normal(size=(50, 20))
+    level = Level(50)
+    for row in values:
+        level.add(row.tolist())
+    kept = np.sort(values)[:, [(2 * k + 1) * 20 // 32 for k in range(16)]]
+    scale = np.median(np.abs(kept))
+    found = np.sign(kept) * np.log(1 + np.abs(kept) / scale)
+    mad = np.median(np.abs(found - np.median(found)))
+    wanted = (np.log(1 + 9.0 / scale) - np.median(found)) / (1.4826 * mad)
+    assert level.z(9.0) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(

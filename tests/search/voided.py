@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -23,6 +24,7 @@ import numpy as np
 
 from kfcomm.adapt import Adaptation, GuardSteps, Hyperparameters
 from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.errors import EpochChanged, PeerLost
 from kfcomm.testing import world
 from tests.elastic.support import Died, die
 
@@ -64,8 +66,9 @@ class Round:
             self.wrong_samples[sample] = random.choice([math.nan, math.inf, -math.inf])
         self.num_injections += len(self.wrong_samples)
         self.p_wrong = random.choice([0.05, 0.1, 0.3])
-        self.p_lost = random.choice([0.0, 0.005, 0.02])
+        self.p_lost = random.choice([0.0, 0.01, 0.04])
         self.lower_rate = random.choice([None, (0.5, 10)])
+        self.on_loss = random.choice(["finish", "raise", "restart_step"])
         self.joins_at = random.choice([None, 3, 20])
 
     def kind(self, step: int, uid: int) -> str | None:
@@ -90,7 +93,8 @@ class Rank:
     def __init__(self, comms: Any, comm: Any, given: Round, may_join: asyncio.Event) -> None:
         self.comms, self.comm, self.given, self.may_join = comms, comm, given, may_join
         self.uid: int = -1
-        self.trace: list[tuple[Any, float, Any]] = []  # samples used, rate, and the model after each step that counts
+        # By step: samples used, rate, and the model after it; of steps that count.
+        self.trace: dict[int, tuple[Any, float, Any]] = {}
         self.state = State(w=np.zeros(5), v=np.zeros(5), used=np.zeros(LENGTH))
         self.aside: list[int] = []
         self.is_dead = False
@@ -109,11 +113,14 @@ class Rank:
         parameters = Hyperparameters(batch_size=BATCH, learning_rate=RATE)
         try:
             async with (
-                Elastic(self.comm, self.state) as elastic,
+                Elastic(self.comm, self.state, on_loss=self.given.on_loss) as elastic,
                 Adaptation(self.comm, [guard], hyperparameters=parameters) as adaptation,
             ):
                 async for step in elastic.steps(sampler, passes=PASSES, used_in="guarded"):
-                    await self._step(step, adaptation)
+                    self.trace.pop(step.number, None)  # of a step that is repeated
+                    restarts = self.given.on_loss == "restart_step"
+                    with step if restarts else contextlib.suppress(EpochChanged, PeerLost):
+                        await self._step(step, adaptation)
                     if step.number == self.given.joins_at and self.uid == 0:
                         self.may_join.set()
         except Died:
@@ -144,7 +151,7 @@ class Rank:
             rate = adaptation.learning_rate or 0.0
             state.w = state.w - rate * state.v
             state.used = state.used + used.round()
-            self.trace.append((used > 0.5, rate, state.w))
+            self.trace[step.number] = used > 0.5, rate, state.w
             self._may_die("after", number)
         if now.is_void and self.comm.rank == 0:
             given.num_void += 1
@@ -204,7 +211,7 @@ def check(given: Round, ranks: list[Rank]) -> None:
     assert np.isfinite(first.state.w).all(), given
     x, y = data(given.seed)
     w, v, total = np.zeros(5), np.zeros(5), np.zeros(LENGTH)
-    for used, rate, model in first.trace:
+    for used, rate, model in first.trace.values():
         v = MOMENTUM * v + gradients_of(w, x[used], y[used])[0] / used.sum()
         w = w - rate * v
         total += used
