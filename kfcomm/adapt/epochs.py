@@ -14,7 +14,8 @@ from kfcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from kfcomm.adapt.guarded import ElasticStep
-    from kfcomm.adapt.host import Hook, PolicyHost
+    from kfcomm.adapt.host import PolicyHost
+    from kfcomm.adapt.runner import Hook
 
 
 class Epochs:

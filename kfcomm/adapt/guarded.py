@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
-from kfcomm.adapt.host import PolicyHost, Runner
+from kfcomm.adapt.host import PolicyHost
+from kfcomm.adapt.runner import Runner
 from kfcomm.arrays import adapt
 from kfcomm.arrays.norms import squared_norm
 from kfcomm.arrays.trees import Tree, leaves, rebuilt
@@ -80,7 +81,7 @@ class StepGuard:
 
     def begin(self, step: ElasticStep | None) -> None:
         """Begin a step, which may be one of an ``Elastic``."""
-        self.step = step
+        self.step = self._host.step = step
         self.void: Void | None = None
         self.actions = GuardActions(rate=self.rate)
         self.is_exchanged = False

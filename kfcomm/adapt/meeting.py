@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfcomm.adapt.host import Held, PolicyHost, Runner
+from kfcomm.adapt.host import Held, PolicyHost
 from kfcomm.adapt.metrics import MeetingTable, Reading, StepMetrics
-from kfcomm.adapt.policy import FAILED, NOTHING, Request, overruled
+from kfcomm.adapt.requests import FAILED, NOTHING, Request, overruled
+from kfcomm.adapt.runner import Runner
 from kfcomm.collectives.handle import Handle
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost

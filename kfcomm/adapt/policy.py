@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.adapt.requests import SIZE, STOP, STRATEGY, Request, sign_of, words_of
 from kfcomm.common.arguments import plain_text
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.host import PolicyHost, Runner
+    from kfcomm.adapt.host import Action, PolicyHost
+    from kfcomm.adapt.runner import Runner
     from kfcomm.world.communicator import Communicator
 
 
+__all__ = ["Context", "Decision", "Policy", "Request", "sign_of"]
+
 T = TypeVar("T")
 
-NOTHING, FAILED = 0, 1
-"""Signs of a policy without requests, and of one that has raised."""
-STRATEGY, SIZE, STOP = "strategy", "size", "stop"
-"""Subjects beside the names of hyperparameters."""
 MAX_SHOWN = 16
 """Items of a sequence in the log."""
 
@@ -54,72 +52,6 @@ class Decision:
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
-
-
-class Request(Generic[T]):
-    """Request of a policy to all ranks. It is carried out whether it is awaited or not."""
-
-    runner: Runner  # of the policy
-
-    def __init__(self, words: str, call: Callable[[], Awaitable[T]], subject: str = "") -> None:
-        self.words = words  # which the ranks compare
-        self.subject = subject  # can have one value only: of the requests of several policies the first one wins
-        self.is_awaited = False
-        self._call = call
-        self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-    def __await__(self) -> Generator[Any, None, T]:
-        if not self._outcome.done():
-            self.is_awaited = True
-            self.runner.at_rest.set()
-        return self._outcome.__await__()
-
-    async def carry_out(self) -> None:
-        """Carry it out; an error is raised where the request is awaited, and here if it is not."""
-        try:
-            result = await self._call()
-        except Exception as error:
-            if not self.is_awaited:
-                raise
-            self._outcome.set_exception(error)
-        else:
-            self._outcome.set_result(result)
-
-    def overrule(self: Request[bool]) -> None:
-        """Drop it: awaiting it gives False."""
-        self._outcome.set_result(False)
-
-
-def words_of(what: str, digest: bytes = b"") -> str:
-    """Words of a request, with a digest of its other parts."""
-    text = plain_text(what)
-    return f"{text} [{digest.hex()[:8]}]" if digest else text
-
-
-def sign_of(requests: Sequence[Request[Any]]) -> int:
-    """Sign of requests: 0 without any, else a digest of all words of 48 bits, and never 1."""
-    if not requests:
-        return NOTHING
-    # Equal signs stand for equal requests on all ranks; 48 bits are exact in the float64 of a table.
-    text = "\0".join(request.words for request in requests).encode()
-    return 2 + int.from_bytes(blake2b(text, digest_size=6).digest(), "little")
-
-
-def overruled(asked: Sequence[Sequence[Request[Any]]]) -> list[tuple[Request[Any], Request[Any]]]:
-    """Return the overruled requests, of those of each policy in order, each with the request that overrules it."""
-    winners: dict[str, Request[Any]] = {}
-    lost = []
-    for requests in asked:
-        own = {}
-        for request in requests:
-            winner = winners.get(request.subject)
-            if winner is None:
-                own[request.subject] = request  # of its own requests the last one holds in the end
-            elif winner.words != request.words:
-                lost.append((request, winner))
-        own.pop("", None)
-        winners.update(own)
-    return lost
 
 
 class Policy:
@@ -354,6 +286,26 @@ class Context:
 
         return self._runner.ask(Request(f"another in place of rank {checked}", change))
 
+    def keep(self, **evidence: Any) -> Request[bool]:
+        """Ask for a copy of the state, in a program with an open ``Elastic``: see ``Elastic.keep``.
+
+        Raises:
+            ConfigError: the program has no open ``Elastic``.
+        """
+        return self._act("keep", "keeps the state", (), evidence)
+
+    def roll_back(self, **evidence: Any) -> Request[bool]:
+        """Ask to return to the state that was kept last: see ``Elastic.roll_back``, and ``keep``."""
+        return self._act("roll_back", "restores the kept state", (), evidence)
+
+    def set_aside(self, samples: Iterable[int], **evidence: Any) -> Request[bool]:
+        """Ask that samples are not given again: see ``ElasticSampler.set_aside``.
+
+        For programs that give their steps of an ``Elastic``: ``adaptation.step(step)``.
+        """
+        found = tuple(sorted({int(sample) for sample in samples}))
+        return self._act("set_aside", f"sets {len(found)} samples aside", found, evidence)
+
     def together(self, what: str, call: Callable[[Communicator], Awaitable[T]]) -> Request[T]:
         """Ask for an action of all ranks together, such as a probe: ``call(comm)``, on every rank.
 
@@ -366,6 +318,16 @@ class Context:
             A request that may be awaited; its result is that of ``call``.
         """
         return self._runner.ask(Request(words_of(what), lambda: self._host.together(what, call, self._runner)))
+
+    def _act(self, action: Action, what: str, samples: tuple[int, ...], evidence: Mapping[str, Any]) -> Request[bool]:
+        self._host.check_action(action)
+
+        async def change() -> bool:
+            self._host.act(action, samples)
+            self.decide(what, **({"samples": samples} if samples else {}), **evidence)
+            return True
+
+        return self._runner.ask(Request(words_of(f"{what} {samples or ''}".rstrip()), change))
 
     def _ask_for(self, name: str, value: Any, evidence: Mapping[str, Any]) -> Request[bool]:
         checked = self.hyperparameters.checked(name, value, self.size)

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from kfcomm.adapt.flapping import Changes
 from kfcomm.adapt.guard import GuardSteps, StepEvidence
 from kfcomm.adapt.guarded import outcomes
-from kfcomm.adapt.host import Named, PolicyHost, Progress
+from kfcomm.adapt.host import Action, Named, PolicyHost, Progress
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.adapt.policy import SIZE, STOP, STRATEGY, Decision, Policy, Request
+from kfcomm.adapt.policy import Decision, Policy
 from kfcomm.adapt.recording import NUMBERS, StaticWorld, lines_of
+from kfcomm.adapt.requests import SIZE, STOP, STRATEGY, Request
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
@@ -114,6 +115,14 @@ class _ReplayHost(PolicyHost):
         self.results.remove(found)
         result: T = found["result"]
         return result
+
+    @override
+    def act(self, action: Action, samples: Sequence[int]) -> None:
+        pass  # a replay has neither state nor samples
+
+    @override
+    def check_action(self, action: Action) -> None:
+        pass
 
     def others_did(self, entry: Line, names: Sequence[str]) -> None:
         """Repeat a change that was made in the run for another policy, or undone."""

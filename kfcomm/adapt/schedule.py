@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfcomm.adapt.policy import SIZE, STRATEGY, Context, Policy
+from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.requests import SIZE, STRATEGY
 from kfcomm.common.arguments import whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.types import override

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm import sync
-from kfcomm.adapt import Adaptation, GuardSteps
+from kfcomm.adapt import Adaptation, Context, GuardSteps, Policy, replay
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import GuardFailed
 from kfcomm.testing import run_threads, sync_world, world
@@ -161,3 +161,63 @@ async def test_model_that_is_never_finite_raises_on_all_ranks() -> None:
         )
     assert all(isinstance(one, GuardFailed) for one in found)
     assert str(found[0]) == str(found[1])
+
+
+@pytest.mark.asyncio
+async def test_policies_keep_restore_and_set_aside(tmp_path: Path) -> None:
+    """Any policy can ask for the actions of the guard; a replay decides alike."""
+
+    class Asks(Policy):
+        def after_step(self, ctx: Context) -> None:
+            if ctx.step == 0:
+                ctx.keep(because="it begins")
+            if ctx.step == 3:
+                ctx.roll_back()
+            if ctx.step == 5:
+                ctx.set_aside([4, 2], loss=9.0)
+
+    path = tmp_path / "run.jsonl"
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state, sampler, counts = State(count=0), ElasticSampler(LENGTH, BATCH, seed=None), []
+            async with Elastic(comm, state) as elastic, Adaptation(comm, [Asks()], record=path) as adaptation:
+                async for step in elastic.steps(sampler, passes=3):
+                    async with adaptation.step(step):
+                        await comm.barrier()
+                        state.count += 1
+                        counts.append(state.count)
+            return counts, sampler.aside, adaptation.decisions
+
+        one, other = await asyncio.gather(*map(main, comms))
+    assert one == other
+    counts, aside, decisions = one
+    assert counts[:7] == [1, 2, 3, 4, 5, 3, 4]  # kept after the second step, restored after the fifth
+    assert aside == [2, 4]
+    assert [str(one) for one in decisions] == [
+        "step 1: Asks: keeps the state (because it begins)",
+        "step 4: Asks: restores the kept state",
+        "step 6: Asks: sets 2 samples aside (samples [2, 4], loss 9)",
+    ]
+    assert await asyncio.to_thread(replay, Asks(), path) == decisions
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("action", ["keep", "roll_back", "set_aside"])
+async def test_actions_need_an_elastic(action: str) -> None:
+    class Asks(Policy):
+        def after_step(self, ctx: Context) -> None:
+            getattr(ctx, action)(*([[1]] if action == "set_aside" else []))
+
+    async with world(2) as comms:
+
+        async def main(comm: Any) -> Any:
+            async with Adaptation(comm, [Asks()]) as adaptation:
+                for _ in range(2):
+                    async with adaptation.step():
+                        pass
+            return [one.what for one in adaptation.decisions]
+
+        found = await asyncio.gather(*map(main, comms))
+    assert f"{action} was asked for: that needs an open Elastic" in found[0][0]
+    assert found[0] == found[1]
