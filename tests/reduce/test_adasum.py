@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.collectives.adasum import adasum_weights
+from kfcomm.collectives.adasum_arithmetic import adasum_weights
 
 
 def pair(a: Any, b: Any) -> Any:
