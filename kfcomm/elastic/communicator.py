@@ -328,6 +328,8 @@ def _outliving(verb: str) -> Callable[..., Handle[Any]]:
     def call(self: ElasticCommunicator, *args: Any, **kwargs: Any) -> Handle[Any]:
         calls = self._calls
         if calls is None or (args and _is_far(args[0])):
+            if calls is not None:
+                calls.post_boundary()
             begun: Handle[Any] = getattr(self._shown, verb)(*args, **kwargs)
             return begun
         return calls.begin(verb, args, kwargs)
