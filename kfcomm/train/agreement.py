@@ -181,9 +181,14 @@ class Agreement:
         rank. ``sum``: the total over these ranks, divided by the new number of ranks. All other parts are the same on
         all ranks.
         """
-        found = {one.lstrip("_"): how for one, how in self.rank_state.items()}
+        ways = {one.lstrip("_"): how for one, how in self.rank_state.items()}
+        found: dict[str, str] = {}
         for key, value in self._parts():
-            found |= {f"{key}/{one}": how for one, how in getattr(value, "merging", dict)().items()}
+            if hasattr(value, "state_dict"):
+                own = value.merging() if hasattr(value, "merging") else dict.fromkeys(value.state_dict(), ways.get(key))
+                found |= {f"{key}/{one}": how for one, how in own.items() if how is not None}
+            elif key in ways:
+                found[key] = ways[key]
         return found
 
     def _parts(self) -> list[tuple[str, Any]]:
