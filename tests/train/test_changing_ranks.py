@@ -83,7 +83,7 @@ def check(kind: str, states: dict[int, State]) -> None:
 @pytest.mark.asyncio
 async def test_kept_algorithm_follows_two_four_and_three_ranks(kind: str) -> None:
     algorithm = KINDS[kind][0]
-    async with world(2, elastic=True, timeout=20) as comms:
+    async with world(2, elastic=True, timeout=60) as comms:
         tasks: dict[int, asyncio.Task[State]] = {}
 
         async def new(birth: int) -> State:

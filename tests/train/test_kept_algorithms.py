@@ -96,7 +96,7 @@ async def test_joining_rank_takes_over_what_the_program_does_not_hand_over(kind:
         way = KINDS[kind].made(comm, first_model())
         return {}, lambda _: way
 
-    async with world(2, elastic=True, timeout=20) as comms:
+    async with world(2, elastic=True, timeout=60) as comms:
         run = Run(comms, make)
         await run.all()
         assert run.states.keys() == {0, 1, 9}
@@ -110,7 +110,7 @@ async def test_joining_rank_takes_over_what_the_program_does_not_hand_over(kind:
 
 
 def test_blocking_ranks_follow_a_rank_that_joins() -> None:
-    with sync_world(2, elastic=True, timeout=20) as comms:
+    with sync_world(2, elastic=True, timeout=60) as comms:
         joined: list[threading.Thread] = []
 
         def main(comm: Any) -> Any:
@@ -148,7 +148,7 @@ async def test_rank_joins_about_when_the_others_switch(switches_at: int) -> None
         first, then = SMA(comm, 0.3), SynchronousSGD(comm)
         return {"first": first, "then": then}, lambda number: first if number < switches_at else then
 
-    async with world(3, elastic=True, timeout=20) as comms:
+    async with world(3, elastic=True, timeout=60) as comms:
         run = Run(comms, make)
         await run.all()
         models = [state.model for state in run.states.values()]
@@ -169,7 +169,7 @@ async def test_switch_is_made_again_in_a_step_that_is_made_again(dies_at: int, i
         handed = {"first": first, "then": then} if is_handed else {}
         return handed, lambda number: first if number < switches_at else then
 
-    async with world(3, elastic=True, timeout=20) as comms:
+    async with world(3, elastic=True, timeout=60) as comms:
         run = Run(comms, make, on_loss="restart_step")
         run.dies_at = dies_at
         await run.all()
@@ -206,7 +206,7 @@ async def test_elastic_averaging_follows_the_number_of_ranks() -> None:
 
 @pytest.mark.asyncio
 async def test_plain_communicator_of_survivors_is_assigned() -> None:
-    async with world(3, timeout=20) as comms:
+    async with world(3, timeout=60) as comms:
 
         async def main(comm: Any) -> Any:
             way, x = SMA(comm, 1.0), np.full(2, float(comm.rank))
@@ -232,7 +232,7 @@ async def test_pairs_ask_the_ranks_that_are_there(peers: str) -> None:
         way = PairAveraging(comm, first_model(), peers=peers)
         return {"way": way}, lambda _: way
 
-    async with world(3, elastic=True, timeout=20) as comms:
+    async with world(3, elastic=True, timeout=60) as comms:
         run = Run(comms, make)
         run.dies_at = 6
         await run.all()

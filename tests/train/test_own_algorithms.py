@@ -73,7 +73,7 @@ async def test_gossip_keeps_the_mean_and_comes_to_a_consensus() -> None:
         return model["a"][0]
 
     for size in (1, 2, 5):
-        async with world(size, timeout=20) as comms:
+        async with world(size, timeout=60) as comms:
             found = await run_ranks(comms, main)
         assert np.allclose(found, (size - 1) / 2, atol=1e-3)
         assert np.isclose(np.mean(found), (size - 1) / 2, rtol=1e-12)
@@ -89,7 +89,7 @@ def test_blocking_gossip_is_switched_to_and_from() -> None:
                 model = mapped(lambda x, g: x - 0.1 * g, pending.wait(), along)
         return model["a"][0]
 
-    with sync_world(3, timeout=20) as comms:
+    with sync_world(3, timeout=60) as comms:
         found = run_threads(comms, main)
     assert np.allclose(found, 1.0 - 9 * 0.1)
 
@@ -97,7 +97,7 @@ def test_blocking_gossip_is_switched_to_and_from() -> None:
 @pytest.mark.asyncio
 async def test_state_of_an_algorithm_with_a_compressor_is_handed_and_divided() -> None:
     """All that was given is in the velocities and the rests: (1 − μ)·Σv + Σrest / n of momentum 0 is the sum."""
-    async with world(3, elastic=True, timeout=20) as comms:
+    async with world(3, elastic=True, timeout=60) as comms:
 
         async def main(comm: Any) -> Any:
             way = Algorithm(SlowMean, momentum=0.0).made(comm, model_of(0))
@@ -131,7 +131,7 @@ async def test_own_algorithms_are_compared_and_refused_like_others() -> None:
         with pytest.raises(ConfigError, match=r"SlowMean\(momentum=2.0\): momentum is at least 0"):
             await SlowMean(comm, model_of(0), 2.0 if comm.rank else 0.5, name="slow").gradients(model_of(0))
 
-    async with world(2, timeout=20) as comms:
+    async with world(2, timeout=60) as comms:
         await run_ranks(comms, main)
 
 

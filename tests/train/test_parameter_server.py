@@ -186,7 +186,7 @@ async def test_state_spreads_the_model_anew_over_other_ranks() -> None:
 @pytest.mark.asyncio
 async def test_parts_move_to_the_ranks_of_each_step() -> None:
     """A rank joins, and one is lost: no push of a living rank is lost, and all see one model after each step."""
-    async with world(3, elastic=True, timeout=20) as comms:
+    async with world(3, elastic=True, timeout=60) as comms:
         tasks: list[asyncio.Task[None]] = []
         ended: list[Any] = []
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
+from kfcomm.errors import EpochChanged
 from kfcomm.testing import world
 from tests.elastic.support import Died, die
 from tests.train.reference import RATE, Members, Reference, first_model, gradient
@@ -26,6 +27,7 @@ class Course(NamedTuple):
         joins: steps in which a rank asks to be let in.
         deaths: steps in which a rank dies, by its uid.
         fresh: whether an algorithm is made anew when it begins; else each is kept, and handed over.
+        restarts: whether a step in which a rank is lost is made again; else the others finish it.
     """
 
     size: int
@@ -33,6 +35,7 @@ class Course(NamedTuple):
     joins: list[int]
     deaths: dict[int, int]
     fresh: bool
+    restarts: bool
 
 
 def drawn(seed: int) -> Course:
@@ -51,6 +54,7 @@ def drawn(seed: int) -> Course:
         sorted(random.sample(range(2, 20), random.randint(0, 3))),
         {uid: random.randint(3, 25) for uid in victims},
         fresh,
+        not fresh and random.random() < 0.4,
     )
 
 
@@ -71,8 +75,9 @@ class Run:
     async def train(self, comm: Any) -> None:
         ways = {kind.replace("-", "_"): algorithm.made(comm, first_model()) for kind, (algorithm, _) in KINDS.items()}
         state = State(model=PerRank(first_model(), "mean"), log=[], **({} if self.course.fresh else ways))
-        async with Elastic(comm, state) as elastic:
-            async for _ in elastic.steps(ElasticSampler(1 << 12, 1)):
+        options = {"on_loss": "restart_step"} if self.course.restarts else {}
+        async with Elastic(comm, state, **options) as elastic:
+            async for step in elastic.steps(ElasticSampler(1 << 12, 1)):
                 number = len(state.log)
                 if number == len(self.course.kinds):
                     self.ended[comm.births[comm.rank]] = state
@@ -80,7 +85,8 @@ class Run:
                 kind = self.course.kinds[number]
                 if self.course.fresh and kind != self.course.kinds[max(0, number - 1)]:
                     ways[kind.replace("-", "_")] = KINDS[kind][0].made(comm, state.model)
-                await self.step(comm, state, ways[kind.replace("-", "_")])
+                with step if self.course.restarts else contextlib.nullcontext():
+                    await self.step(comm, state, ways[kind.replace("-", "_")])
 
     async def step(self, comm: Any, state: State, way: Any) -> None:
         number = len(state.log)
@@ -91,7 +97,12 @@ class Run:
         if self.course.deaths.get(comm.births[comm.rank]) == number:
             die(self.comms, comm)
         pending = way.parameters(state.model)
-        along = await way.gradients(gradient(state.model, number, comm.rank))
+        try:
+            along = await way.gradients(gradient(state.model, number, comm.rank))
+        except EpochChanged:
+            with contextlib.suppress(EpochChanged):
+                await pending
+            raise
         state.model = await pending - RATE * along
         state.log = [*state.log, list(comm.births)]
 
@@ -102,8 +113,14 @@ class Run:
 def simulated(course: Course, log: list[tuple[int, ...]]) -> Reference:
     run = KINDS[course.kinds[0]][1](log[0])
     for number, births in enumerate(log):
-        after = log[number + 1] if number + 1 < len(log) else births
-        members = Members(births, tuple(b for b in births if b in after and course.deaths.get(b) != number))
+        after = births
+        if course.restarts:
+            # The one that has died was there to the end of the step before.
+            run.models = {uid: x for uid, x in run.models.items() if uid in births}
+        elif number + 1 < len(log):
+            after = log[number + 1]
+        living = tuple(b for b in births if b in after and (course.restarts or course.deaths.get(b) != number))
+        members = Members(births, living)
         former = None
         if number and course.kinds[number] != course.kinds[number - 1]:
             if births != run.births:
@@ -117,7 +134,7 @@ def simulated(course: Course, log: list[tuple[int, ...]]) -> Reference:
 @pytest.mark.asyncio
 async def test_ranks_and_algorithms_change_as_simulated(seed: int) -> None:
     course = drawn(seed)
-    async with world(course.size, elastic=True, timeout=20) as comms:
+    async with world(course.size, elastic=True, timeout=60) as comms:
         run = Run(comms, course)
         await run.all()
     assert run.ended

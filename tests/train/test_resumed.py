@@ -38,7 +38,7 @@ async def test_other_ranks_resume_from_a_checkpoint(kind: str, sizes: tuple[int,
     algorithm, reference = KINDS[kind]
     run = reference(range(sizes[0]))
     for size, end in zip(sizes, (FIRST, ALL), strict=True):
-        async with world(size, elastic=True, timeout=20) as comms:
+        async with world(size, elastic=True, timeout=60) as comms:
             states = await run_ranks(
                 comms,
                 lambda comm: train(comm, new_state(comm, algorithm), tmp_path / "run.npz", end),  # noqa: B023
@@ -64,7 +64,7 @@ async def test_monitor_of_an_algorithm_is_resumed(tmp_path: Path) -> None:
         return monitor.noise_scale.num_updates, monitor.noise_scale.value, state.model
 
     async def run(size: int, end: int) -> list[Any]:
-        async with world(size, elastic=True, timeout=20) as comms:
+        async with world(size, elastic=True, timeout=60) as comms:
             return await run_ranks(comms, lambda comm: main(comm, end))
 
     first = await run(3, FIRST)
@@ -89,7 +89,7 @@ async def test_scalars_and_halves_are_resumed(tmp_path: Path) -> None:
         return way.state_dict()
 
     for end in (5, 8):
-        async with world(2, elastic=True, timeout=20) as comms:
+        async with world(2, elastic=True, timeout=60) as comms:
             found, other = await run_ranks(comms, lambda comm: main(comm, end))  # noqa: B023
         assert found["num_steps"] == other["num_steps"] == end
         assert float(found["model"]["scale"]) == float(other["model"]["scale"]) != 1.0

@@ -92,7 +92,7 @@ def check(kind: str, found: Sequence[Any], wanted: Sequence[Any], before: Sequen
 @pytest.mark.asyncio
 async def test_algorithm_begins_from_the_mean_that_another_leaves(first: str, then: str) -> None:
     """And the first one again from what that leaves, the same object."""
-    async with world(SIZE, timeout=20) as comms:
+    async with world(SIZE, timeout=60) as comms:
         ways = [KINDS[first].made(comm, first_model()) for comm in comms]
         at = [NUM_BEFORE, NUM_BEFORE + NUM_AFTER]
 
@@ -128,7 +128,7 @@ async def test_blocking_ranks_switch_as_awaiting_ones(first: str, then: str) -> 
             comm.barrier()
             return found
 
-        with sync_world(SIZE, timeout=20) as comms:
+        with sync_world(SIZE, timeout=60) as comms:
             return run_threads(comms, main)
 
     found = await asyncio.to_thread(blocking)
@@ -140,7 +140,7 @@ async def test_blocking_ranks_switch_as_awaiting_ones(first: str, then: str) -> 
 async def test_models_are_equal_at_once_after_a_switch_to_pair_averaging() -> None:
     """A rank that is quick may not be given what a peer had published before."""
     for _ in range(5):
-        async with world(SIZE, timeout=20) as comms:
+        async with world(SIZE, timeout=60) as comms:
 
             async def main(comm: Any) -> Any:
                 pairs = PairAveraging(comm, first_model(), seed=1)
@@ -167,7 +167,7 @@ async def test_algorithms_of_two_models_do_not_follow_each_other() -> None:
             lambda comm: SMA(comm, 0.3, name=names[0]),  # noqa: B023
             lambda comm: SynchronousSGD(comm, name=names[1]),  # noqa: B023
         ]
-        async with world(SIZE, timeout=20) as comms:
+        async with world(SIZE, timeout=60) as comms:
 
             async def main(comm: Any) -> Any:
                 ways, models = [make(comm) for make in makers], [first_model(), other]  # noqa: B023
@@ -184,7 +184,7 @@ async def test_algorithms_of_two_models_do_not_follow_each_other() -> None:
 
 @pytest.mark.asyncio
 async def test_gradients_of_unequal_models_are_refused_until_the_models_are_agreed() -> None:
-    async with world(2, timeout=20) as comms:
+    async with world(2, timeout=60) as comms:
 
         async def main(comm: Any) -> Any:
             model = await awaited(SMA(comm, 0.1), first_model(), range(3))
@@ -202,7 +202,7 @@ async def test_gradients_of_unequal_models_are_refused_until_the_models_are_agre
 
 @pytest.mark.asyncio
 async def test_switch_that_fails_is_made_at_the_next_attempt() -> None:
-    async with world(2, timeout=20) as comms:
+    async with world(2, timeout=60) as comms:
 
         async def main(comm: Any) -> Any:
             model = await awaited(SMA(comm, 0.1), first_model(), range(3))
