@@ -62,10 +62,8 @@ def load_tensors(model: torch.nn.Module, given: Mapping[str, Any]) -> None:
     own = tensors_of(model)
     for name in (*own, *given):
         if name not in own or name not in given:
-            here, there = ("has no", "has one") if name in given else ("has a", "has none")
-            raise ConfigError(
-                f"the state does not fit the model: the model {here} {name!r}, the state {there}{hint(name, own)}"
-            )
+            here, there, near = ("has no", "does", hint(name, own)) if name in given else ("has a", "does not", "")
+            raise ConfigError(f"the state does not fit the model: the model {here} {name!r}, the state {there}{near}")
         if own[name].shape != torch.as_tensor(given[name]).shape:
             raise ConfigError(
                 f"the state does not fit the model: {name} is {tuple(own[name].shape)} here and "
