@@ -269,7 +269,7 @@ class Training:
 
 
 class _WholeState:
-    """An object whose state is no mapping, as a part of a composite one."""
+    """Object with a state of any form, as a part of a composite one."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
