@@ -239,8 +239,9 @@ class Elastic:
     def roll_back(self) -> None:
         """Return to the copy of ``keep`` at the boundary after this step; all ranks call it in the same step.
 
-        Samplers return to their positions, so that samples used since then are used again; those that were set aside
-        stay so. Numbers of steps count on. In a step that is void because a rank was lost, the call does nothing.
+        Samplers return to their positions and batch sizes, so that samples used since then are used again; those that
+        were set aside stay so. Numbers of steps count on. In a step that is void because a rank was lost, the call does
+        nothing.
 
         Raises:
             ConfigError: no step is under way; or ``keep`` was not called in an earlier step.
