@@ -3,11 +3,13 @@
 ::
 
     python -m bench.noise_scale -n 4 --pairs 30 --compute 1.0
+    python -m bench.noise_scale -n 4 --pairs 100 --auto
 
 Ranks of one machine average 214 arrays, 97.6 MiB, with ``SynchronousSGD``; in each pair one step has a
 ``GradientMonitor`` and one does not, in an order that alternates. ``--compute``: seconds that stand for forward and
 backward of a step; they are added to the time of a bare step, since what is asked for is the part of a whole one.
-Printed as JSON, with the upper end of a 95 % interval of the mean difference.
+``--auto``: the monitor measures as often as a hundredth of a step's time allows. Printed as JSON, with the upper end of
+a 95 % interval of the mean difference.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ QUANTILE = 2.05
 """Of Student's t with 29 degrees of freedom, 97.5 %."""
 
 
-def rank(pairs: int, compute_s: float) -> None:
+AUTO: dict[str, Any] = {"every": "auto", "max_cost": 0.005}
+"""A hundredth of a step: the monitor's time from one of its steps to the next has a bare step in it."""
+
+
+def rank(pairs: int, compute_s: float, options: dict[str, Any]) -> None:
     """One rank of the measurement."""
     with kfcomm.sync.init() as comm:
         random = np.random.default_rng(comm.rank)
         gradients = [random.standard_normal(shape, np.float32) for shape in resnet50()]
         bare: Agreement = SynchronousSGD(comm, name="bare")
-        watched: Agreement = SynchronousSGD(comm, monitor=GradientMonitor(comm, 32), name="watched")
+        watched: Agreement = SynchronousSGD(comm, monitor=GradientMonitor(comm, 32, **options), name="watched")
         took: dict[str, list[float]] = {"bare": [], "watched": []}
         for number in range(pairs + 2):  # the first two open links
             for way in (bare, watched) if number % 2 else (watched, bare):
@@ -76,8 +82,9 @@ if __name__ == "__main__":
     parser.add_argument("-n", type=int, default=4, help="number of ranks")
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--compute", type=float, default=0.0, help="seconds in place of a step's computing")
+    parser.add_argument("--auto", action="store_true", help="measure as often as a hundredth of the time allows")
     given = parser.parse_args()
     if "KFCOMM_RANK" in os.environ:
-        rank(given.pairs, given.compute)
+        rank(given.pairs, given.compute, AUTO if given.auto else {})
     else:
         print(run_job(given.n, ["-m", "bench.noise_scale", *sys.argv[1:]], timeout_s=None), end="")

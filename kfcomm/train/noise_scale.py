@@ -21,7 +21,9 @@ from kfcomm.train.gradient_statistics import check_decay
 
 DECAY = 0.99
 """Of the averages: a single step's estimate of |G|² is often off by its own size."""
-LEAST_FREEDOM = 3.9
+EFFICIENCY = 2 / 3
+"""Of a variance by differences: so many degrees of freedom for each of one by deviations from a constant mean."""
+LEAST_FREEDOM = 2.6
 """Degrees of freedom below which an interval is not known: five measurements that count about alike have as many."""
 
 
@@ -75,7 +77,10 @@ class NoiseScale:
         ConfigError: ``decay`` is not at least 0 and below 1.
     """
 
-    __slots__ = ("_decay", "_means", "_moments", "_sq_weight", "_weight", "num_left_out", "num_updates")
+    __slots__ = (
+        "_decay", "_difference_weight", "_last", "_means", "_moments", "_sq_weight", "_weight", "num_left_out",
+        "num_updates",
+    )  # fmt: skip
 
     def __init__(self, decay: float = DECAY) -> None:
         check_decay(decay)
@@ -85,7 +90,9 @@ class NoiseScale:
         self._weight = 0.0  # sum of the weights, and of their squares
         self._sq_weight = 0.0
         self._means = (0.0, 0.0)  # of signal and noise
-        self._moments = (0.0, 0.0, 0.0)  # weighted sums about the means: signal², signal·noise, noise²
+        self._moments = (0.0, 0.0, 0.0)  # weighted sums of half the products of differences: signal², both, noise²
+        self._difference_weight = 0.0
+        self._last: NoiseEstimate | None = None
 
     def update(self, local_sq_norm: float, global_sq_norm: float, small_batch: float, big_batch: float) -> None:
         """Take one step's norms, with the batches they were measured with, which may change from step to step.
@@ -103,17 +110,19 @@ class NoiseScale:
         self._add(found)
 
     def _add(self, found: NoiseEstimate) -> None:
-        # West's update of weighted moments ("Updating mean and variance estimates", 1979): no cancellation.
-        fresh, before = 1 - self._decay, self._decay * self._weight
-        self._weight = before + fresh
-        self._sq_weight = self._decay**2 * self._sq_weight + fresh**2
-        signal, noise = found.signal - self._means[0], found.noise - self._means[1]
+        decay, fresh = self._decay, 1 - self._decay
+        self._weight = decay * self._weight + fresh
+        self._sq_weight = decay**2 * self._sq_weight + fresh**2
         part = fresh / self._weight
-        self._means = self._means[0] + part * signal, self._means[1] + part * noise
-        added = before * part
-        products = signal * signal, signal * noise, noise * noise
-        one, two, three = (self._decay * moment + added * x for moment, x in zip(self._moments, products, strict=True))
-        self._moments = one, two, three
+        self._means = tuple(mean + part * (x - mean) for mean, x in zip(self._means, found, strict=True))  # type: ignore[assignment]
+        # From differences of successive measurements (von Neumann et al., "The mean square successive difference",
+        # 1941): noise, and not the change of the noise scale along training, makes the interval wide.
+        if self._last is not None:
+            signal, noise = (x - before for x, before in zip(found, self._last, strict=True))
+            products = signal * signal / 2, signal * noise / 2, noise * noise / 2
+            self._moments = tuple(decay * sum_ + fresh * x for sum_, x in zip(self._moments, products, strict=True))  # type: ignore[assignment]
+            self._difference_weight = decay * self._difference_weight + fresh
+        self._last = found
 
     @property
     def signal(self) -> float | None:
@@ -141,7 +150,7 @@ class NoiseScale:
 
         Both averages vary as their measurements do, which are taken to be independent of each other; the interval is
         Fieller's for the quotient of two correlated normal numbers, with Student's quantiles. While the noise scale
-        changes it is of the mean over the time of the averages, and wider.
+        changes it is that of the mean over the time of the averages.
 
         Args:
             z: quantile of the normal distribution: 1.96 for 95 %, 1.64 for 90 %.
@@ -156,11 +165,12 @@ class NoiseScale:
         """
         if not 0 < z < math.inf:
             raise ConfigError(f"z is above 0, as 1.96 is for 95 %, not {z!r}")
-        share = self._sq_weight / self._weight**2 if self._weight else 1.0
-        if share >= 1 or (freedom := 1 / share - 1) < LEAST_FREEDOM:
+        part = self._sq_weight / self._weight**2 if self._weight else 1.0
+        freedom = EFFICIENCY * (1 / part - 1)
+        if freedom < LEAST_FREEDOM:
             return None
         # The variances of both averages, and their covariance, times the squared quantile.
-        scaled = students(z, freedom) ** 2 / self._weight / freedom
+        scaled = students(z, freedom) ** 2 * part / self._difference_weight
         of_signal, both, of_noise = (scaled * moment for moment in self._moments)
         return _fieller(self._means, of_signal, both, of_noise)
 
@@ -169,7 +179,14 @@ class NoiseScale:
         return {
             "num_updates": self.num_updates,
             "num_left_out": self.num_left_out,
-            "averages": [self._weight, self._sq_weight, *self._means, *self._moments],
+            "averages": [
+                self._weight,
+                self._sq_weight,
+                *self._means,
+                *self._moments,
+                self._difference_weight,
+                *(self._last or (0.0, 0.0)),
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,6 +196,8 @@ class NoiseScale:
         self._weight, self._sq_weight = averages[:2]
         self._means = averages[2], averages[3]
         self._moments = averages[4], averages[5], averages[6]
+        self._difference_weight = averages[7]
+        self._last = NoiseEstimate(*averages[8:]) if self.num_updates else None
 
 
 def students(z: float, freedom: float) -> float:

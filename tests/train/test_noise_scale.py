@@ -81,6 +81,18 @@ def test_an_interval_ends_at_infinity_while_there_may_be_no_signal() -> None:
     assert scale.interval() == (0.0, math.inf)
 
 
+def test_a_noise_scale_that_grows_does_not_widen_its_interval() -> None:
+    """|G|² falls to a tenth along 200 steps: the interval stays as wide as the measurements' noise makes it."""
+    random, falling, steady = np.random.default_rng(2), NoiseScale(0.97), NoiseScale(0.97)
+    for step in range(200):
+        truth = Gradients(100 * 0.1 ** (step / 200), 10_000.0)
+        for scale, one in ((falling, truth), (steady, Gradients(14.0, 10_000.0))):
+            local, both = one.draw(random, 256, 4, ())
+            scale.update(float(local), float(both), 64, 256)
+    (low, high), (least, most) = falling.interval() or (0, 1), steady.interval() or (0, 1)
+    assert high / low == pytest.approx(most / least, rel=0.3)
+
+
 def test_equal_gradients_have_an_interval_from_zero() -> None:
     scale = NoiseScale()
     for _ in range(10):
