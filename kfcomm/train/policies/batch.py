@@ -56,7 +56,7 @@ class NoiseScaleBatch(GradientPolicy):
         warmup: number of measurements before the first change; an interval needs five.
         rest: number of steps from one change to the next.
         stride: largest change of the batch at once, at least ``factor``; None for 8, or a larger factor.
-        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``; 1.28 is for 80 %.
+        z: quantile of the interval, see ``kfcomm.train.NoiseScale.interval``; 1 is for 68 %.
         rate: ``"auto"``, ``"adascale"``, ``"sqrt"``, ``"linear"``; None: the learning rate stays, with a warning.
             ``"auto"`` is the square root if ``optimizer`` is like Adam, and else AdaScale's gain.
 
@@ -74,7 +74,7 @@ class NoiseScaleBatch(GradientPolicy):
 
     def __init__(
         self, most: int, *, least: int | None = None, multiple: int = 1, factor: float = 2.0, warmup: int = 10,
-        rest: int = 10, stride: float | None = None, z: float = 1.28, rate: str | None = AUTO,
+        rest: int = 10, stride: float | None = None, z: float = 1.0, rate: str | None = AUTO,
     ) -> None:  # fmt: skip
         if not 1 <= (least or 1) <= most:
             raise ConfigError(f"batches are from 1 on, the least not above the most, and not {least!r} to {most!r}")
