@@ -254,8 +254,8 @@ async def test_joining_rank_receives_the_state_of_the_policies() -> None:
 
         one, other, joined = await asyncio.gather(*map(main, list(comms)), new())
         assert one == other
-        assert one[0] == [(0, 12, 6), (1, 12, 6), (2, 12, 6), (3, 24, 12), (4, 24, 8), (5, 12, 8)]
-        assert joined[0] == one[0][4:]
+        assert one[0] == [(0, 12, 6), (1, 12, 6), (2, 12, 6), (3, 24, 12), (4, 24, 12), (5, 12, 8)]
+        assert joined[0] == one[0][5:]
         assert joined[1] == one[1] == list(range(6))
         assert one[2] == [2, 3]
         assert joined[2] == [3]
@@ -292,17 +292,17 @@ async def test_a_policy_asks_for_fewer_and_for_more_ranks(tmp_path: Path) -> Non
             return await main(await comms.join(9))
 
         first, second, last, joined = await asyncio.gather(*map(main, list(comms)), new())
-        # what is asked for after step k is agreed on after step k + 1
+        # what is asked for after step k is agreed on after step k + 1, and holds after step k + 2
         assert first == second == (
-            [3, 3, 3, 2, 2, 2, 3, 3],
+            [3, 3, 3, 3, 2, 2, 3, 3],
             [(2, "asks for 2 ranks instead of 3"), (5, "asks for 3 ranks instead of 2")],
             False,
         )  # fmt: skip
-        assert last == ([3, 3, 3], first[1][:1], True)
+        assert last == ([3, 3, 3, 3], first[1][:1], True)
         assert joined == ([3, 3], [], False)
     found = await asyncio.to_thread(replay, Resizes(), tmp_path / "run.jsonl")
     assert [(one.step, one.what) for one in found] == first[1]
-    assert [line["begins"] for line in lines_of(tmp_path / "run.jsonl") if "format" in line] == [0, 3, 6]
+    assert [line["begins"] for line in lines_of(tmp_path / "run.jsonl") if "format" in line] == [0, 4, 6]
 
 
 @pytest.mark.asyncio
