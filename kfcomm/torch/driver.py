@@ -21,7 +21,7 @@ import torch
 from kfcomm.adapt.guard import GuardSteps
 from kfcomm.errors import ConfigError
 from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates, StepSamples
-from kfcomm.torch.guarded import Guarded
+from kfcomm.torch.guarded import Guarded, before_forward
 from kfcomm.torch.measuring import Measuring
 from kfcomm.torch.outcomes import Outcomes
 from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is_skipped, loss_scale
@@ -165,16 +165,18 @@ class StepDriver:
             found += self._guarded.buffers.hooks(self._model, self._before_forward)
         if self._policies is not None and self._policies.changes_algorithms:
             # A program may call parts of its model.
-            found += [
-                one.register_forward_pre_hook(self._follow_agreement, prepend=True) for one in self._model.modules()
-            ]
+            found += [before_forward(one, self._follow_agreement) for one in self._model.modules()]
         return found
 
     def _before_forward(self) -> None:
         # A scaler has left the step out: its infinite gradients may come from infinite inputs.
         if self._guarded is not None and self._guarded.evidence.leave_out():
-            self._guarded.buffers.put_back()
             self._rows.put_back()
+            self._repair()
+
+    def _repair(self) -> None:
+        if self._guarded is not None and self._guarded.buffers.are_damaged:
+            self._guarded.buffers.put_back()
 
     def _follow_agreement(self, *_: Any) -> None:
         if self._policies is not None:
@@ -207,8 +209,8 @@ class StepDriver:
         if self._is_void(scale):
             finish()
             self._undo()
-        elif self._rows.is_left_out and self._guarded is not None:
-            self._guarded.buffers.put_back()
+        elif self._rows.is_left_out:
+            self._repair()
         elif self._measuring is not None:
             self._measuring.stepped(scale)
         return self.last_void is None

@@ -7,14 +7,14 @@ ranks read alike. So one that the program or its ``GradScaler`` leaves out is no
 - has the model's buffers put back, which the forward pass has changed already, and the state of compressors;
 - leaves gradients of zeros, so that nothing of it is added to the next one.
 
-Buffers are copied before the first forward pass after a step. They are also put back before a forward pass that follows
-infinite gradients for which a ``GradScaler`` has left the step out.
+Buffers are copied before the first forward pass after a step. Where a ``GradScaler`` has left a step out because of
+infinite gradients, and buffers are not finite either, they are put back before the next forward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,27 @@ class Evidence:
         self._is_sent = self._is_bad = False
 
 
+class ForwardHook:
+    """Hook before forward passes of a module. A copy of the module, or one that was pickled, has one without a call."""
+
+    def __init__(self, call: Callable[[torch.nn.Module], object] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        """Make the call."""
+        if self._call is not None:
+            self._call(module)
+
+    def __reduce__(self) -> Any:
+        return ForwardHook, ()
+
+
+def before_forward(module: torch.nn.Module, call: Callable[[torch.nn.Module], object]) -> RemovableHandle:
+    """Call ``call(module)`` before each forward pass of a module, and before its other hooks."""
+    found: RemovableHandle = module.register_forward_pre_hook(ForwardHook(call), prepend=True)
+    return found
+
+
 class KeptBuffers:
     """Copies of a model's buffers, from before the forward passes of a step."""
 
@@ -149,17 +170,13 @@ class KeptBuffers:
         self._kept: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         self._is_fresh: set[torch.nn.Module] = set()
 
-    def hooks(self, model: torch.nn.Module, before: Any) -> list[RemovableHandle]:
+    def hooks(self, model: torch.nn.Module, before: Callable[[], object]) -> list[RemovableHandle]:
         """Call ``before()``, and copy buffers that are not copied since the last step, before forward passes."""
-
-        def whole(*_: Any) -> None:
-            before()
-            self.keep()
-
         # A program may call parts of its model, so these, and each module with buffers, have hooks of their own.
-        found = [one.register_forward_pre_hook(lambda one, _: self._keep(one), prepend=True) for one in self._of]
-        found += [one.register_forward_pre_hook(lambda *_: before(), prepend=True) for one in model.children()]
-        return [*found, model.register_forward_pre_hook(whole, prepend=True)]
+        found = [before_forward(one, self._keep) for one in self._of]
+        found += [before_forward(one, lambda _: before()) for one in model.children()]
+        found.append(before_forward(model, lambda _: self.keep()))
+        return [*found, before_forward(model, lambda _: before())]  # the last one is called first
 
     def begin_step(self) -> None:
         """Copy buffers again before the next forward pass."""
@@ -170,6 +187,7 @@ class KeptBuffers:
         for module in self._of:
             self._keep(module)
 
+    @torch.inference_mode(mode=False)  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _keep(self, module: torch.nn.Module) -> None:
         if module in self._is_fresh:
@@ -184,6 +202,17 @@ class KeptBuffers:
             else:
                 kept[name] = buffer.detach().clone()
 
+    @property
+    def are_damaged(self) -> bool:
+        """Whether a number has become infinite or NaN since they were copied."""
+        for module in self._is_fresh:
+            for name, kept in self._kept[module].items():
+                buffer = module._buffers.get(name)
+                if buffer is not None and not buffer.isfinite().all() and kept.isfinite().all():
+                    return True
+        return False
+
+    @torch.inference_mode(mode=False)  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def put_back(self) -> None:
         """Make the buffers what they were."""

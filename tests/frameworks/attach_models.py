@@ -90,12 +90,14 @@ class Settings:
         optimizer: see ``OPTIMIZERS``.
         acts: names of methods of `Program`, and what each draws from.
         options: of ``attach``.
+        is_watched: gradients are measured, and steps guarded, which finds nothing.
     """
 
     size: int
     optimizer: str
     acts: list[tuple[str, int]]
     options: dict[str, Any]
+    is_watched: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Settings:
@@ -104,4 +106,9 @@ class Settings:
         names = CLOSED if optimizer == "lbfgs" else ACTS
         acts = [(chance.choice(names), chance.randrange(1 << 30)) for _ in range(chance.randint(3, 14))]
         options = {"bucket_nbytes": chance.choice([1, 200, 1 << 20]), "defer": chance.random() < 0.5}
-        return cls(chance.choice([2, 3]), optimizer, acts, options)
+        # A guard makes steps void that the program makes with infinite gradients: those of such a loss, or those that a
+        # scaler has left, to which others are added.
+        done = {name for name, _ in acts}
+        adds = "scaled" in done and bool(done & {"over_the_step", "zeroed_after"})
+        is_watched = chance.random() < 0.5 and "not_finite" not in done and not adds
+        return cls(chance.choice([2, 3]), optimizer, acts, options, is_watched)

@@ -25,6 +25,7 @@ from torch import nn
 
 import kfcomm.torch
 from kfcomm import testing
+from kfcomm.adapt import GuardSteps
 from kfcomm.errors import CollectiveAborted
 from tests.frameworks.attach_models import OPTIMIZERS, WIDTH, Model, Settings
 
@@ -45,7 +46,10 @@ class Program:
         self.optimizer.register_step_post_hook(lambda *_: self.averaged())  # older than what attach adds
         self.attached: Any = None
         if comm is not None:
-            self.attached = kfcomm.torch.attach(self.model, self.optimizer, comm, **settings.options)
+            options = dict(settings.options)
+            if settings.is_watched:
+                options |= {"monitor": {"every": 1}, "batch_size": ROWS, "policies": [GuardSteps(warmup=1000)]}
+            self.attached = kfcomm.torch.attach(self.model, self.optimizer, comm, **options)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
         self.saved: list[Any] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -348,5 +350,22 @@ def test_one_guard_is_enough() -> None:
             kfcomm.torch.attach(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), comm, policies=[GuardSteps(), GuardSteps()]
             )
+
+    each(rank)
+
+
+def test_guarded_model_can_be_copied_and_saved() -> None:
+    def rank(comm: Any) -> None:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfcomm.torch.attach(model, optimizer, comm, policies=[GuardSteps()])
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+            before = numbers(model)
+            other(data(comm.rank, 0))
+            assert not torch.equal(other[1].running_mean, before["1.running_mean"])
+            assert all(torch.equal(one, before[name]) for name, one in numbers(model).items())
 
     each(rank)
