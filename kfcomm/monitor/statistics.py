@@ -30,7 +30,8 @@ class PeerStatistics:
         rank: of the peer, in the world.
         link: ``shm``, ``unix``, ``tcp`` or ``memory``.
         sent_nbytes, received_nbytes: since the beginning of the epoch; on sockets as they go over the wire, heads
-            included, through shared memory the payloads, and what is read in slots.
+            included, through shared memory the payloads, and what is read in slots. What is read of a peer's memory
+            without its help (``request``) counts where it is read.
         sent_messages, received_messages: frames, chunks and the small ones that speak of them, and uses of slots.
         send_rate, receive_rate: bytes per second over the last one to two seconds.
         waited_s: seconds that collectives of this process have waited for chunks of this peer (see
