@@ -130,7 +130,7 @@ ELASTIC: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", ELASTIC)
 def test_transformations_follow_a_rank_that_joins(kind: str) -> None:
     """α = 0.4 is valid for two ranks; a third one makes the same transformation, and all follow."""
-    with testing.sync_world(2, elastic=True, timeout=20) as comms:
+    with testing.sync_world(2, elastic=True, timeout=60) as comms:
         joined: list[threading.Thread] = []
         found: list[Any] = []
 

@@ -65,6 +65,8 @@ class Run:
         self.comms, self.course = comms, course
         self.tasks: list[asyncio.Task[None]] = []
         self.ended: dict[int, State] = {}
+        self.attempts: dict[int, list[tuple[int, ...]]] = {}
+        """Ranks of each attempt to make a step."""
 
     async def all(self) -> None:
         self.tasks = [asyncio.ensure_future(self.train(comm)) for comm in self.comms]
@@ -90,6 +92,9 @@ class Run:
 
     async def step(self, comm: Any, state: State, way: Any) -> None:
         number = len(state.log)
+        attempts = self.attempts.setdefault(number, [])
+        if comm.births not in attempts:
+            attempts.append(comm.births)
         if comm.rank == 0:
             for place, at in enumerate(self.course.joins):
                 if at == number:
@@ -110,13 +115,16 @@ class Run:
         await self.train(await self.comms.join(uid))
 
 
-def simulated(course: Course, log: list[tuple[int, ...]]) -> Reference:
+def simulated(course: Course, log: list[tuple[int, ...]], attempts: dict[int, list[tuple[int, ...]]]) -> Reference:
     run = KINDS[course.kinds[0]][1](log[0])
     for number, births in enumerate(log):
         after = births
         if course.restarts:
-            # The one that has died was there to the end of the step before.
-            run.models = {uid: x for uid, x in run.models.items() if uid in births}
+            # Who died in an attempt was there to the end of the step before, and when others were let in after that.
+            for ranks in attempts[number]:
+                if ranks != run.births:
+                    run.models = {uid: x for uid, x in run.models.items() if uid in ranks}
+                    run.change(ranks)
         elif number + 1 < len(log):
             after = log[number + 1]
         living = tuple(b for b in births if b in after and (course.restarts or course.deaths.get(b) != number))
@@ -139,6 +147,6 @@ async def test_ranks_and_algorithms_change_as_simulated(seed: int) -> None:
         await run.all()
     assert run.ended
     log = [tuple(births) for births in next(iter(run.ended.values())).log]
-    expected = simulated(course, log)
+    expected = simulated(course, log, run.attempts)
     for uid, state in run.ended.items():
         np.testing.assert_allclose(state.model, expected.models[uid], rtol=1e-11, atol=1e-11, err_msg=str(course))
