@@ -12,7 +12,9 @@ import pytest
 
 import kfcomm.sync
 import kfcomm.torch
+from kfcomm import testing
 from kfcomm.adapt import GuardSteps
+from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError, GuardFailed
 from tests.frameworks.ranks import each
 
@@ -369,3 +371,34 @@ def test_guarded_model_can_be_copied_and_saved() -> None:
             assert all(torch.equal(one, before[name]) for name, one in numbers(model).items())
 
     each(rank)
+
+
+def test_elastic_steps_return_to_the_state_that_was_kept_and_give_samples_again() -> None:
+    def rank(comm: Any) -> Any:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        guard = GuardSteps(warmup=1000, roll_back_after=3, keep_every=4, set_aside_after=None)
+        sampler = ElasticSampler(96, 12)
+        attached = kfcomm.torch.attach(model, optimizer, comm, elastic=sampler, policies=[guard])
+        x = torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        seen, used = [], []
+        for step in attached.steps(passes=1):
+            seen.append((step.number, numbers(model)["0.weight"]))
+            optimizer.zero_grad()
+            bad = comm.rank == 1 and step.number in (6, 7, 8)
+            loss = (model(x[step.indices] * (math.nan if bad else 1.0)) - x[step.indices]).square().mean()
+            loss.backward()
+            optimizer.step()
+            if attached.last_void is None:
+                used.append((step.number, step.batch.tolist()))
+        return dict(seen), used, [one.what for one in attached.decisions]
+
+    with testing.sync_world(2, elastic=True) as comms:
+        for seen, used, decisions in testing.run_threads(list(comms), rank):
+            assert torch.equal(seen[9], seen[5])  # kept at the end of step 4
+            assert torch.equal(seen[8], seen[6])
+            assert not torch.equal(seen[6], seen[5])
+            assert sum("continues from" in one for one in decisions) == 1
+            # Step 5 came after the kept state: its samples are used again.
+            trained = [sample for number, batch in used if number != 5 for sample in batch]
+            assert sorted(trained) == list(range(96))
