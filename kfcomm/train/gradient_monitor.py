@@ -104,8 +104,8 @@ class GradientMonitor:
 
         adaptation.observe(**monitor.observed())
 
-    When ranks join or leave, give it to ``kfcomm.elastic.State``, so that all continue with the same averages. Without
-    that all begin anew, which is logged.
+    When ranks join or leave, give the algorithm that it is in, or a monitor by itself, to ``kfcomm.elastic.State``, so
+    that all ranks continue with the same averages. Ranks whose averages differ all begin anew, which is logged.
 
     Args:
         comm: where the figures are shown: in ``statistics().gauges``, at the Prometheus endpoint, in the timeline.
