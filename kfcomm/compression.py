@@ -317,13 +317,14 @@ class TopK:
         """Of the gradients of one dtype, all at once."""
         values = np.concatenate([found[one].reshape(-1)[places[one]] for one in names])
         everywhere = np.concatenate([places[one] for one in names]).astype(_index_type(found, names))
-        all_values = comm.all_gather(values, f"{name}/values")
-        all_places = comm.all_gather(everywhere, f"{name}/places")
+        # Together: in an elastic job a rank that is lost in this step has a row in both, or in none.
+        both = comm.all_gather(np.concatenate([values.view(np.uint8), everywhere.view(np.uint8)]), f"{name}/largest")
+        all_values = [row[: values.nbytes].view(values.dtype) for row in both]
+        all_places = [row[values.nbytes :].view(everywhere.dtype) for row in both]
         begin = 0
         for one in names:
             end = begin + len(places[one])
             total = np.zeros(found[one].size, values.dtype)
-            # In an elastic job a rank that was lost in this step may have no row.
             for row_places, row_values in zip(all_places, all_values, strict=True):
                 total[row_places[begin:end]] += row_values[begin:end]
             averages[one] = (total / len(all_values)).astype(values.dtype, copy=False).reshape(found[one].shape)
