@@ -148,7 +148,7 @@ def _replaced(value: Any, new: Any) -> Any:
     plans = [planned((place, adapt(one)) for place, one in arrays_in(tree)) for tree in (value, new)]
     if plans[0] != plans[1]:
         return new
-    return loaded(value, (adapt(one).flat for _, one in arrays_in(new)), without_arrays(new))
+    return loaded(value, (adapt(one).flat for _, one in arrays_in(new)), without_arrays(new), set())
 
 
 class Kept:

@@ -255,15 +255,20 @@ def has_merging(value: Any) -> bool:
 
 
 def places_of(state: State) -> list[Array]:
-    """Return memory into which its arrays can be received, flat: their own where that is writeable, else new."""
-    return [_place_of(array) for _, array in arrays_of(state)]
+    """Return memory into which its arrays can be received, flat: their own where that is writeable, else new.
+
+    An array under two names may have two contents by now: only the first is received into it.
+    """
+    arrays = [array for _, array in arrays_of(state)]
+    first = {id(array): place for place, array in reversed(list(enumerate(arrays)))}
+    return [_place_of(array, is_own=first[id(array)] == place) for place, array in enumerate(arrays)]
 
 
 def load(state: State, arrays: list[Array], small: Any) -> None:
     """Load another rank's values: arrays in the order of ``arrays_of``, in place where they are writeable."""
-    given = iter(arrays)
+    given, seen = iter(arrays), set[int]()
     for name in sorted(plain_values(state)):
-        state._values[name] = loaded(state._values[name], given, small[name])
+        state._values[name] = loaded(state._values[name], given, small[name], seen)
 
 
 def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> str | None:
@@ -310,25 +315,33 @@ def _has_arrays(value: Any) -> bool:
     return any(is_array(leaf) for _, leaf in leaves(value))
 
 
-def loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
-    """Load a value in the order of `leaves`. Containers without arrays are replaced, whatever their new length."""
+def loaded(value: Any, arrays: Iterator[Array], small: Any, seen: set[int]) -> Any:
+    """Load a value in the order of `leaves`. Containers without arrays are replaced, whatever their new length.
+
+    ``seen``: ids of the dictionaries and arrays that were loaded already, under other names.
+    """
     if not _has_arrays(value):
         return _of_kind(value, small)
     if isinstance(value, Mapping):
-        return _loaded_mapping(value, arrays, small)
+        return _loaded_mapping(value, arrays, small, seen)
     if isinstance(value, (list, tuple)):
-        held = [loaded(one, arrays, small[place] if place < len(small) else None) for place, one in enumerate(value)]
+        held = [
+            loaded(one, arrays, small[place] if place < len(small) else None, seen) for place, one in enumerate(value)
+        ]
         return sequence(value, [*held[: len(small)], *small[len(held) :]])
-    return _written(value, next(arrays))
+    return _written(value, next(arrays), seen)
 
 
-def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: dict[Any, Any]) -> Any:
+def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: dict[Any, Any], seen: set[int]) -> Any:
     """Load a mapping. Entries under keys of one side only hold no arrays: the arrays of both have the same paths."""
     plain = {plain_key(key): key for key in sorted(value, key=order_of)}
-    found = {key: loaded(value[key], arrays, small[one]) for one, key in plain.items() if one in small}
+    found = {key: loaded(value[key], arrays, small[one], seen) for one, key in plain.items() if one in small}
     found |= {one: what for one, what in small.items() if one not in plain}
-    if not isinstance(value, dict):
+    # One dictionary under two names, as of an optimizer whose first state is the model itself, has two contents by now.
+    is_other = id(value) in seen and any(found.get(key) is not one for key, one in value.items())
+    if not isinstance(value, dict) or is_other:
         return type(value)(found)  # type: ignore[call-arg]
+    seen.add(id(value))
     # In place: the program may hold this very dictionary, as torch's optimizers do.
     for key in value.keys() - found.keys():
         del value[key]
@@ -347,17 +360,24 @@ def _of_kind(value: Any, small: Any) -> Any:
     return small
 
 
-def _place_of(array: Any) -> Array:
+def _place_of(array: Any, *, is_own: bool) -> Array:
     view = adapt(array)
+    if not is_own:
+        return np.empty(view.size, view.dtype)
     try:
         return adapt_out(array, view.shape, view.dtype).flat
     except ConfigError:
         return np.empty(view.size, view.dtype)
 
 
-def _written(array: Any, now: Array) -> Any:
-    """Write new contents to an array; returns it, or a new one of its kind if it is not writeable."""
+def _written(array: Any, now: Array, seen: set[int]) -> Any:
+    """Write new contents to an array; returns it, or a new one of its kind if it is not writeable, or has others."""
     view = adapt(array)
+    if id(array) in seen:
+        # One array under two names, as before its owners have parted: it stays one where the contents are equal.
+        is_same = view.flat.tobytes() == now.tobytes()
+        return array if is_same else view.restore(np.array(now, view.dtype).reshape(-1))
+    seen.add(id(array))
     try:
         out = adapt_out(array, view.shape, view.dtype)
     except ConfigError:

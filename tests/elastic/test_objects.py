@@ -291,3 +291,43 @@ async def test_checkpoint_of_an_earlier_version_can_be_read(tmp_path: Path) -> N
     await checkpoint.close()
     assert (state.w.tolist(), state.log, state.n) == ([0, 1, 2], [["e", 1]], 4)
     assert same(state.tree, {"a": [np.full(2, 7, np.float32), (1, "x")], "pair": (0.5, [2])})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("parts", [False, True])
+async def test_one_dictionary_under_two_names_gets_both_contents(parts: bool) -> None:
+    """An optimizer whose first state is the model itself: a rank that joins makes both anew, from one dictionary."""
+    async with world(1, elastic=True) as comms:
+        joined: list[Any] = []
+
+        def made() -> State:
+            params = {"w": np.zeros(3), "b": np.zeros(1)}
+            return State(params=params, inner=(params, 0), lone=params["b"])
+
+        async def main(comm: Any, state: State) -> None:
+            async with Elastic(comm, state) as elastic:
+                async for step in elastic.steps(ElasticSampler(64, 1)):
+                    if step.number == 0 and parts:
+                        state.inner, state.lone = ({"w": np.ones(3), "b": np.ones(1)}, 1), np.full(1, 2.0)
+                    if step.number == 1 and comm.size == 1:
+                        joined.append(asyncio.ensure_future(join()))
+                    await comm.all_reduce(np.ones(1), name="x")
+                    if comm.size == 2:
+                        return
+
+        async def join() -> None:
+            newest.append(made())
+            await main(await comms.join(7), newest[0])
+
+        first, newest = made(), list[State]()
+        await main(comms[0], first)
+        await joined[0]
+        for state in (first, newest[0]):
+            assert state.params["w"].tolist() == [0, 0, 0]
+            assert state.inner[0]["w"].tolist() == ([1, 1, 1] if parts else [0, 0, 0])
+            assert state.inner[0]["b"].tolist() == ([1] if parts else [0])
+            assert state.inner[1] == parts
+            assert state.lone.tolist() == ([2] if parts else [0])
+            state.params["b"] += 5
+            assert (state.lone.tolist() == [5]) != parts
+            assert (state.inner[0] is state.params) != parts
