@@ -53,8 +53,10 @@ class Epochs:
         self._sampler = self._sampler or sampler
         if sampler is None or sampler is not self._sampler:
             return
-        if progress.epoch != sampler.passes:
+        if sampler.passes > progress.epoch:
             await self._end()
+        elif sampler.passes < progress.epoch:  # returned to an earlier state
+            progress.in_epoch = False
         await self._begin(sampler.passes)
 
     async def close(self) -> None:

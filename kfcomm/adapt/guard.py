@@ -119,6 +119,7 @@ class GuardSteps(Policy):
     Attributes:
         num_void: number of void steps.
         catch: as given.
+        options: arguments in words, which all ranks have alike.
         aside: samples that were set aside.
 
     Raises:
@@ -144,6 +145,10 @@ class GuardSteps(Policy):
         if not _are_errors(catch):
             raise ConfigError(f"catch is a tuple of types of errors, not {catch!r}")
         self.catch = catch
+        self.options = (
+            f"z={z:g}, window={window}, warmup={warmup}, lower_rate={lower_rate}, roll_back_after={roll_back_after}, "
+            f"keep_every={keep_every}, set_aside_after={set_aside_after}, most_in_a_row={most_in_a_row}"
+        )
         self._z = float(z)
         self._warmup = warmup
         self._lower_rate = lower_rate

@@ -26,7 +26,7 @@ from kfcomm.arrays import adapt
 from kfcomm.arrays.norms import squared_norm
 from kfcomm.arrays.trees import Tree, leaves, rebuilt
 from kfcomm.common.sizes import shortened
-from kfcomm.errors import ConfigError, StepVoid
+from kfcomm.errors import CollectiveMismatch, ConfigError, StepVoid
 
 GUARD = "/guard"
 """Name of the array of rows; in a tree only an array under an empty key has it."""
@@ -114,6 +114,7 @@ class StepGuard:
 
         Raises:
             ConfigError: the step has exchanged gradients already; or the op cannot be guarded.
+            CollectiveMismatch: the ranks have unlike options of `GuardSteps`.
         """
         if self.is_exchanged:
             raise ConfigError("gradients of this step are exchanged already: give all of them to one call of guarded")
@@ -141,10 +142,16 @@ class StepGuard:
         comm = self._host.comm
         if self._met == comm.births:
             return
-        said = yield lambda comm: comm.all_gather_object([comm.rank, self._reason], "kfcomm/adaptation/guarded")
-        raised = {rank: reason for rank, reason in said if reason}
+        own = [comm.rank, self._reason, self.policy.options]
+        said = yield lambda comm: comm.all_gather_object(own, "kfcomm/adaptation/guarded")
+        unlike = next((one for one in said if one[2] != said[0][2]), None)
+        if unlike is not None:
+            raise CollectiveMismatch(
+                f"the ranks guard steps differently: rank {said[0][0]} by {said[0][2]}; rank {unlike[0]} by {unlike[2]}"
+            )
+        raised = {rank: reason for rank, reason, _ in said if reason}
         if raised:
-            self._judge({rank: [1.0, rank in raised, 0, 0, 0] for rank, _ in said}, {})
+            self._judge({rank: [1.0, rank in raised, 0, 0, 0] for rank, *_ in said}, {})
             self._finish([[rank, [reason]] for rank, reason in raised.items()])
         self._met = comm.births
 

@@ -51,6 +51,7 @@ class Step:
         Raises:
             ConfigError: gradients of this step were exchanged already; or an argument is not valid.
             GuardFailed: no good step for long; see `GuardSteps`.
+            CollectiveMismatch: the ranks have unlike options of `GuardSteps`, or give unlike arrays.
             CollectiveError: an exchange failed.
 
         Cost: a pass over the gradients; ``20 n`` bytes in a collective that is made anyway. With a ``wire_dtype``, or

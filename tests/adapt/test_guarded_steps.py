@@ -12,7 +12,7 @@ import pytest
 
 from kfcomm import adapt, sync
 from kfcomm.adapt import Adaptation, Context, GuardSteps, Hyperparameters, Policy, replay
-from kfcomm.errors import CollectiveAborted, ConfigError, GuardFailed, KfcommError
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, GuardFailed, KfcommError
 from kfcomm.sync.adaptation import Step as BlockingStep
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.train import SMA, GradientMonitor, SynchronousSGD
@@ -316,6 +316,21 @@ async def test_replay_judges_alike(tmp_path: Any) -> None:
     assert found[0][1] == [1, 2, 3, 27]
     assert len(found[0][2].decisions) == 4
     assert await asyncio.to_thread(replay, GuardSteps(**options), path) == found[0][2].decisions
+
+
+@pytest.mark.asyncio
+async def test_unlike_options_are_an_error_on_all_ranks() -> None:
+    async with world(3) as comms:
+
+        async def main(comm: Communicator) -> str:
+            guard = GuardSteps(z=5 if comm.rank == 2 else 6)
+            with pytest.raises(CollectiveMismatch, match=r"rank 0 by z=6, .*; rank 2 by z=5, ") as error:
+                await trained(comm, 2, {(0, 1): ZeroDivisionError("x")}, policies=[guard])
+            return str(error.value)
+
+        found = await asyncio.gather(*map(main, comms))
+        assert found[0] == found[1] == found[2]
+        await works(comms)
 
 
 @pytest.mark.asyncio
