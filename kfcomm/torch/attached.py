@@ -173,7 +173,7 @@ class Attached:
         self._driver = plan.driver
         self._steps = ElasticSteps(parts.comm, self, elastic, plan.driver)
         self._hooks = [] if plan.driver is None else plan.driver.hooks(self, self._follow)
-        before_close(parts.comm, self._finish)
+        before_close(parts.comm, self._end)
 
     def __repr__(self) -> str:
         return f"<Attached, {self._method!r}>"
@@ -225,17 +225,15 @@ class Attached:
     def _finish(self) -> None:
         self._method.finish()
 
+    def _end(self) -> None:
+        self._finish()
+        if self._driver is not None:
+            self._driver.close()
+
     # ---------------------------------------------------------------- monitor, guard and policies
 
     def observe(self, **values: Any) -> None:
         """Report numbers of this rank's step to the guard and to the policies of all ranks, before the step is made.
-
-        ::
-
-            loss = loss_of(model(x), y)
-            attached.observe(loss=loss)
-            loss.backward()
-            optimizer.step()
 
         ``loss`` is what ``GuardSteps`` judges by, beside the gradient's norm; observed only after the backward pass it
         costs one more message in each step. Without policies nothing is done.

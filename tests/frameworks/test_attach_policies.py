@@ -185,7 +185,8 @@ def test_noise_scale_policy_grows_the_batch_and_the_rate() -> None:
     assert first[0] > 4
 
 
-def test_attached_policies_end_with_the_attachment() -> None:
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_attached_policies_end_with_the_attachment_or_the_communicator(is_detached: bool) -> None:
     ended = []
 
     class Ends(Policy):
@@ -198,7 +199,10 @@ def test_attached_policies_end_with_the_attachment() -> None:
         attached = kfcomm.torch.attach(model, optimizer, comm, policies=[Ends()])
         loss(model, comm.rank, 0).backward()
         optimizer.step()
-        attached.detach()
+        if is_detached:
+            attached.detach()
+        else:
+            comm.close()
 
     each(rank, SIZE)
     assert ended == [1, 1]
