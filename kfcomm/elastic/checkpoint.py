@@ -344,16 +344,13 @@ class Checkpoint:
         return not is_writing and (number >= self._begun + self.every if self._begun >= 0 else number > 0)
 
     def look(self, number: int, place: Any, epoch: int = 0, merged: Merged | None = None) -> None:
-        """Begin to write, at a boundary, if one is due and the last one is written; costs a copy then.
-
-        With ``merged`` what differs between ranks is written as one rank would have it.
-        """
+        """Begin to write, at a boundary, if one is due and the last one is written; costs a copy then."""
         if not self._is_due(number):
             return
         self._begun = number
         # Only the copy happens in the step; training continues while the thread writes it.
         self._kept.keep(place)
-        if merged is not None:
+        if merged is not None:  # what differs between ranks is written as one rank would have it
             self._kept.set_parts({part: value for copy, part, value in merged.values(1) if not copy})
         self._written = self._thread.submit(self._write, number, epoch)
 
