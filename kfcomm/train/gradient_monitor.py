@@ -59,13 +59,14 @@ class Row(NamedTuple):
 
     Attributes:
         sq_norm: |g_i|²; `NOT_MEASURED` in a step that is not measured.
-        batch: samples of the rank's gradient; 0 for a rank that is lost.
+        batch: samples of the rank's gradient; 0 for a rank without samples, whose step is not measured.
         share: sum of the squares of this rank's share of the mean gradient of the step before.
         num_shares: 1 with a share of the rank's own, 0 without; less than 0 for one from a state, which may be a part
             of the shares of all ranks, divided anew.
         cost_s: seconds spent on measuring since the last step.
         step_s: seconds of the last step; 0 if unknown.
-        digest: of the averages, to see that all ranks have the same ones: 24 bits, which float32 holds.
+        digest: of the averages, to see that all ranks have the same ones: 24 bits, which float32 holds; 0 for a rank
+            that is lost.
     """
 
     sq_norm: float
@@ -119,7 +120,7 @@ class GradientMonitor:
         clock: gives seconds.
 
     Attributes:
-        batch: as given; may be changed between steps.
+        batch: as given; may be changed between steps. 0: the rank has no samples in a step, which is not measured.
         noise_scale: see `NoiseScale`.
         values: the latest figures by name: ``local_norm``, ``gradient_norm``, ``gradient_variance``,
             ``gradient_cosine``, ``noise_scale`` (in samples), all of the measured step before the last; of that step
@@ -240,7 +241,7 @@ class GradientMonitor:
         told = [_unscaled(Row(*row), scale) for row in rows]
         if self._told_sq_norm != NOT_MEASURED:
             self._told_sq_norm /= scale * scale
-        there = [row for row in told if row.batch > 0]
+        there = [row for row in told if row.digest]
         if len({row.digest for row in there}) > 1:
             logger.warning("the averages of the ranks' monitors differ, and begin anew: see GradientMonitor, State")
             sq_norm = self._told_sq_norm
@@ -249,15 +250,16 @@ class GradientMonitor:
         elif self._seen is not None and _are_complete([row.num_shares for row in there], self._seen.size):
             self._measure(self._seen, sum(row.share for row in there))
         self._seen, self._share, self._num_shares = None, 0.0, 0.0
-        small_batch = len(there) / sum(1 / row.batch for row in there)
-        if len(there) == len(told) and all(row.sq_norm != NOT_MEASURED for row in told):
+        batches = [row.batch for row in there if row.batch > 0]
+        small_batch = len(batches) / sum(1 / one for one in batches) if batches else 0.0
+        if len(batches) == len(told) and all(row.sq_norm != NOT_MEASURED for row in told):
             mean = sum(row.sq_norm for row in told) / len(told)
             self._seen, self._own_sq_norm = Seen(mean, small_batch, len(told)), self._told_sq_norm
         self._cadence.advance(
             measured=self._seen is not None,
             costs_s=[row.cost_s for row in there], steps_s=[row.step_s for row in there],
         )  # fmt: skip
-        self._count(len(there) * small_batch)
+        self._count(len(batches) * small_batch)
         report(self.comm, self.values, UNITS)
         return self._seen is not None
 
@@ -321,7 +323,7 @@ class GradientMonitor:
             scale["num_updates"], scale["num_left_out"], *scale["averages"], *self._cadence.state, self._num_measured,
             *((0.0,) * 3 if seen is None else (seen.local_sq_norm, seen.small_batch, seen.size)),
         ]  # fmt: skip
-        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers)) & 0xFFFFFF
+        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers)) & 0xFFFFFF | 1
 
     def _measure(self, seen: Seen, global_sq_norm: float) -> None:
         local_sq_norm, size, small_batch = seen.local_sq_norm, seen.size, seen.small_batch
@@ -350,7 +352,7 @@ class GradientMonitor:
         self._last_s = now_s - before_s
         self._step_s.update(self._last_s)
         step_s, signal, noise = self._step_s.value, self.noise_scale.signal, self.noise_scale.noise
-        if not step_s:
+        if not step_s or not batch:
             return
         self._note("throughput", batch / step_s)
         if self.noise_scale.value is not None and signal is not None and noise is not None:

@@ -108,6 +108,28 @@ def test_a_copied_state_of_one_rank_counts_no_share_twice() -> None:
         joined.load_state_dict({"share": 1})
 
 
+def test_a_rank_without_samples_leaves_its_step_out() -> None:
+    ranks = Ranks(3)
+    for number in range(6):
+        ranks.monitors[1].batch = 0 if number == 3 else 8
+        ranks.step()
+        assert all(one == ranks.shared()[0] for one in ranks.shared())
+    assert ranks.monitors[0].noise_scale.num_updates == 4, "not that step, and not the last, which is not known yet"
+
+
+def test_a_step_that_comes_to_nothing_leaves_the_averages_as_they_were() -> None:
+    """A void or failed step tells its numbers, from which no rank learns."""
+    ranks = Ranks(2)
+    for number in range(8):
+        if number in (3, 4):
+            for monitor in ranks.monitors:
+                monitor.sums({"x": np.full(1000, np.nan)})
+        ranks.step()
+        assert all(one == ranks.shared()[0] for one in ranks.shared())
+    scale = ranks.monitors[0].noise_scale
+    assert (scale.num_updates, scale.num_left_out) == (7, 0)
+
+
 @pytest.mark.parametrize("every", [1, 3, 10, "auto"])
 def test_a_monitor_that_is_kept_without_state_begins_anew_on_all_ranks(
     every: Any, caplog: pytest.LogCaptureFixture
