@@ -257,7 +257,7 @@ def test_policy_state_is_handed_over(number: int) -> None:
     [
         (lambda: NoiseScaleBatch(0), "batches are from 1 on"),
         (lambda: NoiseScaleBatch(8, least=9), "not 9 to 8"),
-        (lambda: NoiseScaleBatch(8, multiple=0), "at least 1, not 0, 50 and 50"),
+        (lambda: NoiseScaleBatch(8, multiple=0), "at least 1, not 0, 10 and 10"),
         (lambda: NoiseScaleBatch(8, factor=1.0), "factor is above 1"),
         (lambda: AdaScaleRate(tolerance=1.0), "tolerance is between 0 and 1"),
         (lambda: SwitchAgreement(ratio=0.0), "ratio is above 0"),
