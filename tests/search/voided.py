@@ -69,6 +69,7 @@ class Round:
         self.p_lost = random.choice([0.0, 0.01, 0.04])
         self.lower_rate = random.choice([None, (0.5, 10)])
         self.on_loss = random.choice(["finish", "raise", "restart_step"])
+        self.keeps_policies = random.random() < 0.5
         self.joins_at = random.choice([None, 3, 20])
 
     def kind(self, step: int, uid: int) -> str | None:
@@ -95,7 +96,7 @@ class Rank:
         self.uid: int = -1
         # By step: samples used, rate, and the model after it; of steps that count.
         self.trace: dict[int, tuple[Any, float, Any]] = {}
-        self.state = State(w=np.zeros(5), v=np.zeros(5), used=np.zeros(LENGTH))
+        self.state = State()
         self.aside: list[int] = []
         self.is_dead = False
 
@@ -111,11 +112,11 @@ class Rank:
         )  # fmt: skip
         self.uid = self.comm.births[self.comm.rank]
         parameters = Hyperparameters(batch_size=BATCH, learning_rate=RATE)
+        adaptation = Adaptation(self.comm, [guard], hyperparameters=parameters)
+        also = {"adaptation": adaptation} if self.given.keeps_policies else {}
+        self.state = State(w=np.zeros(5), v=np.zeros(5), used=np.zeros(LENGTH), **also)
         try:
-            async with (
-                Elastic(self.comm, self.state, on_loss=self.given.on_loss) as elastic,
-                Adaptation(self.comm, [guard], hyperparameters=parameters) as adaptation,
-            ):
+            async with Elastic(self.comm, self.state, on_loss=self.given.on_loss) as elastic, adaptation:
                 async for step in elastic.steps(sampler, passes=PASSES, used_in="guarded"):
                     self.trace.pop(step.number, None)  # of a step that is repeated
                     restarts = self.given.on_loss == "restart_step"
