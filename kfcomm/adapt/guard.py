@@ -114,7 +114,7 @@ class GuardSteps(Policy):
         most_in_a_row: number of void steps in a row after which jumps are accepted as the new level, and NaN or
             infinity is an error. Samples that are set aside begin the count again.
         catch: types of errors of a step's block that make the step void on all ranks, if they are raised before its
-            gradients are exchanged; for NumPy loops.
+            gradients are exchanged; for NumPy loops, in which each step is guarded then.
 
     Attributes:
         num_void: number of void steps.
@@ -166,6 +166,11 @@ class GuardSteps(Policy):
     def num_void(self) -> int:
         """Number of void steps."""
         return self._counts.num_void
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether samples have been in the share of a culprit, and in no good step since."""
+        return bool(self._suspects)
 
     def judge(self, evidence: StepEvidence) -> Void | None:
         """Judge a step, once, before its update is applied; ``actions`` has the requests that follow.

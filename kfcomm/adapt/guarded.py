@@ -90,6 +90,7 @@ class StepGuard:
         self._reason = ""  # error of this rank, in words
         self._is_unreadable = False
         self._evidence: StepEvidence | None = None
+        self._has_suspects = False
         self._observed = self._host.observed.take() if self.is_on else {}
         self._host.observed.observe(self._observed)
 
@@ -243,6 +244,7 @@ class StepGuard:
                 raised.append(rank)
         batch = None if self.step is None else self.step.batch
         self._evidence = StepEvidence(self._host.num_steps, losses, sq_norms, batch, tuple(raised))
+        self._has_suspects = self.policy.has_suspects
         self.void = self.policy.judge(self._evidence)
         self.actions = self.policy.actions
 
@@ -282,9 +284,11 @@ class StepGuard:
         if self._runner is None or self._evidence is None:
             return
         if host.recorder is not None:
-            host.recorder.judged(self._evidence, () if void is None else void.names)
-        for what, evidence in outcomes(void, actions):
-            host.decide(self._runner, what, evidence)
+            # Samples of a good step matter only where some are suspected.
+            evidence = self._evidence if void is not None or self._has_suspects else replace(self._evidence, batch=None)
+            host.recorder.judged(evidence, () if void is None else void.names)
+        for what, numbers in outcomes(void, actions):
+            host.decide(self._runner, what, numbers)
         if void is not None:
             # What the program has observed of this step may be as wrong as its gradients.
             host.observed.take()

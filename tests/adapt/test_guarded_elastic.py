@@ -203,6 +203,24 @@ async def test_policies_keep_restore_and_set_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_replay_sets_the_same_samples_aside(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            sampler = ElasticSampler(LENGTH, BATCH)
+            async with Elastic(comm, State()) as elastic, Adaptation(comm, [GuardSteps()], record=path) as adaptation:
+                async for step in elastic.steps(sampler, passes=2):
+                    async with adaptation.step(step) as now:
+                        await now.guarded(marks(step.indices, (5, 17)), op="sum")
+            return adaptation.decisions
+
+        decisions = (await asyncio.gather(*map(main, comms)))[0]
+    assert sum("set aside" in one.evidence for one in decisions) >= 1
+    assert await asyncio.to_thread(replay, GuardSteps(), path) == decisions
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("action", ["keep", "roll_back", "set_aside"])
 async def test_actions_need_an_elastic(action: str) -> None:
     class Asks(Policy):
