@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, PeerLost
+from kfcomm.transports.shm.heap import Heap
 from tests.conformance.worlds import assert_kinds, ends, same_bits, turns, until, works, world
 
 SHORT_S = 0.05
@@ -203,3 +204,18 @@ async def test_requests_after_a_change_of_ranks() -> None:
                 assert same_bits(await comm.request("w", 1 - comm.rank), X * 10 + 1 - comm.rank)
         for comm in left:
             await comm.close()
+
+
+@pytest.mark.asyncio
+async def test_blobs_and_adasum_where_the_system_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heap, "__init__", broken)
+    async with world(2) as comms:
+        comms[0].save("w", X)
+        for _ in range(3):
+            assert same_bits(await comms[1].request("w", 0), X)
+            found = await asyncio.gather(*(comm.all_reduce(np.ones(3), "g", op="adasum") for comm in comms))
+            assert found[0].tolist() == [1, 1, 1]
+
+
+def broken(_: Heap) -> None:
+    raise AttributeError("module 'os' has no attribute 'memfd_create'")

@@ -242,7 +242,7 @@ class Heaps:
         if self._own is None:
             try:
                 heap = Heap()
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
                 logger.debug("no symmetric memory: %s", error)
                 return None
             # A program may make its first array while the engine opens links. Peers that were shown another heap than
