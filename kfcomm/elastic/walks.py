@@ -232,12 +232,12 @@ class Walks:
 
     def _settle(self) -> Walk[None]:
         """Read the sums of an announced boundary: its step is over, and the samples of the step before are settled."""
-        announced, self._announced = self._announced, None
-        if announced is None:
+        if self._announced is None:
             return
-        handle, report, course, ended = announced
+        handle, report, course, ended = self._announced
         if not handle.done():
             yield self._calls.met
+        self._announced = None  # only now: an interrupt of the wait leaves it for the next walk
         sums = handle.result()
         self._calls.log.thaw()
         told = yield from self._told(report, sums)
