@@ -112,6 +112,20 @@ class Training:
         check_ends(run, self.size)
 
 
+class LongTraining(Training):
+    """The same with more steps, whose boundaries are announced: deaths meet ranks that are a step apart."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        verbs = [verb for verb in programs.VERBS if not verb.endswith("_object")]
+        steps = [
+            [(random.choice(verbs), random.choice(ELEMENTS[:2]), random.randrange(self.size)) for _ in range(count)]
+            for count in random.choices(range(4), k=12)
+        ]
+        on_loss, length = random.choice(["finish", "raise"]), programs.BATCH * random.randrange(6, 13)
+        self._plan = self._plan._replace(steps=steps, on_loss=on_loss, length=length)
+
+
 class TwoSamplers:
     """Training and validation, in turns or one within a step of the other."""
 
@@ -251,6 +265,6 @@ class Losing(Walking):
 
 
 CASES = (
-    Training, Training, Training, Attacked, Attacked, Attacked, TwoSamplers, TwoSamplers, Shrinking, Shrinking, Walking,
-    Losing,
+    Training, Training, LongTraining, LongTraining, Attacked, Attacked, Attacked, TwoSamplers, TwoSamplers, Shrinking,
+    Shrinking, Walking, Losing,
 )  # fmt: skip
