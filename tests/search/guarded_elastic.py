@@ -3,9 +3,9 @@
 python -m tests.search.guarded_elastic --seconds 60 --seed 1
 
 A seed is one job. Some of its samples are bad for good: a rank that trains on one gets NaN. Some steps have a fault of
-their own: infinity in the gradient of one rank, before which, or in the midst of whose backward pass, that rank may
-die. A rank may join. At the end all surviving ranks have the same model, to the bit, in which nothing is infinite; bad
-samples are on the list, and the others were used once in each pass, but for those of a rank that died.
+their own: infinity in the gradient of one rank, before which, or within its backward pass, that rank may die. A rank
+may join. At the end all surviving ranks have the same model, to the bit, in which nothing is infinite; bad samples are
+on the list, and the others were used once in each pass, but for those of a rank that died.
 """
 
 from __future__ import annotations
