@@ -97,7 +97,7 @@ class Run:
             attempts.append(comm.births)
         if comm.rank == 0:
             for place, at in enumerate(self.course.joins):
-                if at == number:
+                if at == number and len(attempts) == 1 and attempts[0] == comm.births:  # not when it is made again
                     self.tasks.append(asyncio.ensure_future(self.join(10 + place)))
         if self.course.deaths.get(comm.births[comm.rank]) == number:
             die(self.comms, comm)
