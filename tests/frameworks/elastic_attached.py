@@ -114,6 +114,7 @@ class Moments:
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
+    OPTIMIZERS["adam"](Net())  # torch imports its compiler with the first optimizer: before the others wait for it
     with kfcomm.sync.init(elastic=True) as comm:
         me = comm.births[comm.rank]
         held: dict[str, tuple[Any, Any, Any]] = {}
