@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class Changes:
+class RecentChanges:
     """Last change of each subject.
 
     Args:

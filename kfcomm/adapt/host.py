@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from kfcomm.adapt.flapping import Changes
+from kfcomm.adapt.flapping import RecentChanges
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import Observed, StepMetrics
 from kfcomm.adapt.policy import Decision, Policy
@@ -35,7 +35,7 @@ class Named(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Progress of training, the same on all ranks.
 
     Attributes:
@@ -77,9 +77,9 @@ class PolicyHost:
         self.metrics: StepMetrics | None = None  # of the last step at whose end the ranks met; None before
         self.num_steps = 0  # number of steps that have ended
         self.step: Any = None  # step of an ``Elastic`` that the present one is
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.stopped: str | None = None  # reason for which training is over
-        self.changes = Changes(rest)
+        self.changes = RecentChanges(rest)
         self.holders: dict[str, Named] = {}  # by subject, the policy that has changed it last
         self._on_decision = on_decision  # called with each decision, and its level for the log
 
@@ -136,7 +136,7 @@ class PolicyHost:
         self.num_steps = state["num_steps"]
         self.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
         self.observed.columns = tuple(state["observed"])
-        self.progress = Progress(*state["progress"])
+        self.progress = TrainingProgress(*state["progress"])
         self.stopped = state["stopped"]
         self.changes.state = state["changes"]
         for runner, one in zip(self.runners, state["policies"], strict=True):

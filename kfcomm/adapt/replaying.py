@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kfcomm.adapt.flapping import Changes
+from kfcomm.adapt.flapping import RecentChanges
 from kfcomm.adapt.guard import GuardSteps, StepEvidence
 from kfcomm.adapt.guarded import outcomes
-from kfcomm.adapt.host import Action, Named, PolicyHost, Progress
+from kfcomm.adapt.host import Action, Named, PolicyHost, TrainingProgress
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
@@ -81,9 +81,9 @@ class _ReplayHost(PolicyHost):
         self.comm.outlives = line["can_change"]
         self.num_steps = line["begins"]
         self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
-        self.changes = Changes(line.get("rest", 0))
+        self.changes = RecentChanges(line.get("rest", 0))
         self.changes.state = line.get("changes", {})
-        self.progress = Progress(*line.get("progress", ()))
+        self.progress = TrainingProgress(*line.get("progress", ()))
         self.see(line["strategy"])
 
     def see(self, strategy: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ class _Replay:
         host, runner, rounds = self._host, self._runner, line.get("rounds")
         self._judge(line.get("judged", ()))
         for hook, step, *progress in line.get("hooks", ()):
-            host.num_steps, host.progress = step, Progress(*progress)
+            host.num_steps, host.progress = step, TrainingProgress(*progress)
             await runner.call(hook)
         host.num_steps = line["step"]
         if not rounds:

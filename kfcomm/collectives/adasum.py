@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import adapt, holds_arrays, is_list
-from kfcomm.collectives.adasum_arithmetic import HEAD_NBYTES, Layout, Matrix, Part
+from kfcomm.collectives.adasum_arithmetic import HEAD_NBYTES, FusedLayout, Matrix, TensorPart
 from kfcomm.collectives.batches import (
     Item,
     item_of,
@@ -80,14 +80,14 @@ class Adasum:
         self._group = group = verbs._group
         self._key = key
         self._options = options
-        self._layout = Layout(items, group.view.size)
+        self._layout = FusedLayout(items, group.view.size)
         self._gathered = gathered
         self._heaps = group.heaps if group.view.size > 1 else None
         # First, since it may fail: turns that were taken must be used.
         self._block = self._new_block()
         self._layout.fill(self._block)
         self._places: list[tuple[int, int]] = []
-        self._part: Part
+        self._part: TensorPart
         num_later = 1 + bool(self._layout.cut) + (self._heaps is not None)
         later = [f"{key or UNNAMED}\0adasum {number}" for number in range(num_later)]
         self._steps = LaterSteps(verbs, key, options, later)
@@ -144,7 +144,7 @@ class Adasum:
     def _multiply(self, rows: Sequence[Array], key: str) -> None:
         view = self._group.view
         self._layout.check(rows, view.called)
-        self._part = Part(self._layout, view.rank, rows)
+        self._part = TensorPart(self._layout, view.rank, rows)
         shared = self._part.multiply()
         if not self._layout.cut:
             self._combine(shared, key)

@@ -83,7 +83,7 @@ class Run(NamedTuple):
     pieces: list[tuple[int, int, int]]  # number of the tensor, first and last element of the run
 
 
-class Layout:
+class FusedLayout:
     """Tensors end to end in a buffer, in parts of about the same size: row r has a head and the r-th part.
 
     Args:
@@ -193,10 +193,10 @@ class Layout:
             at, rank = end, rank + 1
 
 
-class Part:
+class TensorPart:
     """The part of one rank, in the rows of all ranks; each pass over it converts blocks to float64 in a cache."""
 
-    def __init__(self, layout: Layout, rank: int, rows: Sequence[Array]) -> None:
+    def __init__(self, layout: FusedLayout, rank: int, rows: Sequence[Array]) -> None:
         self._layout = layout
         self._rank = rank
         self._rows = rows

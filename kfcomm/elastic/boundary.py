@@ -16,7 +16,7 @@ from kfcomm.elastic.state import Array
 NUM_FLAGS = 4
 
 
-class Report(NamedTuple):
+class BoundaryReport(NamedTuple):
     """Report of one rank."""
 
     place: int  # hash of its position, 32 bits

@@ -39,7 +39,7 @@ import numpy as np
 from kfcomm.arrays import dtype_of
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.elastic.checks import sendable
-from kfcomm.elastic.merging import Merged
+from kfcomm.elastic.merging import Conversion
 from kfcomm.elastic.replicas import checksum
 from kfcomm.elastic.snapshots import Form, Kept, load_form
 from kfcomm.elastic.state import State, difference, outline_of, plan_of
@@ -343,7 +343,7 @@ class Checkpoint:
         is_writing = self._written is not None and not self._written.done()
         return not is_writing and (number >= self._begun + self.every if self._begun >= 0 else number > 0)
 
-    def look(self, number: int, place: Any, epoch: int = 0, merged: Merged | None = None) -> None:
+    def look(self, number: int, place: Any, epoch: int = 0, merged: Conversion | None = None) -> None:
         """Begin to write, at a boundary, if one is due and the last one is written; costs a copy then."""
         if not self._is_due(number):
             return

@@ -63,7 +63,7 @@ class StateOffer(NamedTuple):
         return [(Form(*form), place) for form, place in self.told[2]]
 
 
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """Values of a rank's state while it is handed over."""
 
     objects: Mapping[str, Any] | None  # states of its objects
@@ -130,7 +130,7 @@ class Handover:
             self.merging.uids = uids if are_new else self.calls.log.shown
             return first.told[0]
 
-    def _offer(self, place: Any, wrong: str | None) -> tuple[Held, StateOffer]:
+    def _offer(self, place: Any, wrong: str | None) -> tuple[HeldState, StateOffer]:
         """Values of this rank's state, and its report; no values if it has a fault."""
         wrong = wrong or fault_of(self._state)
         try:
@@ -140,14 +140,16 @@ class Handover:
                 kept = [[list(one.form), one.place] for one in self.merging.copies]
                 told = [place, rest, kept]
                 arrays = [*flat, *(array for one in self.merging.copies for array in one.arrays)]
-                return Held(now.objects, arrays), StateOffer(plan, outline, told, None, self._program, self._options)
+                return HeldState(now.objects, arrays), StateOffer(
+                    plan, outline, told, None, self._program, self._options
+                )
         except ConfigError as error:
             wrong = sendable(str(error))
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others learn of it
             wrong = unreadable("the state", error)
-        return Held(None, []), StateOffer([], [], [None, None, []], wrong, self._program, self._options)
+        return HeldState(None, []), StateOffer([], [], [None, None, []], wrong, self._program, self._options)
 
-    def _places(self, first: StateOffer, mine: Held, *, is_own: bool) -> list[Array]:
+    def _places(self, first: StateOffer, mine: HeldState, *, is_own: bool) -> list[Array]:
         """Return memory for the arrays that are sent; ``is_own``: this rank may have to send its own state."""
         # That is so where each rank has one, and the lowest is lost.
         plain = places_of(self._state)
@@ -156,7 +158,7 @@ class Handover:
         kept = [np.empty(nbytes, np.uint8).view(kind) for form, _ in first.kept for nbytes, kind in form.sizes()]
         return [*plain, *first.form.new_parts(), *kept]
 
-    def _take(self, first: StateOffer, arrays: list[Array], mine: Held) -> None:
+    def _take(self, first: StateOffer, arrays: list[Array], mine: HeldState) -> None:
         """Load what was received, also the copies that the others have kept."""
         end = len(first.form.sizes())
         load_form(self._state, first.form, arrays[:end], likes=mine.objects)

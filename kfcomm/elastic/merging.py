@@ -31,7 +31,7 @@ SUMS = f"{OWN_NAMES}parts"
 """Name of the ``all_reduce`` of the values that differ."""
 
 
-class Part(NamedTuple):
+class MergedPart(NamedTuple):
     """Value that differs between ranks, on one rank; msgpack can carry it."""
 
     place: list[Any]  # number of the copy of the state, 0 for the state itself; name; key in the state of an object
@@ -46,10 +46,10 @@ class Part(NamedTuple):
         return str(self.place[1]) + "".join(f"[{key!r}]" for key in self.place[2:])
 
 
-class Merged(NamedTuple):
+class Conversion(NamedTuple):
     """Sums over the ranks, the same on all of them."""
 
-    parts: list[Part]
+    parts: list[MergedPart]
     sums: Array  # of all converted arrays, one after the other
     counts: list[int]  # number of ranks that had each array
 
@@ -79,7 +79,7 @@ class Merging:
         self.may_differ = may_differ(state)  # the same on all ranks, which have compared their states on entering
         self.uids: Uids = ()  # ranks of the step for which values were converted
         self.copies: list[Kept] = []  # at most one
-        self.merged: Merged | None = None  # for a checkpoint at this boundary
+        self.merged: Conversion | None = None  # for a checkpoint at this boundary
         self._calls = calls
         self._state = state
 
@@ -104,7 +104,7 @@ class Merging:
         self._load(merged, len(contributors))
         self.uids = uids  # if another one was lost, the step after that has other ranks, and values are converted again
 
-    async def collect(self) -> Merged | None:
+    async def collect(self) -> Conversion | None:
         """Collect, before the ranks change; all ranks call it. None if nothing may differ."""
         return (await self._collected())[0] if self.may_differ else None
 
@@ -117,7 +117,7 @@ class Merging:
         """Collect for a checkpoint at this boundary; all ranks call it."""
         self.merged = await self.collect()
 
-    def load(self, merged: Merged | None, uids: Uids) -> None:
+    def load(self, merged: Conversion | None, uids: Uids) -> None:
         """Load what was collected, for these ranks."""
         if merged is not None:
             self._load(merged, len(uids))
@@ -128,19 +128,19 @@ class Merging:
         if self.may_differ:
             self._load(self.alone(), len(self.uids))
 
-    def alone(self) -> Merged:
+    def alone(self) -> Conversion:
         """Return what this rank would collect if there were no other."""
         mine, views = _parts_of(self._values())
         return _merged([mine], [True], _buffer(mine, mine, views))
 
-    async def _collected(self) -> tuple[Merged, Uids]:
+    async def _collected(self) -> tuple[Conversion, Uids]:
         while True:
             mine, views, fault = self._told()
             rows, uids = await self._calls.gather([mine, fault], "forms")
             for rank, (_, why) in enumerate(rows):
                 if why is not None:
                     raise ConfigError(f"rank {rank}: {why}")
-            said = [[Part(*one) for one in parts] for parts, _ in rows]
+            said = [[MergedPart(*one) for one in parts] for parts, _ in rows]
             sums, contributors = _buffer(_forms(said), mine, views), uids
             if sums.size:
                 handle = self._calls.begin("all_reduce", (sums, SUMS), {})
@@ -151,7 +151,7 @@ class Merging:
             if all(merged.counts):
                 return merged, contributors
 
-    def _told(self) -> tuple[list[Part], list[list[HostArray]], str | None]:
+    def _told(self) -> tuple[list[MergedPart], list[list[HostArray]], str | None]:
         """Return the parts of this rank and their arrays, or the fault for which they cannot be read."""
         try:
             return *_parts_of(self._values()), None
@@ -163,7 +163,7 @@ class Merging:
     def _values(self) -> list[Snapshot]:
         return [Snapshot.of(self._state), *(copy.values() for copy in self.copies)]
 
-    def _load(self, merged: Merged, size: int) -> None:
+    def _load(self, merged: Conversion, size: int) -> None:
         found: dict[int, dict[tuple[Any, ...], Any]] = {}
         for number, place, value in merged.values(size):
             found.setdefault(number, {})[place] = value
@@ -174,7 +174,7 @@ class Merging:
                 set_parts(self._state, parts)
 
 
-def _parts_of(snapshots: Sequence[Snapshot]) -> tuple[list[Part], list[list[HostArray]]]:
+def _parts_of(snapshots: Sequence[Snapshot]) -> tuple[list[MergedPart], list[list[HostArray]]]:
     """Return what differs in these values, and the arrays of each part.
 
     Raises:
@@ -184,7 +184,7 @@ def _parts_of(snapshots: Sequence[Snapshot]) -> tuple[list[Part], list[list[Host
     for number, values in enumerate(snapshots):
         for name, key, how in values.ways:
             tree = values.objects[name][key[0]] if key else values.plain[name]
-            part = Part([number, name, *key], how, described(tree, has_numbers=True), [], [])
+            part = MergedPart([number, name, *key], how, described(tree, has_numbers=True), [], [])
             found = [(shown(path), adapt(one)) for path, one in leaves(tree, (part.title,)) if is_number(one)]
             for path, view in found:
                 is_converted = view.dtype.kind in "fc" or view.dtype.name == "bfloat16"
@@ -197,13 +197,13 @@ def _parts_of(snapshots: Sequence[Snapshot]) -> tuple[list[Part], list[list[Host
     return parts, views
 
 
-def _forms(said: Sequence[Sequence[Part]]) -> list[Part]:
+def _forms(said: Sequence[Sequence[MergedPart]]) -> list[MergedPart]:
     """Return the form of each part: that of the lowest rank that has the most arrays.
 
     Raises:
         ConfigError: another rank has an array that does not fit; the same error on all ranks.
     """
-    found: dict[str, tuple[int, Part]] = {}
+    found: dict[str, tuple[int, MergedPart]] = {}
     for rank, parts in enumerate(said):
         for part in parts:
             known = found.get(repr(part.place))
@@ -229,7 +229,7 @@ def _difference(rank: int, mine: list[Any], other: int, theirs: list[Any] | None
     )
 
 
-def _buffer(forms: Sequence[Part], mine: Sequence[Part], views: Sequence[Sequence[HostArray]]) -> Array:
+def _buffer(forms: Sequence[MergedPart], mine: Sequence[MergedPart], views: Sequence[Sequence[HostArray]]) -> Array:
     """Return this rank's converted arrays in the order of the forms, zeros for those that it lacks."""
     having = {
         path: view
@@ -251,7 +251,7 @@ def _buffer(forms: Sequence[Part], mine: Sequence[Part], views: Sequence[Sequenc
     return np.concatenate(found)
 
 
-def _merged(said: Sequence[Sequence[Part]], have_given: Sequence[bool], sums: Array) -> Merged:
+def _merged(said: Sequence[Sequence[MergedPart]], have_given: Sequence[bool], sums: Array) -> Conversion:
     """Return the sums with the number of ranks behind each array."""
     forms = _forms(said)
     having = [{path for part in parts for path in _paths(part)} for parts in said]
@@ -260,10 +260,10 @@ def _merged(said: Sequence[Sequence[Part]], have_given: Sequence[bool], sums: Ar
         for form in forms
         for path, other in zip(_paths(form), form.others, strict=True)
     ]
-    return Merged(forms, sums, counts)
+    return Conversion(forms, sums, counts)
 
 
-def _paths(part: Part) -> list[tuple[int, str]]:
+def _paths(part: MergedPart) -> list[tuple[int, str]]:
     return [(part.place[0], path) for path, _, _ in part.plan]
 
 

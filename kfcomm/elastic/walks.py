@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.elastic.boundary import Report, Sums, hash_of, reports_of
+from kfcomm.elastic.boundary import BoundaryReport, Sums, hash_of, reports_of
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import names_of, passes_of, sendable, unreadable
@@ -52,7 +52,7 @@ class Announced(NamedTuple):
     """Boundary whose sums are read when its step ends, and the step before it."""
 
     handle: Handle[Any]
-    report: Report
+    report: BoundaryReport
     course: Course
     ended: EndedStep | None
 
@@ -291,7 +291,7 @@ class Walks:
     def _is_wanted(self, course: Course) -> bool:
         return not self._is_within(course) and self._requests.is_wanted(self._comm.current)
 
-    def _report(self, course: Course, rows: list[list[Any]], flags: list[bool]) -> Report:
+    def _report(self, course: Course, rows: list[list[Any]], flags: list[bool]) -> BoundaryReport:
         """Report of this rank at the boundary before the next step."""
         number = self._number() + 1
         wishes = sorted(course.wishes)
@@ -300,7 +300,7 @@ class Walks:
         is_due = checkpoint is not None and checkpoint.is_due_after(
             number, is_exact=self._is_exact and not self._merging.may_differ
         )
-        return Report(hash_of(where), where, number, self._checks.look(), rows, [*flags, is_due])
+        return BoundaryReport(hash_of(where), where, number, self._checks.look(), rows, [*flags, is_due])
 
     def wish(self, what: str) -> None:
         """Let something be done at the boundary after the present step of the outermost walk."""
@@ -323,9 +323,9 @@ class Walks:
             yield self._calls.finish
         yield from self._settle()
         where = [self._calls.log.step, "end"]
-        yield from self._meet(Report(hash_of(where), where, self._number(), None, [], ()))
+        yield from self._meet(BoundaryReport(hash_of(where), where, self._number(), None, [], ()))
 
-    def _meet(self, report: Report) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
+    def _meet(self, report: BoundaryReport) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
         """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
 
         Returns the uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank
@@ -340,12 +340,12 @@ class Walks:
             yield partial(self._tell, report)
         return uids, sums.flags, (yield from self._told(report, sums))
 
-    def _judge(self, report: Report, numbers: Any) -> tuple[Sums, Callable[[], Awaitable[None]] | None]:
+    def _judge(self, report: BoundaryReport, numbers: Any) -> tuple[Sums, Callable[[], Awaitable[None]] | None]:
         """Read the sums of an announced boundary, and return what is to be done before calls of its step can end."""
         sums = Sums.of(numbers)
         return sums, partial(self._tell, report) if sums.is_wrong else None
 
-    def _told(self, report: Report, sums: Sums) -> Walk[list[list[Told]]]:
+    def _told(self, report: BoundaryReport, sums: Sums) -> Walk[list[list[Told]]]:
         """Reports of each rank on the steps that are over; only those of this rank where all are the same."""
         told = [report.told]
         if not sums.are_told_alike:
@@ -357,7 +357,7 @@ class Walks:
         found, _ = await self._calls.gather(rows, "used")
         told[:] = found
 
-    async def _tell(self, report: Report) -> None:
+    async def _tell(self, report: BoundaryReport) -> None:
         """Exchange positions and faults after a rank has signalled one, and raise the error on all ranks."""
         # If that rank is lost meanwhile, nothing may be wrong any more.
         rows, _ = await self._calls.gather([report.place, sendable(report.text()), report.fault], "place")

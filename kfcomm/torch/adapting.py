@@ -63,7 +63,7 @@ class Adapted:
         return Hyperparameters(batch_size=batch, learning_rate=rate, wire_dtypes=WIRE_DTYPES)
 
 
-class Rates:
+class RateFactors:
     """Learning rates of an optimizer, times a factor for the time of a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -115,7 +115,7 @@ class ContinuousMeter(StepMeter):
 
 
 @dataclass(frozen=True)
-class Changes:
+class ChangeReceivers:
     """Receivers of decisions: called with the new value, between two steps, on all ranks alike.
 
     Attributes:
@@ -151,7 +151,7 @@ class Policies:
     """
 
     def __init__(
-        self, comm: Any, policies: Sequence[Policy], hyperparameters: Hyperparameters, changes: Changes
+        self, comm: Any, policies: Sequence[Policy], hyperparameters: Hyperparameters, changes: ChangeReceivers
     ) -> None:
         self._comm = comm
         self._given = policies

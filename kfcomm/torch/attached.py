@@ -19,12 +19,12 @@ from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
 from kfcomm.torch.adapting import Adapted
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
-from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, Traffic, shares
+from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, TrafficOptions, shares
 from kfcomm.torch.compression import Given as Compressions
 from kfcomm.torch.compression import by_parameter_of
 from kfcomm.torch.driver import StepDriver
 from kfcomm.torch.elastic import ElasticSteps, Given, sampler_of
-from kfcomm.torch.methods import Choice, Plan, agree_on_model, meet, method_of, op_of, problem_of
+from kfcomm.torch.methods import MethodChoice, MethodPlan, agree_on_model, meet, method_of, op_of, problem_of
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.snapshot import TrainedTensors, tensors_of
 from kfcomm.torch.state import broadcast_parameters, check_alike, described
@@ -110,11 +110,11 @@ def attach(
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
     parts = Parts(model, optimizer, comm, checked_name(name))
     adapted = Adapted(monitor, tuple(policies), batch_size, sampler_of(elastic), hyperparameters)
-    plan, chosen = _planned(parts, Traffic(defer, bucket_nbytes, wire_dtype, compression), adapted, algorithm)
+    plan, chosen = _planned(parts, TrafficOptions(defer, bucket_nbytes, wire_dtype, compression), adapted, algorithm)
     return Attached(plan, chosen, elastic)
 
 
-def _planned(parts: Parts, traffic: Traffic, adapted: Adapted, algorithm: Any) -> tuple[Plan, Algorithm]:
+def _planned(parts: Parts, traffic: TrafficOptions, adapted: Adapted, algorithm: Any) -> tuple[MethodPlan, Algorithm]:
     """Make what the method needs, alike on all ranks; in a fixed world they all have rank 0's tensors then."""
     comm, name, problem = parts.comm, parts.name, None
     about = {"bucket_nbytes": str(traffic.bucket_nbytes), "wire_dtype": str(traffic.wire_dtype)}
@@ -143,7 +143,7 @@ def _planned(parts: Parts, traffic: Traffic, adapted: Adapted, algorithm: Any) -
         broadcast_parameters(tensors, comm, name=f"{name}/state")
     elif problem is not None:
         raise ConfigError(f"{name!r} cannot work: {problem}")
-    return Plan(parts, traffic, shared, Comparison(comm, name, about), driver), chosen
+    return MethodPlan(parts, traffic, shared, Comparison(comm, name, about), driver), chosen
 
 
 class Attached:
@@ -162,9 +162,9 @@ class Attached:
     noticed: the others wait for the next pass of that rank.
     """
 
-    def __init__(self, plan: Plan, algorithm: Algorithm, elastic: Given) -> None:
+    def __init__(self, plan: MethodPlan, algorithm: Algorithm, elastic: Given) -> None:
         self._plan = plan
-        self._choice = Choice(algorithm)
+        self._choice = MethodChoice(algorithm)
         self._method = method_of(plan, algorithm)
         parts = plan.parts
         if not is_elastic(parts.comm):

@@ -47,7 +47,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficOptions:
     """How gradients travel; see `attach`."""
 
     defer: bool = False
@@ -102,7 +102,7 @@ class GradientAveraging:
     keeps_replicas = False
 
     def __init__(
-        self, parts: Parts, traffic: Traffic, buckets: Sequence[Bucket], met: Callable[[], bool],
+        self, parts: Parts, traffic: TrafficOptions, buckets: Sequence[Bucket], met: Callable[[], bool],
         driver: StepDriver | None = None,
     ) -> None:  # fmt: skip
         self.syncs = True
@@ -255,13 +255,13 @@ Shares = list[tuple[list[Named], "Compression | None"]]
 """The parameters of each bucket, and the compression of their gradients."""
 
 
-def shares(parameters: Sequence[Named], traffic: Traffic, chosen: Mapping[str, Compression | None]) -> Shares:
+def shares(parameters: Sequence[Named], traffic: TrafficOptions, chosen: Mapping[str, Compression | None]) -> Shares:
     """Parameters by buckets; ``chosen``: the compression of each parameter's gradient."""
     # A backward pass makes gradients in about the reverse order of the model.
     return [(part, chosen[part[0][0]]) for part in share_out(parameters[::-1], traffic.bucket_nbytes, chosen)]
 
 
-def buckets_of(parts: Parts, traffic: Traffic, shared: Shares, op: str) -> list[Bucket]:
+def buckets_of(parts: Parts, traffic: TrafficOptions, shared: Shares, op: str) -> list[Bucket]:
     """Buckets with their memory, whose gradients are combined by ``op``."""
     buckets = []
     for part, kind in shared:

@@ -23,7 +23,7 @@ from kfcomm.arrays import adapt, dtype_of
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, unsupported
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compression import Compression, Compressor, GradientAverage
-from kfcomm.torch.reductions import Reduction, is_elastic, reduction
+from kfcomm.torch.reductions import RestartableReduction, is_elastic, reduction
 from kfcomm.types import override
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Bucket:
         self.average = average
         self.is_exact = average.compressor is None and average.op == "avg"  # else it is not the mean
         self._missing = len(self.places)
-        self._exchange: Reduction | CompressedAverage | None = None
+        self._exchange: RestartableReduction | CompressedAverage | None = None
         """Average under way."""
-        self._persistent: Reduction | None = None
+        self._persistent: RestartableReduction | None = None
         self._wire_dtype: Any = None
         """Of the persistent collective."""
         self._source: np.ndarray[Any, Any] | None = None
@@ -169,7 +169,7 @@ class Bucket:
         self._exchange.start()
         self.is_begun = True
 
-    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> Reduction:
+    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> RestartableReduction:
         # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
             self._source, self._wire_dtype = source, wire_dtype

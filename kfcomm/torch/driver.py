@@ -20,12 +20,12 @@ import torch
 
 from kfcomm.adapt.guard import GuardSteps
 from kfcomm.errors import ConfigError
-from kfcomm.torch.adapting import Adapted, Changes, Policies, Rates, StepSamples
+from kfcomm.torch.adapting import Adapted, ChangeReceivers, Policies, RateFactors, StepSamples
 from kfcomm.torch.guarded import Guarded, before_forward
 from kfcomm.torch.measuring import Measuring
 from kfcomm.torch.outcomes import Outcomes
 from kfcomm.torch.steps import Closure, ModelCopy, Withholding, is_outermost, is_skipped, loss_scale
-from kfcomm.torch.watch import Part, Watch
+from kfcomm.torch.watch import GradientWatch, WatchPart
 from kfcomm.train import GradientMonitor
 from kfcomm.train.composite import CompositeState
 from kfcomm.train.policies import NoiseScaleBatch
@@ -86,17 +86,17 @@ class StepDriver:
         self._guarded = Guarded(guards[0], comm, model, name) if guards else None
         self.monitor = self._monitor(adapted.monitor)
         self._measuring = None if self.monitor is None else Measuring(self.monitor)
-        parts: list[Part] = [] if self._guarded is None else [self._guarded.evidence]
+        parts: list[WatchPart] = [] if self._guarded is None else [self._guarded.evidence]
         parts += [] if self._measuring is None else [self._measuring]
-        self.watch = Watch(parts, guards=bool(guards))
-        self._rates, self._withholding = Rates(optimizer), Withholding(optimizer)
+        self.watch = GradientWatch(parts, guards=bool(guards))
+        self._rates, self._withholding = RateFactors(optimizer), Withholding(optimizer)
         others = [policy for policy in adapted.policies if policy not in guards]
         self._policies: Policies | None = None
         for policy in others:
             if isinstance(policy, NoiseScaleBatch) and policy.optimizer is None:
                 policy.optimizer = type(optimizer).__name__
         if others:
-            changes = Changes(self._set_batch_size, self._set_wire_dtype, self._set_free)
+            changes = ChangeReceivers(self._set_batch_size, self._set_wire_dtype, self._set_free)
             self._policies = Policies(comm, others, adapted.followed(optimizer), changes)
 
     def _monitor(self, given: Any) -> GradientMonitor | None:

@@ -22,7 +22,7 @@ from kfcomm.torch.buckets import Bucket, BucketPlace
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.reductions import aside, world_ranks
 from kfcomm.torch.state import Buffers
-from kfcomm.torch.watch import Watch
+from kfcomm.torch.watch import GradientWatch
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class GradientExchange:
 
     def __init__(
         self, comm: Communicator, name: str, buckets: Sequence[Bucket], model: torch.nn.Module,
-        watch: Watch | None = None,
+        watch: GradientWatch | None = None,
     ) -> None:  # fmt: skip
         self.buckets = buckets
         self.places: list[BucketPlace] = [place for bucket in buckets for place in bucket.places]
@@ -72,7 +72,7 @@ class GradientExchange:
         self.steps = StepCount()
         self._comm = comm
         self.name = name  # of the collectives
-        self._watch = watch or Watch(())
+        self._watch = watch or GradientWatch(())
         self._buffers = Buffers(model, comm, aside(comm, f"{name}/buffers"))
         self._is_held = False
         """Whether all gradients wait for the end: they come in passes within passes, which may add to them later."""

@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 """Largest relative difference of a product of factors and the gradient that autograd has added up in another order."""
 
 
-class Recorded:
+class RecordedRows:
     """A linear layer with the rows of the passes since its gradient was exchanged."""
 
     def __init__(self, module: torch.nn.Linear) -> None:
@@ -77,11 +77,11 @@ class HybridAverage:
     """Average of the gradients of a bucket, by factors where these are smaller; made by ``Compression("factors")``."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, Recorded] = {}
+        self._layers: dict[str, RecordedRows] = {}
 
     def watch(self, model: torch.nn.Module, names: Collection[str]) -> list[Any]:
         """Record the linear layers whose weights have these names; returns the hooks, to be removed in the end."""
-        self._layers = {name: Recorded(one) for name, one in linear_weights(model).items() if name in names}
+        self._layers = {name: RecordedRows(one) for name, one in linear_weights(model).items() if name in names}
         return [one.hook for one in self._layers.values()]
 
     def average(self, comm: Comm, gradients: Mapping[str, Array], *, name: str) -> dict[str, Array]:

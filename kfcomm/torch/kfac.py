@@ -64,7 +64,7 @@ class KFAC:
         self._optimizer = optimizer
         users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
         self._layers = {
-            one: Recorded(module)
+            one: RecordedLayer(module)
             for one, module in model.named_modules()
             # A tied parameter has the sum of two layers' gradients, for which the covariances of neither hold.
             if can_be_recorded(module) and all(users[id(own)] == 1 for own in module.parameters(recurse=False))
@@ -106,14 +106,16 @@ class KFAC:
         """Continue from the state of another rank, or of a checkpoint."""
         self._inner.load_state_dict(state)
 
-    def _after_forward(self, layer: Recorded, _: torch.nn.Module, given: tuple[torch.Tensor, ...], out: Any) -> None:
+    def _after_forward(
+        self, layer: RecordedLayer, _: torch.nn.Module, given: tuple[torch.Tensor, ...], out: Any
+    ) -> None:
         # Most steps take no covariances, and cost nothing here.
         if self._inner.wants_covariances and torch.is_grad_enabled() and out.requires_grad:
             out.register_hook(partial(layer.came_back, given[0].detach()))
 
 
 @dataclass(eq=False)
-class Recorded:
+class RecordedLayer:
     """A layer with the covariances of the passes since the latest step."""
 
     module: Any

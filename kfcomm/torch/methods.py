@@ -9,7 +9,7 @@ from typing import Any
 from kfcomm.errors import ConfigError
 from kfcomm.torch import alike
 from kfcomm.torch.alike import Comparison
-from kfcomm.torch.averaging import GradientAveraging, Method, Parts, Shares, Traffic, buckets_of
+from kfcomm.torch.averaging import GradientAveraging, Method, Parts, Shares, TrafficOptions, buckets_of
 from kfcomm.torch.driver import StepDriver
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.rows import StepRows
@@ -22,11 +22,11 @@ OPS = {"ssgd": "avg", "adasum": "adasum"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class MethodPlan:
     """Parts of an attachment that stay the same for all algorithms."""
 
     parts: Parts
-    traffic: Traffic
+    traffic: TrafficOptions
     shared: Shares
     comparison: Comparison
     driver: StepDriver | None = None
@@ -39,7 +39,7 @@ def op_of(algorithm: Algorithm) -> str | None:
     return None
 
 
-def problem_of(algorithm: Algorithm, traffic: Traffic, comm: Any) -> str | None:
+def problem_of(algorithm: Algorithm, traffic: TrafficOptions, comm: Any) -> str | None:
     """Reason why this algorithm cannot be attached with these options; None if it can."""
     op, given = op_of(algorithm), [one for one in ("wire_dtype", "compression") if getattr(traffic, one) is not None]
     if traffic.defer and is_elastic(comm):
@@ -60,7 +60,7 @@ def problem_of(algorithm: Algorithm, traffic: Traffic, comm: Any) -> str | None:
     return None
 
 
-def method_of(plan: Plan, algorithm: Algorithm) -> Method:
+def method_of(plan: MethodPlan, algorithm: Algorithm) -> Method:
     """The method of an algorithm, with its hooks."""
     op, parts, met = op_of(algorithm), plan.parts, plan.comparison.look
     if op is not None:
@@ -85,7 +85,7 @@ def meet(method: Method) -> None:
         method.agreement.introduce().wait()
 
 
-def agree_on_model(plan: Plan, *, with_state: bool) -> None:
+def agree_on_model(plan: MethodPlan, *, with_state: bool) -> None:
     """Let all ranks continue with one model, the mean of their replicas, before gradients are shared."""
     optimizer, comm, name = plan.parts.optimizer, plan.parts.comm, plan.parts.name
     parameters = parameters_of(optimizer)
@@ -96,7 +96,7 @@ def agree_on_model(plan: Plan, *, with_state: bool) -> None:
         broadcast_optimizer_state(optimizer, comm, name=f"{name}/state")
 
 
-class Choice:
+class MethodChoice:
     """The algorithm in force, as a part of the state: a rank that joins gets it with the rest.
 
     Attributes:

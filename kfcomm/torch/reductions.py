@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kfcomm.core.collective import OWN_NAMES
 
 
-class Reduction(Protocol):
+class RestartableReduction(Protocol):
     """A collective that can be started again once it is over."""
 
     def start(self) -> object:
@@ -42,15 +42,15 @@ def aside(comm: Any, name: str) -> str:
     return f"{OWN_NAMES}{name}" if is_elastic(comm) else name
 
 
-def reduction(comm: Any, x: Any, name: str, options: dict[str, Any]) -> Reduction:
+def reduction(comm: Any, x: Any, name: str, options: dict[str, Any]) -> RestartableReduction:
     """An all_reduce of ``x`` into ``options["out"]``, which may be the same memory; lists only with ``adasum``."""
     if is_elastic(comm) or options["op"] == "adasum":
         return RepeatedAllReduce(comm, x, name, options)
-    found: Reduction = comm.all_reduce_init(x, name, **options)
+    found: RestartableReduction = comm.all_reduce_init(x, name, **options)
     return found
 
 
-def contributors(comm: Any, reduction: Reduction) -> list[int]:
+def contributors(comm: Any, reduction: RestartableReduction) -> list[int]:
     """Ranks whose contributions a result has: all, unless one was lost meanwhile in an elastic world."""
     uids = reduction.contributors if isinstance(reduction, RepeatedAllReduce) else None
     return [rank for rank, uid in enumerate(comm.births) if uids is None or uid in uids]

@@ -16,7 +16,7 @@ from kfcomm.torch.buckets import BucketPlace
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.tensors import read
-from kfcomm.torch.watch import Watch
+from kfcomm.torch.watch import GradientWatch
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -59,7 +59,7 @@ class StepRows:
     """
 
     def __init__(
-        self, comm: Communicator, name: str, parameters: Mapping[str, torch.Tensor], watch: Watch,
+        self, comm: Communicator, name: str, parameters: Mapping[str, torch.Tensor], watch: GradientWatch,
         is_left_out: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._comm, self._name = comm, name

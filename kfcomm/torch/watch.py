@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Part(Protocol):
+class WatchPart(Protocol):
     """User of the numbers, with columns of its own in the rows.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part(Protocol):
         """Take the numbers of all ranks, by rank; only those of ``ranks`` have come, the others are zeros."""
 
 
-class Watch:
+class GradientWatch:
     """Parts that look at the passes of one exchange.
 
     Args:
@@ -60,7 +60,7 @@ class Watch:
         guards: as given.
     """
 
-    def __init__(self, parts: Sequence[Part], *, guards: bool = False) -> None:
+    def __init__(self, parts: Sequence[WatchPart], *, guards: bool = False) -> None:
         self.guards = guards
         self.num_numbers = sum(part.num_numbers for part in parts)
         self._parts = parts

@@ -28,7 +28,7 @@ from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.introductions import check_alike, introduce, introduction, refuse
 from kfcomm.train.procedure import Comm, Procedure, call, carried, epoch_of, together
 from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
-from kfcomm.train.turns import Model, Turn, digest_of, model_of
+from kfcomm.train.turns import AlgorithmTurn, Model, digest_of, model_of
 
 __all__ = [
     "Agreement", "Tree", "check_alike", "copied", "introduce", "introduction", "leaves", "mapped", "rebuilt", "refuse",
@@ -95,7 +95,7 @@ class Agreement:
         self._said = f"{type(self).__name__}({given})"
         self._introduced: dict[str, int] = {}
         """Epoch in which the ranks have compared each method."""
-        self._turn = Turn(self._said, self.keeps_replicas)
+        self._turn = AlgorithmTurn(self._said, self.keeps_replicas)
         self._model: Model | None = None
         self._is_anew = False
         """Whether it has begun anew in this step, and knows it."""
@@ -271,7 +271,7 @@ class Agreement:
         return self._model is not None and self._model.latest is self._turn
 
     @property
-    def _unequal_since(self) -> Turn | None:
+    def _unequal_since(self) -> AlgorithmTurn | None:
         """Turn of another algorithm, after which models differ, where this one needs equal ones; else None."""
         if not self.shares_gradients or self._model is None:
             return None
@@ -290,7 +290,7 @@ class Agreement:
     def _model_of(self, tree: Tree) -> Model:
         return model_of(self._comm, (self._meets_as, digest_of(leaves(tree))))
 
-    def _take_turn(self, tree: Tree) -> Turn | None:
+    def _take_turn(self, tree: Tree) -> AlgorithmTurn | None:
         """Become the latest algorithm of the model, anew; returns the turn of another one that was it."""
         self._model, self._is_anew = self._model_of(tree), False
         if self._is_latest:
@@ -327,7 +327,7 @@ class Agreement:
                     f"that of rank 0: {HAND_OVER}", key=name,
                 )  # fmt: skip
 
-    def _begin(self, tree: Tree, former: Turn | None) -> Procedure[Tree]:
+    def _begin(self, tree: Tree, former: AlgorithmTurn | None) -> Procedure[Tree]:
         """Compare the ranks at the first step, after another algorithm, and when the ranks have changed."""
         name = self._introduction("parameters")
         self._ranks_changed(tree)

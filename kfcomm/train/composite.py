@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 
-class Part(Protocol):
+class StatefulPart(Protocol):
     """Object with state."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -23,7 +23,7 @@ class Part(Protocol):
 class CompositeState:
     """Parts with state, as one. A part that a state does not have stays as it is."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, StatefulPart]) -> None:
         self._parts = parts
 
     def state_dict(self) -> dict[str, Any]:

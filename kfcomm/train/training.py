@@ -165,7 +165,7 @@ class Training:
         work = self._exchanged(gradients, loss)
         return _waited(work) if self._is_blocking else _awaited(work)
 
-    def steps(self, sampler: ElasticSampler, *, passes: int | None = None, **elastic: Any) -> Steps:
+    def steps(self, sampler: ElasticSampler, *, passes: int | None = None, **elastic: Any) -> TrainingSteps:
         """Return the steps of one pass of a sampler, or until a number of passes: ``for``, or ``async for``.
 
         They end with the step at which a policy says ``ctx.stop``.
@@ -180,7 +180,7 @@ class Training:
         """
         if elastic and not is_elastic(self.comm):
             raise ConfigError(f"{', '.join(elastic)} of steps are for a communicator of init(elastic=True)")
-        return Steps(self, sampler, passes, elastic)
+        return TrainingSteps(self, sampler, passes, elastic)
 
     # ---------------------------------------------------------------- a step
 
@@ -283,7 +283,7 @@ class _WholeState:
         self._inner.load_state_dict(state["state"])
 
 
-class Steps:
+class TrainingSteps:
     """Steps of a `Training` through a sampler, for ``for`` or ``async for``, once."""
 
     def __init__(

@@ -17,7 +17,7 @@ ModelKey: TypeAlias = tuple[str, str]
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class AlgorithmTurn:
     """Record of one algorithm, without references to it: as the latest one it may be gone when another begins.
 
     Attributes:
@@ -28,7 +28,7 @@ class Turn:
 
     said: str
     keeps_replicas: bool
-    former: Turn | None = None
+    former: AlgorithmTurn | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -36,9 +36,9 @@ class Model:
     """Model on a communicator, with the turn of its latest algorithm."""
 
     key: ModelKey
-    latest: Turn | None = None
+    latest: AlgorithmTurn | None = None
 
-    def take(self, turn: Turn) -> Turn | None:
+    def take(self, turn: AlgorithmTurn) -> AlgorithmTurn | None:
         """Make this turn the latest; returns the former one."""
         former = self.latest
         if former is not None and former.former is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from kfcomm import adapt, sync
 from kfcomm.adapt import Adaptation, Context, Free, Hyperparameters, Policy, Schedule, StopAt, replay
-from kfcomm.adapt.flapping import Changes
+from kfcomm.adapt.flapping import RecentChanges
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_threads, sync_world
@@ -234,7 +234,7 @@ async def test_policies_that_undo_each_other_are_stopped(tmp_path: Path) -> None
 
 
 def test_rule_of_changes() -> None:
-    changes = Changes(rest=5)
+    changes = RecentChanges(rest=5)
     changes.note("x", 0, 1, 2)
     assert changes.steps_since("x", 1, 3) is None  # it may be taken back
     changes.note("x", 3, 2, 1)
@@ -242,7 +242,7 @@ def test_rule_of_changes() -> None:
     assert changes.steps_since("x", 3, 4) is None
     assert changes.steps_since("y", 2, 4) is None
     assert changes.steps_since("x", 2, 8) is None
-    other = Changes(rest=5)
+    other = RecentChanges(rest=5)
     other.state = msgpack.unpackb(msgpack.packb(changes.state))
     assert other.steps_since("x", 2, 4) == 1
 

@@ -112,7 +112,7 @@ class Directory:
         return one.flat, [self._stamp, version, place, dtype_name(one.flat.dtype), one.shape]
 
 
-class Entry(NamedTuple):
+class BlobEntry(NamedTuple):
     """Block of one version in the heap of a peer."""
 
     stamp: int  # differs between blocks
@@ -126,9 +126,9 @@ class Listing(NamedTuple):
     """Content of a directory at one sequence number."""
 
     sequence: int
-    entries: tuple[Entry, ...]
+    entries: tuple[BlobEntry, ...]
 
-    def find(self, version: int | None) -> Entry | None:
+    def find(self, version: int | None) -> BlobEntry | None:
         """The entry of a version, None for the latest; None if it is not listed, or not readable."""
         for entry in reversed(self.entries):
             if version is None or entry.version == version:
@@ -173,7 +173,7 @@ class PeerDirectory:
                 return copy
         return None
 
-    def _copied(self, entry: Entry) -> Generator[None, None, Array]:
+    def _copied(self, entry: BlobEntry) -> Generator[None, None, Array]:
         count = math.prod(entry.shape)
         if not count:
             return np.empty(entry.shape, entry.dtype)
@@ -221,11 +221,11 @@ class PeerDirectory:
         return self._mapped
 
 
-def _entries(content: bytes) -> tuple[Entry, ...]:
+def _entries(content: bytes) -> tuple[BlobEntry, ...]:
     """The entries of a list; none if it is not one."""
     try:
         return tuple(
-            Entry(_number(stamp), _number(version), _number(place), dtype_of(dtype), _shape(shape))
+            BlobEntry(_number(stamp), _number(version), _number(place), dtype_of(dtype), _shape(shape))
             for stamp, version, place, dtype, shape in msgpack.unpackb(content)
         )
     except (ValueError, TypeError, ConfigError, msgpack.UnpackException):
