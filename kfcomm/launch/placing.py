@@ -66,7 +66,7 @@ def listed(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def bound(chosen: Sequence[int]) -> Iterator[None]:
-    """Start processes on these processors in the block; anywhere if there are none."""
+    """Start processes on these processors in the block; on all of them if the list is empty."""
     if not chosen:
         yield
         return

@@ -96,7 +96,7 @@ def test_blocking_gossip_is_switched_to_and_from() -> None:
 
 @pytest.mark.asyncio
 async def test_state_of_an_algorithm_with_a_compressor_is_handed_and_divided() -> None:
-    """All that was given is in the velocities and the rests: (1 − μ)·Σv + Σrest / n of momentum 0 is the sum."""
+    """Velocities and rests hold what was given: (1 − μ)·Σv + Σrest / n of momentum 0 is the sum."""
     async with world(3, elastic=True, timeout=60) as comms:
 
         async def main(comm: Any) -> Any:
