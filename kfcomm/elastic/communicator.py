@@ -59,7 +59,11 @@ class ElasticCommunicator:
         return f"<Elastic{repr(self.current)[1:]}"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._shown if is_of_step(name) else self.current, name)
+        found = getattr(self._shown if is_of_step(name) else self.current, name)
+        # A rank that waits for the boundary may be the one for which this call, the first of its step, will wait.
+        if callable(found) and not name.startswith("_") and (calls := self.__dict__.get("_calls")) is not None:
+            calls.post_boundary()
+        return found
 
     # ---------------------------------------------------------------- ranks of the step
 

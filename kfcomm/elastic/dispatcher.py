@@ -183,6 +183,10 @@ class Recovery:
         self.runner.end_all(error)
 
 
+POSTED_WITHIN_S = 5e-3
+"""For an announced boundary, where no call of its step has posted it."""
+
+
 class Dispatcher:
     """Calls of one rank while an ``Elastic`` is open. Runs in the engine's thread, except ``enter`` and ``done``.
 
@@ -196,6 +200,7 @@ class Dispatcher:
         self.log = CallLog(comm)
         self.recovery = Recovery(self.log, moved, reports, finishes=finishes)
         self._runner = self.recovery.runner
+        self._is_timed = False  # a timer will post an announced boundary
 
     def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
         """Begin a call of this step."""
@@ -322,7 +327,16 @@ class Dispatcher:
         handle = ElasticHandle(loop=self.log.comm._session.engine.loop)
         self.log.announce(self.log.add(ElasticCall("all_reduce", (numbers, BOUNDARY), {}), handle))
         self._runner.judge = judge
+        # For a step that begins with calls that do not come here, as those of a group: a rank that waits for the
+        # boundary may be the one for which they wait. One timer at a time, for however many steps.
+        if not self._is_timed:
+            self._is_timed = True
+            self.log.reactor.call_later(POSTED_WITHIN_S, self._post_late)
         return handle
+
+    def _post_late(self) -> None:
+        self._is_timed = False
+        self.post_boundary()
 
     def post_boundary(self) -> None:
         """Post an announced boundary, with the first call of its step, or at the end of a step without calls."""

@@ -54,6 +54,9 @@ class ElasticCommunicator(Adapter[Async]):
         if name.startswith("_"):
             raise AttributeError(name)
         if hasattr(Communicator, name) and callable(getattr(Communicator, name)):
+            calls = self._inner._calls
+            if calls is not None and calls.log.is_unposted:  # see ``kfcomm.elastic.ElasticCommunicator``
+                self._driver.run(calls.post_boundary, self._session)
             return getattr(self._of_step if is_of_step(name.removesuffix("_async")) else self._plain, name)
         return getattr(self._inner, name)
 

@@ -25,8 +25,9 @@ from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
 from kfcomm.elastic.sampler import share
 from kfcomm.train import Algorithm
 
-torch.set_default_dtype(torch.float64)
-torch.set_num_threads(1)
+if __name__ == "__main__":  # in the tests' own process it would hold for all of them
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
 
 LENGTH, BATCH, WIDTH, PASSES = 96, 24, 4, 12
 ALPHA, EVERY, AFTER = 0.2, 3, 30

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ torch = pytest.importorskip("torch")
 from tests.frameworks import elastic_attached  # noqa: E402  after the check for torch
 
 PROGRAM = Path(elastic_attached.__file__)
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Iterator[None]:
+    """Numbers of the simulation, as the job's programs have them."""
+    before = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    yield
+    torch.set_default_dtype(before[0])
+    torch.set_num_threads(before[1])
 
 
 def run(folder: Path, plan: dict[str, Any], *options: str) -> dict[int, Any]:
