@@ -187,7 +187,7 @@ def adapt(comm: Any, run: Run) -> bool:
         Elastic(comm, State(values=learner.values, velocity=learner.velocity, noise=learner.noise_scale)) as elastic,
         kfcomm.sync.Adaptation(comm, policies, hyperparameters=given) as adaptation,
     ):
-        trainer.before_s = time.monotonic()
+        trainer.before_s, told = time.monotonic(), USUAL
         for step in elastic.steps(sampler, passes=1 << 30):
             with adaptation.step():
                 found = trainer.step(step.indices, len(step.batch), adaptation.learning_rate or 0.0)
@@ -195,10 +195,11 @@ def adapt(comm: Any, run: Run) -> bool:
                     local_norm=found.local_norm, gradient_norm=found.gradient_norm, small_batch=found.small_batch,
                     big_batch=found.big_batch,
                 )  # fmt: skip
+                told = found.told
             sampler.batch = adaptation.batch_size or SMALL_BATCH
             for one in adaptation.decisions[len(run.decisions) :]:
                 run.decisions.append(Decided(run.rows[-1].at_s, one.policy, one.what, one.why))
-            if found.told == OVER:
+            if told == OVER:
                 break
         trainer.links.recover()
         return not elastic.is_released
