@@ -31,7 +31,8 @@ from kfcomm.elastic.reports import EpochReports
 from kfcomm.elastic.results import frozen
 from kfcomm.elastic.runner import CallRunner, Judge
 from kfcomm.engine.agreements import AgreementCall as AgreementKind
-from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
+from kfcomm.errors import CollectiveMismatch, EpochChanged, KfcommError, PeerLost
+from kfcomm.transports.reactor import Timer
 from kfcomm.world.communicator import Communicator
 from kfcomm.world.epochs import NO_PLAN, EpochPlan, Released
 
@@ -200,7 +201,7 @@ class Dispatcher:
         self.log = CallLog(comm)
         self.recovery = Recovery(self.log, moved, reports, finishes=finishes)
         self._runner = self.recovery.runner
-        self._is_timed = False  # a timer will post an announced boundary
+        self._timer: Timer | None = None  # which will post an announced boundary
 
     def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
         """Begin a call of this step."""
@@ -329,14 +330,19 @@ class Dispatcher:
         self._runner.judge = judge
         # For a step that begins with calls that do not come here, as those of a group: a rank that waits for the
         # boundary may be the one for which they wait. One timer at a time, for however many steps.
-        if not self._is_timed:
-            self._is_timed = True
-            self.log.reactor.call_later(POSTED_WITHIN_S, self._post_late)
+        if self._timer is None:
+            self._timer = self.log.reactor.call_later(POSTED_WITHIN_S, self._post_late)
         return handle
 
     def _post_late(self) -> None:
-        self._is_timed = False
-        self.post_boundary()
+        self._timer, boundary = None, self.log.pending
+        try:
+            self.post_boundary()
+        except KfcommError as error:
+            # As where the communicator was closed meanwhile: the end of the step raises it.
+            if boundary is not None:
+                boundary.refuse(error)
+                boundary.heard()
 
     def post_boundary(self) -> None:
         """Post an announced boundary, with the first call of its step, or at the end of a step without calls."""
@@ -371,6 +377,8 @@ class Dispatcher:
 
     async def close(self) -> None:
         """End all calls: nothing is finished any more."""
+        if self._timer is not None:
+            self._timer.cancel()
         await self.recovery.close()
         entries = self.log.all_entries()
         self._runner.release(entries)
