@@ -45,8 +45,12 @@ class KFAC:
         model: in host memory.
         optimizer: its learning rate is that of ``kl_clip``.
         comm: of ``kfcomm.sync``.
-        damping, decay, covariances_every, inverses_every, kl_clip, name: see `kfcomm.train.KFAC`; layers have the names
-            of their modules.
+        damping: see `kfcomm.train.KFAC`, as for what follows; layers have the names of their modules.
+        decay: of the moving averages.
+        covariances_every: steps from one average of the covariances to the next.
+        inverses_every: steps from one renewal of the inverses to the next.
+        kl_clip: bound of the step.
+        name: its collectives begin with it.
 
     Raises:
         ConfigError: a number is out of its range; or the model has no layer that can be preconditioned.
