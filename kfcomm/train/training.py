@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kfcomm.adapt import Adaptation, Hyperparameters, Policy
@@ -395,7 +396,7 @@ def _nothing() -> None:
 
 
 def _waited(work: Work) -> Any:
-    advance: Callable[[], Any] = lambda: next(work)  # noqa: E731
+    advance: Callable[[], Any] = partial(next, work)
     while True:
         try:
             wanted = advance()
@@ -404,13 +405,13 @@ def _waited(work: Work) -> Any:
         try:
             found = wanted.wait() if hasattr(wanted, "wait") else wanted
         except BaseException as error:  # noqa: BLE001  the work gets it, and raises it or another
-            advance = _throwing(work, error)
+            advance = partial(work.throw, error)
         else:
-            advance = _sending(work, found)
+            advance = partial(work.send, found)
 
 
 async def _awaited(work: Work) -> Any:
-    advance: Callable[[], Any] = lambda: next(work)  # noqa: E731
+    advance: Callable[[], Any] = partial(next, work)
     while True:
         try:
             wanted = advance()
@@ -419,17 +420,9 @@ async def _awaited(work: Work) -> Any:
         try:
             found = await wanted if inspect.isawaitable(wanted) else wanted
         except BaseException as error:  # noqa: BLE001  the work gets it, and raises it or another
-            advance = _throwing(work, error)
+            advance = partial(work.throw, error)
         else:
-            advance = _sending(work, found)
-
-
-def _throwing(work: Work, error: BaseException) -> Callable[[], Any]:
-    return lambda: work.throw(error)
-
-
-def _sending(work: Work, found: Any) -> Callable[[], Any]:
-    return lambda: work.send(found)
+            advance = partial(work.send, found)
 
 
 def _monitor(comm: Comm, given: Any) -> GradientMonitor | None:
