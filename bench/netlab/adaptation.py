@@ -7,7 +7,7 @@ of the steps one host's link gets a part of its rate. Then every strategy, and `
 timed in the new state, in turns; the first round, in which connections are made, is not counted. The one with the
 lowest median is the best for the new state.
 
-What must be reached: detected by most ranks, and at least 90 % of the throughput of the best within five steps of that.
+What must be reached: detected, and at least 90 % of the throughput of the best within five steps of that.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Verdict:
     """Outcome of a case.
 
     Attributes:
-        detected: the step at whose end the policy found interference; None if it did not.
-        votes: how many ranks had found it.
+        detected: the step at whose end the policy found the change; None if it did not.
         best: the best strategy for the new state, and its median.
         best_s: seconds.
         reached: the first step after detection with at least 90 % of the best's throughput; None if no step has.
@@ -89,7 +88,6 @@ class Verdict:
     """
 
     detected: int | None
-    votes: int
     best: str
     best_s: float
     reached: int | None
@@ -111,12 +109,12 @@ def judge(
     best_s = statistics.median(state[best])
     found = next((one for one in decisions if "measures the links" in one["what"]), None)
     if found is None or found["step"] < case.drop_before:
-        return Verdict(None, 0, best, best_s, None, 0.0)
+        return Verdict(None, best, best_s, None, 0.0)
     after = range(found["step"] + 1, len(ran))
     reached = next((step for step in after if best_s / ran[step].span_s >= AIM_SHARE), None)
     settled = [ran[step].span_s for step in after if step > found["step"] + AIM_STEPS]
     share = best_s / statistics.median(settled)
-    return Verdict(found["step"], len(found["evidence"]["votes"]), best, best_s, reached, share)
+    return Verdict(found["step"], best, best_s, reached, share)
 
 
 def run(case: Case, num_rounds: int) -> tuple[list[Ran], list[dict[str, Any]], dict[str, list[float]]]:
@@ -188,9 +186,8 @@ def main(
     verdict = judge(ran, decisions, state, case)
     print(table(ran, state, verdict, case), "", *(one["text"] for one in decisions), sep="\n")
     print(
-        f"\ndetected at the end of step {verdict.detected} by {verdict.votes} of {hosts} ranks; best for the new "
-        f"state: {verdict.best}, {verdict.best_s * 1e3:.1f} ms; 90 % of it from step {verdict.reached} on, "
-        f"{verdict.share:.1%} in the end"
+        f"\ndetected at the end of step {verdict.detected}; best for the new state: {verdict.best}, "
+        f"{verdict.best_s * 1e3:.1f} ms; 90 % of it from step {verdict.reached} on, {verdict.share:.1%} in the end"
     )
     figures_ = {
         "case": asdict(case),

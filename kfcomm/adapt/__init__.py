@@ -11,6 +11,7 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 """
 
 from kfcomm.adapt.adaptation import Adaptation
+from kfcomm.adapt.change import Change, ChangeTest
 from kfcomm.adapt.detectors import Interference, Stragglers, Trials, Verdict
 from kfcomm.adapt.guard import GuardActions, GuardSteps, StepEvidence, Void
 from kfcomm.adapt.hyperparameters import Free, Hyperparameters
@@ -26,6 +27,8 @@ __all__ = [
     "Adaptation",
     "AutoStrategy",
     "AvoidSlowLinks",
+    "Change",
+    "ChangeTest",
     "Context",
     "Decision",
     "Free",

@@ -181,6 +181,7 @@ class Stragglers:
 class _Candidate:
     costs: list[float] = field(default_factory=list)
     seen: int = 0  # steps in this round
+    before: float = math.nan  # median cost of the rounds before
 
     @property
     def cost(self) -> float:
@@ -202,7 +203,8 @@ class Trials:
     best's, runs for at most ``rounds * steps`` steps (the first one, for one more), or for 3 if w(c) is above
     ``give_up`` and the best was tried before. So the regret is at most ``rounds * steps * sum(w(c) - 1)`` steps of the
     best, however long the job is. This holds for constant costs; with noise, the choice is as wrong as medians of
-    ``steps - 1`` costs are.
+    ``steps - 1`` costs are. Costs that change for all candidates meanwhile show when one is tried again: see
+    ``is_disturbed``.
 
     Args:
         num_candidates: at least 1.
@@ -232,6 +234,10 @@ class Trials:
         self._give_up = give_up
         self._remaining = list(range(num_candidates))
         self._queue = list(self._remaining)
+        self.is_disturbed = False
+
+    is_disturbed: bool
+    """Whether a candidate cost more than ``give_up`` times what it did in a round before, or less than that part."""
 
     @property
     def wanted(self) -> int:
@@ -258,6 +264,12 @@ class Trials:
         """Median costs, by candidate; inf without a measurement."""
         return tuple(one.cost for one in self._candidates)
 
+    @property
+    def costs_as_of_the_best(self) -> list[float]:
+        """All counted costs, each relative to its candidate's median, times that of the best: they tell the noise."""
+        best = self._lowest()
+        return [cost / one.cost * best for one in self._candidates for cost in one.costs]
+
     def add(self, number: int, cost: float) -> None:
         """Add the cost of a step of a candidate, which may already be about to be replaced."""
         candidate = self._candidates[number]
@@ -268,6 +280,9 @@ class Trials:
             return
         # Of the steps of a trial the first opens links, and the last is that in which the ranks agree on the change.
         counted = candidate.seen - 1
+        if counted >= 2:
+            ratio = median(candidate.costs[-counted:]) / candidate.before
+            self.is_disturbed |= not 1 / self._give_up <= ratio <= self._give_up and not math.isnan(ratio)
         is_hopeless = counted >= 1 and candidate.cost > self._give_up * self._lowest()
         if counted >= self._steps - 2 or is_hopeless:
             self._queue.pop(0)
@@ -284,7 +299,8 @@ class Trials:
         if self._rounds > 0 and len(self._remaining) > 1:
             self._queue = self._in_order()
             for number in self._queue:
-                self._candidates[number].seen = 0
+                candidate = self._candidates[number]
+                candidate.seen, candidate.before = 0, candidate.cost
 
     def _in_order(self) -> list[int]:
         """Remaining candidates, the best last: if it stays the best, no change is needed afterwards."""

@@ -146,7 +146,7 @@ async def test_auto_strategy_and_avoid_slow_links(tmp_path: Path) -> None:
     for make in (lambda: AutoStrategy(("ring", "clique"), rest=10), lambda: AvoidSlowLinks(measure=measure)):
         path = tmp_path / "run.jsonl"  # of the second run, too: begun anew
         decisions = await recorded(path, lambda make=make: [make()], cost=network, steps=80, strategy="clique")  # type: ignore[misc]
-        assert len(decisions) > 3
+        assert len(decisions) >= 3
         assert await asyncio.to_thread(replay, make(), path) == decisions
 
 
