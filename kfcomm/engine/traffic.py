@@ -15,6 +15,7 @@ from kfcomm.transports.base import Counts, Link
 
 if TYPE_CHECKING:
     from kfcomm.transports.shm.slot import Slot
+    from kfcomm.transports.tcp_path import TcpPath
 
 Totals = dict[tuple[int, str], Counts]
 """By peer (world rank) and kind of link."""
@@ -75,6 +76,16 @@ class Traffic:
         """Bytes and messages so far, by link in the order of their opening. Costs 1 µs per link and slot."""
         links, slots, ended = self._state
         return added(_sums(ended, links, list(slots)), dict(self._read))
+
+    def tcp_paths(self) -> dict[int, TcpPath]:
+        """Measurements of the kernel by peer, of those with an open TCP connection. One system call each."""
+        found: dict[int, TcpPath] = {}
+        for link in self._state[0]:
+            path = link.tcp_path()
+            # of two connections, that which carries this rank's data
+            if path is not None and (link.peer not in found or path.acked_nbytes > found[link.peer].acked_nbytes):
+                found[link.peer] = path
+        return found
 
     def mark(self, now_s: float) -> None:
         """Begin another window of the rates if it is due. To be called periodically."""

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
         StepStatistics,
         StrategyStatistics,
     )
+    from kfcomm.transports.tcp_path import TcpPath
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         dict.fromkeys(
             ("KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"),
             "kfcomm.monitor.statistics",
-        ),
+        )
+        | {"TcpPath": "kfcomm.transports.tcp_path"},
     )
 
-__all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"]
+__all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics", "TcpPath"]

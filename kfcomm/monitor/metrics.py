@@ -161,6 +161,15 @@ def _of_peers(name: str, text: str, field: str) -> Metric:
     return Metric(name, text, read, ("peer", "link"), grows=True)
 
 
+def _of_paths(name: str, text: str, field: str, *, grows: bool = False) -> Metric:
+    """By peer, over TCP; those that grow begin anew with each connection."""
+    return Metric(
+        name, text,
+        lambda scrape: [((str(one.rank),), getattr(one.path, field)) for one in scrape.now.peers if one.path],
+        ("peer",), grows=grows, is_optional=True,
+    )  # fmt: skip
+
+
 def _of_strategies(name: str, text: str, field: str) -> Metric:
     return Metric(
         name, text, lambda scrape: [((one.name,), getattr(one, field)) for one in scrape.now.strategies], ("strategy",)
@@ -186,6 +195,9 @@ METRICS = (
     _of_peers("received_bytes", "Bytes received from a peer.", "received_nbytes"),
     _of_peers("sent_messages", "Messages sent to a peer.", "sent_messages"),
     _of_peers("received_messages", "Messages received from a peer.", "received_messages"),
+    _of_paths("round_trip_seconds", "Least round trip to a peer, over TCP.", "round_trip_s"),
+    _of_paths("delivery_rate_bytes_per_second", "What the way to a peer carried lately, over TCP.", "delivery_rate"),
+    _of_paths("retransmits", "TCP segments that were sent to a peer again.", "retransmits", grows=True),
     Metric(
         "waited_seconds", "Waiting for a peer, of all collectives.",
         lambda scrape: [((str(rank),), waited_s) for rank, waited_s in scrape.waited_s.items()], ("peer",), grows=True,

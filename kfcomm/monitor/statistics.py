@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kfcomm.core.collective import OWN_NAMES
 from kfcomm.engine.meter import Meter, Tally, steady
 from kfcomm.errors import ConfigError
+from kfcomm.transports.tcp_path import TcpPath
 
 if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
@@ -37,6 +38,7 @@ class PeerStatistics:
         waited_s: seconds that collectives of this process have waited for chunks of this peer (see
             ``engine.meter``). With several in flight each counts, so it may grow faster than the clock. With two kinds
             of link to a peer it is in the record of the later one.
+        path: the kernel's measurements of the way to the peer, over TCP on Linux while it is open; else None.
     """
 
     rank: int
@@ -48,6 +50,13 @@ class PeerStatistics:
     send_rate: float
     receive_rate: float
     waited_s: float
+    path: TcpPath | None = None
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Inverse of ``asdict``."""
+        path = record.get("path")
+        return cls(**{**record, "path": None if path is None else TcpPath(**path)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +187,7 @@ class Statistics:
             TypeError, KeyError: it is something else.
         """
         fields = dict(record)
-        fields["peers"] = tuple(PeerStatistics(**one) for one in fields["peers"])
+        fields["peers"] = tuple(map(PeerStatistics.from_json, fields["peers"]))
         fields["keys"] = tuple(KeyStatistics(**one) for one in fields["keys"])
         fields["others"] = None if fields["others"] is None else KeyStatistics(**fields["others"])
         fields["strategies"] = tuple(StrategyStatistics(**one) for one in fields["strategies"])
@@ -233,6 +242,7 @@ def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
     totals = engine.links.traffic.totals()
     rates = engine.links.traffic.rates(totals, time.monotonic())
     kinds = dict(totals.keys())  # of the latest link to each peer
+    paths = engine.links.traffic.tcp_paths()
     found = [
         PeerStatistics(
             rank=peer,
@@ -244,6 +254,7 @@ def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
             send_rate=rates[peer, kind][0],
             receive_rate=rates[peer, kind][1],
             waited_s=meter.waited_s[peer] if kinds[peer] == kind else 0.0,
+            path=paths.get(peer) if kind == "tcp" else None,
         )
         for (peer, kind), counts in totals.items()
     ]

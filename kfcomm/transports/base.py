@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kfcomm.transports.shm.heap import Heaps
     from kfcomm.transports.shm.slots import SlotMemory
     from kfcomm.transports.sockets import Connection
+    from kfcomm.transports.tcp_path import TcpPath
 
 
 class LinkRefused(TransportError):
@@ -81,6 +82,10 @@ class Link(Protocol):
 
     def counts(self) -> Counts:
         """Return its traffic. Callable on any thread, also after the end; the numbers never fall."""
+
+    def tcp_path(self) -> TcpPath | None:
+        """Return what the kernel measures on its way; None unless it is an open TCP connection. For any thread."""
+        return None
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0

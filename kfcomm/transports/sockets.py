@@ -247,6 +247,9 @@ class StreamSocket(Protocol):
     def fileno(self) -> int:
         """Same as ``socket.fileno``."""
 
+    def getsockopt(self, level: int, option: int, nbytes: int, /) -> bytes:
+        """Same as ``socket.getsockopt``."""
+
     def setblocking(self, flag: bool, /) -> None:
         """Same as ``socket.setblocking``."""
 

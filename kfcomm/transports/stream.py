@@ -29,6 +29,7 @@ from kfcomm.transports.outbox import Frame, Outbox, StreamOptions
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.sockets import Connection, StreamSocket, broken, hold_little
+from kfcomm.transports.tcp_path import TcpPath, tcp_path
 from kfcomm.types import override
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
@@ -133,6 +134,10 @@ class StreamLink(Link):
     @override
     def counts(self) -> Counts:
         return Counts(self.bytes_out, self.bytes_in, self.frames_out, self.frames_in)
+
+    @override
+    def tcp_path(self) -> TcpPath | None:
+        return tcp_path(self._sock) if self.kind == "tcp" else None
 
     # Sending.
 

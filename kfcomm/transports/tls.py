@@ -242,6 +242,10 @@ class TlsSocket:
         """Return the descriptor, -1 once closed."""
         return self._sock.fileno()
 
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        """Return an option of the connection below."""
+        return self._sock.getsockopt(level, option, nbytes)
+
     def setblocking(self, flag: bool) -> None:
         """Check that the socket stays non-blocking."""
         if flag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import kfcomm
 from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, ConfigError
-from kfcomm.monitor import KeyStatistics, PeerStatistics, Statistics
+from kfcomm.monitor import KeyStatistics, PeerStatistics, Statistics, TcpPath
 from tests.conformance.worlds import ends, everywhere, until, works, world
 from tests.search.traffic import disagreements
 
@@ -158,6 +159,32 @@ async def test_rates_are_of_the_last_window(links: str) -> None:
         assert peer(again, 1).send_rate > 0
         # without traffic they come down to nothing, whoever reads or not
         await until(lambda: peer(comms[0].statistics(), 1).send_rate == 0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+@pytest.mark.asyncio
+async def test_the_kernel_measures_tcp_connections(links: str) -> None:
+    async with world(2) as comms:
+        await everywhere(comms, lambda comm: comm.all_reduce(LARGE, "x"))
+
+        def paths() -> list[TcpPath | None]:
+            return [peer(one.statistics(), 1 - one.rank).path for one in comms]
+
+        if links != "tcp":
+            assert paths() == [None, None]
+            return
+        await until(lambda: all(path and path.acked_nbytes >= LARGE.nbytes // 2 for path in paths()))
+        for comm in comms:
+            now = comm.statistics()
+            path = peer(now, 1 - comm.rank).path
+            assert path is not None
+            assert 0 < path.round_trip_s < 1
+            assert path.delivery_rate > 0
+            assert path.busy_s > 0
+            assert path.mean_rate == pytest.approx(path.acked_nbytes / path.busy_s)
+            assert path.acked_nbytes <= peer(now, 1 - comm.rank).sent_nbytes + 1000  # and what the handshake takes
+            assert Statistics.from_json(json.loads(json.dumps(now.as_json()))) == now
+    assert peer(comms[0].statistics(), 1).path is None  # closed
 
 
 # ---------------------------------------------------------------- calls
