@@ -75,10 +75,10 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
 
 def test_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("kfcomm.cli.commands.simulate"), "_MANY_MESSAGES", 20)
-    done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "1MiB")
-    # star: 2 chunks; ring: 4 parts
+    done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "64KiB")
+    # star: 2 chunks; ring: 4 parts of one
     assert [line for line in done.stderr.splitlines() if "messages" in line] == [
-        "ring, 4 ranks on 4 hosts, 1 MiB: 24 messages, about 1 minute"
+        "ring, 4 ranks on 4 hosts, 64 KiB: 24 messages, about 1 minute"
     ]
 
 

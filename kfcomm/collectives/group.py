@@ -22,6 +22,7 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Operation
 from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Generations:
         self._layout = layout
         here = layout.ranks_of(layout.hosts[rank])
         self._local = here if 1 < len(here) < layout.size else ()
+        self._chunks = ChunkSizes(layout)
         self._tree: GraphPair | None = None
         self._plans: dict[tuple[str, bytes], Plans] = {}
         self._agreements: dict[tuple[str, bytes], Plan] = {}
@@ -96,7 +98,8 @@ class Generations:
         known = self._plans.get(key)
         if known is None:
             self._make_room()
-            known = self._plans[key] = Plans(Planner(self._rank, self._layout.size, strategy, self._local))
+            planner = Planner(self._rank, self._layout.size, strategy, self._chunks, self._local)
+            known = self._plans[key] = Plans(planner)
         return known.again(generation)
 
     def agreement(self, strategy: AnyStrategy) -> Plan:

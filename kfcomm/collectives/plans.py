@@ -31,6 +31,7 @@ from kfcomm.engine.wired import WiredOperation, WiredWork
 from kfcomm.errors import InternalError
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.base import DIRECT_NBYTES
+from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import Op, Verb
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
 
 CHUNK_NBYTES = 1 << 19
-"""Of a chunk: large enough that its way through Python costs little, small enough to stay in the cache."""
+"""Of a chunk, where depth does not count (see ``strategies.chunks``): large enough that its way through Python costs
+little, small enough to stay in the cache."""
 
 
 MAX_PLANS = 4096
@@ -92,6 +94,7 @@ class Planner:
     rank: int
     size: int
     strategy: AnyStrategy
+    chunks: ChunkSizes  # of the group
     local: tuple[int, ...] = ()  # ranks of the group on this host, if there are several, and others elsewhere
 
     def ways(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, Shares]:
@@ -138,7 +141,7 @@ class Planner:
 
     def reduce_scatter(self, dtype: np.dtype[Any], shape: Shape, op: Op, wire: WireDtype = None) -> Plan:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of the fold of all inputs."""
-        _, chunk, graphs = self._prepare(dtype, shape, wire)
+        chunk, graphs = self._prepare_parts(dtype, math.prod(shape), wire)
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
@@ -151,7 +154,7 @@ class Planner:
         """Rank r gets the fold of the r-th of the arrays, one of these shapes for each rank, that lie end to end."""
         counts = [math.prod(shape) for shape in shapes]
         total = (sum(counts),)
-        _, chunk, graphs = self._prepare(dtype, total, wire)
+        chunk, graphs = self._prepare_parts(dtype, sum(counts), wire)
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
         kept = counts[self.rank]
         plan = self._plan(PlanKey(Verb.REDUCE_SCATTER, dtype, total, op, wire=wire), program, graphs, kept, shapes)
@@ -194,7 +197,7 @@ class Planner:
     def all_to_all(self, dtype: np.dtype[Any], shape: Shape, rows: tuple[tuple[int, ...], ...]) -> Plan:
         """Rank i sends ``rows[i][j]`` rows, each of ``shape``, to rank j."""
         row = math.prod(shape)
-        _, chunk, graphs = self._prepare(dtype, (sum(map(sum, rows)) // self.size, row))
+        chunk, graphs = self._prepare_parts(dtype, sum(map(sum, rows)) // self.size * row)
         counts = [[number * row for number in line] for line in rows]
         program = programs.all_to_all(self.rank, counts, chunk)
         kept = sum(line[self.rank] for line in counts)
@@ -242,15 +245,22 @@ class Planner:
 
     def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:
         count = math.prod(shape)
-        return count, chunk_elements(dtype), self.strategy.select(count * (wire or dtype).itemsize)
+        nbytes = count * (wire or dtype).itemsize
+        graphs = self.strategy.select(nbytes)
+        chunk_nbytes = graphs.chunk_nbytes or min(CHUNK_NBYTES, self.chunks.of(graphs, nbytes))
+        return count, chunk_elements(dtype, chunk_nbytes), graphs
+
+    def _prepare_parts(self, dtype: np.dtype[Any], count: int, wire: WireDtype = None) -> tuple[int, Strategy]:
+        """Chunk and graphs of verbs that send a part for each rank at once: so ports are busy, whatever the depth."""
+        graphs = self.strategy.select(count * (wire or dtype).itemsize)
+        return chunk_elements(dtype, graphs.chunk_nbytes), graphs
 
     def _prepare_rows(
         self, dtype: np.dtype[Any], shape: Shape, rows: tuple[int, ...], wire: WireDtype = None
     ) -> tuple[list[int], int, Strategy]:
         row = math.prod(shape)
         counts = [row * number for number in rows or (1,) * self.size]
-        largest = max(counts)
-        return counts, chunk_elements(dtype), self.strategy.select(largest * (wire or dtype).itemsize)
+        return counts, *self._prepare_parts(dtype, max(counts), wire)
 
     def _one_step(self, count: int, chunk_elements: int, graphs: Strategy) -> Program:
         """Every rank gets the inputs of all ranks."""
@@ -392,6 +402,6 @@ class Plans:
         return plan
 
 
-def chunk_elements(dtype: np.dtype[Any]) -> int:
-    """Elements of one chunk."""
-    return max(1, CHUNK_NBYTES // dtype.itemsize)
+def chunk_elements(dtype: np.dtype[Any], nbytes: int = 0) -> int:
+    """Elements of one chunk of ``nbytes`` bytes; by default, of `CHUNK_NBYTES`."""
+    return max(1, (nbytes or CHUNK_NBYTES) // dtype.itemsize)

@@ -20,6 +20,7 @@ from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Flow, Routes
 from kfcomm.simulate.ranks import Carry, Processors, Rank, SimulatedSurroundings, SimulatedWork
 from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Op, Verb
 
@@ -133,7 +134,7 @@ def simulate(
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
     with _without_collections():
-        plans = _plans(built, nbytes, dtype, key)
+        plans = _plans(built, layout, nbytes, dtype, key)
         routes = Routes(Agenda(), network, layout)
         ranks = _ranks(routes, plans, carry)
         for rank in ranks:
@@ -143,13 +144,14 @@ def simulate(
     return _result(built, nbytes, routes, ranks)
 
 
-def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> int:
-    """Number of messages that `simulate` moves; its time grows with it.
+def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32", layout: Layout | None = None) -> int:
+    """Number of messages that `simulate` moves; its time grows with it. ``layout``: by default, one rank on each host.
 
     Raises:
         ConfigError: an unknown dtype, or a message without an element.
     """
-    (plan,) = _plans(strategy, nbytes, dtype, "", num_ranks=1)
+    layout = layout or Layout.even(strategy.size, strategy.size)
+    (plan,) = _plans(strategy, layout, nbytes, dtype, "", num_ranks=1)
     return 2 * (strategy.size - 1) * plan.program.num_slots
 
 
@@ -163,13 +165,16 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     return replace(network, hosts=tuple(hosts))
 
 
-def _plans(strategy: AnyStrategy, nbytes: int, dtype: str, key: str, num_ranks: int | None = None) -> list[Plan]:
+def _plans(
+    strategy: AnyStrategy, layout: Layout, nbytes: int, dtype: str, key: str, num_ranks: int | None = None
+) -> list[Plan]:
     """Plans of all ranks, or of the first ones, made as by real ranks."""
     element = dtype_of(dtype)
     if nbytes < element.itemsize:
         raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
     shape = (nbytes // element.itemsize,)
-    plans = (Plans(Planner(rank, strategy.size, strategy)) for rank in range(num_ranks or strategy.size))
+    chunks = ChunkSizes(layout)
+    plans = (Plans(Planner(rank, strategy.size, strategy, chunks)) for rank in range(num_ranks or strategy.size))
     return [each.of(PlanKey(Verb.ALL_REDUCE, element, shape, Op.SUM), key) for each in plans]
 
 

@@ -21,6 +21,8 @@ from kfcomm.errors import ConfigError
 
 DIRECT_NBYTES: Final = 1 << 20
 """The longest message for which a direct strategy has no part for each rank where no memory is shared."""
+MAX_CHUNK_NBYTES: Final = 1 << 24
+"""The largest chunk that a strategy may ask for: partial results may be wider, and links refuse 64 MiB and more."""
 MAX_SHARES: Final = 1 << 24
 """The shares of a strategy add up to no more: keys are spread over the pairs by 32 bits."""
 
@@ -51,10 +53,11 @@ class Strategy:
             many. In lowest terms; empty for equal parts.
         direct: how ranks make the result of an all_reduce from all contributions; see `builtin.direct`.
         for_long: replaces a direct strategy for messages of more than `DIRECT_NBYTES`, if given.
+        chunk_nbytes: how much of a part travels at once, in bytes; 0: by `kfcomm.strategies.chunks`.
 
     Raises:
-        ConfigError: no pair, pairs of different sizes, or shares that are not one positive integer for each pair or
-            add up to more than `MAX_SHARES`.
+        ConfigError: no pair, pairs of different sizes, shares that are not one positive integer for each pair or add
+            up to more than `MAX_SHARES`, or chunks that are not of 0 to `MAX_CHUNK_NBYTES` bytes.
     """
 
     name: str
@@ -63,10 +66,16 @@ class Strategy:
     shares: tuple[int, ...] = ()
     direct: Direct = Direct.NOT
     for_long: Strategy | None = None
+    chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.pairs:
             raise ConfigError(f"strategy {self.name!r} has no graph pair")
+        if type(self.chunk_nbytes) is not int or not 0 <= self.chunk_nbytes <= MAX_CHUNK_NBYTES:
+            raise ConfigError(
+                f"strategy {self.name!r} has chunks of {self.chunk_nbytes!r} bytes: expected 1 to {MAX_CHUNK_NBYTES}, "
+                "or 0 for the size that its graphs and the network suggest"
+            )
         sizes = sorted({pair.size for pair in self.pairs})
         if len(sizes) > 1:
             raise ConfigError(f"strategy {self.name!r} mixes graphs of sizes {sizes}")
@@ -136,12 +145,13 @@ class Strategy:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ if any graph, the order of the pairs, their shares, or how messages go differs."""
+        """16 bytes that differ if any graph, the order of the pairs, shares, chunks, or how messages go differs."""
         data = b"".join(pair.digest for pair in self.pairs)
         kind = (b"whole" if self.is_whole else b"") + (b" shares" if self.shares else b"")
         kind += b" direct%d" % self.direct if self.direct else b""
         data += b"" if self.for_long is None else self.for_long.digest
         shares = repr(self.shares).encode() if self.shares else b""
+        shares += b" chunks of %d" % self.chunk_nbytes if self.chunk_nbytes else b""
         return hashlib.blake2b(data + shares, digest_size=16, person=kind).digest()
 
 

@@ -15,9 +15,10 @@ from fractions import Fraction
 
 from kfcomm.core.graph import GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.strategies.auto import NetworkModel, Profile, shares_of
+from kfcomm.strategies.auto import Profile, shares_of
 from kfcomm.strategies.base import AnyStrategy, Strategy
 from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
+from kfcomm.strategies.network import NetworkModel
 from kfcomm.types import Costs, Layout
 
 __all__ = ["Cost", "NetworkModel", "costs_of", "measure", "network_of", "predict_seconds"]

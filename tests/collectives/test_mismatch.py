@@ -121,9 +121,10 @@ async def test_different_strategies_from_the_start() -> None:
                 patch.setattr(comms[rank]._group, "_waiting", None)
                 from kfcomm.collectives.plans import Planner, Plans
                 from kfcomm.strategies import build
+                from kfcomm.strategies.chunks import ChunkSizes
 
                 graphs = build(strategy, comms[rank].layout)
-                comms[rank]._group.plans = Plans(Planner(rank, 3, graphs))
+                comms[rank]._group.plans = Plans(Planner(rank, 3, graphs, ChunkSizes(comms[rank].layout)))
         for verb in ("all_reduce", "broadcast", "reduce", "all_gather"):
             outcomes = await ends(comms, lambda comm, verb=verb: getattr(comm, verb)(X, name="k"))
             assert_kinds(outcomes, CollectiveMismatch)

@@ -166,7 +166,7 @@ def simulated(
             built = build(strategy, layout)
             for nbytes in sizes:
                 what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}"
-                messages = num_messages(built, nbytes, dtype)
+                messages = num_messages(built, nbytes, dtype, layout)
                 if messages > _MANY_MESSAGES:
                     _tell(f"{what}: {messages:,} messages, about {_minutes(messages)}")
                 began_s = time.perf_counter()
