@@ -138,6 +138,45 @@ def multi_binary_tree_star(layout: Layout) -> Strategy:
     return Strategy("multi_binary_tree_star", tuple(map(GraphPair.of, trees)))
 
 
+def double_tree(layout: Layout) -> Strategy:
+    """Two binary trees of the hosts' masters, half a message each: who is above others in one is a leaf in the other.
+
+    So all hosts send and receive alike, as in a ring, in steps that grow with log h: for long messages among many
+    hosts. Subtrees are blocks of neighbouring hosts. Ranks are under their host's master; on one host the trees are
+    those of its ranks.
+
+    Cost: at most 2⌈log₂(⌊h/2⌋+1)⌉+2 steps, at most p+1 bytes, at most 2 bytes between hosts. Source: P. Sanders,
+    J. Speck and J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); NCCL's
+    double binary trees.
+    """
+    if layout.num_hosts == 1:
+        layout = Layout.even(layout.size, layout.size)
+    hosts = layout.num_hosts
+    # Odd places are above others: a mirror makes them even ones if their number is even, a turn by one if it is odd.
+    turned = [(host + 1) % hosts if hosts % 2 else hosts - 1 - host for host in range(hosts)]
+    places = list(range(hosts)), sorted(range(hosts), key=turned.__getitem__)
+    trees = (_hierarchy(layout, [(at[a], at[b]) for a, b in _inorder_edges(hosts)]) for at in places)
+    return Strategy("double_tree", tuple(map(GraphPair.of, trees)))
+
+
+def _inorder_edges(size: int) -> list[tuple[int, int]]:
+    """A binary tree of least depth, numbered from left to right, whose even places are its leaves."""
+    edges: list[tuple[int, int]] = []
+
+    def join(first: int, leaves: int) -> int:
+        """Join the places of so many leaves, from ``first`` on; return the uppermost."""
+        if leaves == 1:
+            return first
+        left = (leaves + 1) // 2
+        top = first + 2 * left - 1
+        edges.extend((top, join(at, number)) for at, number in ((first, left), (top + 1, leaves - left)))
+        return top
+
+    join(0, size // 2 + 1)
+    # The tree has an odd number of places. Of an even number the last one has a leaf less.
+    return [(above, below) for above, below in edges if below < size]
+
+
 def multi_star(layout: Layout) -> Strategy:
     """One star of stars for each host; as `tree`, with the load of its centre shared by all masters.
 
@@ -245,6 +284,7 @@ ALGORITHMS: Final = (
     Algorithm(binary_tree, "steps 2⌊log₂n⌋; bytes ≤ 3; between hosts c"),
     Algorithm(binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes ≤ p+2; between hosts ≤ 3"),
     Algorithm(multi_binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    Algorithm(double_tree, "steps ≤ 2⌈log₂(⌊h/2⌋+1)⌉+2; bytes ≤ p+1; between hosts ≤ 2"),
     Algorithm(multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
     Algorithm(binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
 )

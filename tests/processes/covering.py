@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 STRATEGIES = (
     *("star", "ring", "clique", "chain_star", "tree", "binary_tree", "binary_tree_star"),
-    *("multi_binary_tree_star", "multi_star", "binomial", "auto"),
+    *("multi_binary_tree_star", "multi_star", "double_tree", "binomial", "auto"),
 )
 TRANSPORTS = ("tcp", "unix", "shm")
 APIS = ("async", "sync")

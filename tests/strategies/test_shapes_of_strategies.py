@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -13,7 +13,7 @@ from kfcomm.strategies import Strategy, build, names
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, assert_spans
 
-HIERARCHICAL = ("tree", "binary_tree_star", "multi_binary_tree_star", "multi_star")
+HIERARCHICAL = ("tree", "binary_tree_star", "multi_binary_tree_star", "multi_star", "double_tree")
 # Nine ranks: two on the first host, three on the second, four on the third.
 NINE = Layout.of("AABBBCCCC")
 
@@ -64,6 +64,7 @@ def test_binary_tree_is_a_heap(layout: Layout) -> None:
 
 @given(LAYOUTS, st.sampled_from(HIERARCHICAL))
 def test_in_hierarchies_only_masters_cross_hosts(layout: Layout, name: str) -> None:
+    assume(name != "double_tree" or layout.num_hosts > 1)
     masters = layout.masters
     for graph in (pair.reduce for pair in made(name, layout).pairs):
         for rank, host in enumerate(layout.hosts):
@@ -164,3 +165,27 @@ def test_following_the_graphs_sums_every_rank_once(layout: Layout, name: str) ->
     everything = (1 << layout.size) - 1
     for pair in build(name, layout).select(1 << 20).pairs:
         assert _sums(pair) == [everything] * layout.size
+
+
+@pytest.mark.parametrize("size", range(1, 200))
+def test_inner_ranks_of_one_of_two_trees_are_leaves_of_the_other(size: int) -> None:
+    """Also with the least depth that binary trees with so many leaves have, and with the neighbours next to it."""
+    first, second = (pair.reduce for pair in made("double_tree", Layout.even(size, size)).pairs)
+    above = [{rank for rank, below in enumerate(graph.children) if below} for graph in (first, second)]
+    assert not above[0] & above[1]
+    assert len(above[0]) + len(above[1]) >= size - 1
+    for graph in (first, second):
+        assert_spans(graph)
+        assert max(map(len, graph.children)) <= 2
+        assert graph.depth == (size // 2).bit_length()
+        for rank in range(size):
+            below = sorted(_below(graph, rank))
+            assert below[-1] - below[0] == len(below) - 1 or graph is second
+
+
+def _below(graph: Graph, rank: int) -> list[int]:
+    return [rank, *(other for child in graph.children[rank] for other in _below(graph, child))]
+
+
+def test_on_one_host_the_two_trees_are_those_of_its_ranks() -> None:
+    assert made("double_tree", Layout.even(9)).pairs == made("double_tree", Layout.even(9, 9)).pairs
