@@ -5,7 +5,7 @@ reads one from a file.
 Thousands of ranks are simulated in minutes, on one processor.
 """
 
-from kfcomm.simulate.network import Host, Link, Local, SimulatedNetwork, Switch
+from kfcomm.simulate.network import Host, Link, Local, Queue, SimulatedNetwork, Switch
 from kfcomm.simulate.world import Result, Use, num_messages, simulate
 
-__all__ = ["Host", "Link", "Local", "Result", "SimulatedNetwork", "Switch", "Use", "num_messages", "simulate"]
+__all__ = ["Host", "Link", "Local", "Queue", "Result", "SimulatedNetwork", "Switch", "Use", "num_messages", "simulate"]

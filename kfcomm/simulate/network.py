@@ -7,6 +7,7 @@ A file describes it, in TOML::
     latency = "100 us"          # one way, to another host
     ranks = 1
     efficiency = 0.956          # of the bandwidth, what is left for payloads under Ethernet, IP and TCP headers
+    queue = "tail"              # of ports where hosts meet: first in, first out; or "fair", as with tc's fq
 
     [local]                     # inside a host
     bandwidth = "5 GB/s"        # of each rank, to the others of its host and from them
@@ -47,6 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
@@ -59,6 +61,15 @@ _COSTS = cost.NetworkModel()
 
 TCP_EFFICIENCY = 1448 / 1514
 """Payload in an Ethernet frame of 1514 bytes that carries TCP over IPv4 with timestamps."""
+
+
+class Queue(StrEnum):
+    """Of a port where flows of several hosts meet."""
+
+    TAIL = "tail"
+    """First in, first out, and what does not fit is dropped, as in nearly all switches; see ``strategies.incast``."""
+    FAIR = "fair"
+    """Turns for each flow, as with tc's fq, or htb with a class for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,7 @@ class SimulatedNetwork:
         efficiency: of a bandwidth between hosts, the share that carries payload.
         cpus: processors that the ranks of all hosts share, on a test bed; 0 if hosts are machines.
         burst_nbytes: what passes a host's port at once after a pause, on a test bed.
+        queue: of ports where flows of several hosts meet.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -145,6 +157,7 @@ class SimulatedNetwork:
     efficiency: float = 1.0
     cpus: int = 0
     burst_nbytes: int = 0
+    queue: Queue = Queue.TAIL
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -167,7 +180,7 @@ class SimulatedNetwork:
             ConfigError: it is malformed: the message names file, line and field.
         """
         document = Document(text, name)
-        default, efficiency, local = _defaults(document)
+        default, efficiency, queue, local = _defaults(document)
         hosts = tuple(_hosts(document, default))
         names = {host.name for host in hosts}
         links = tuple(_link(table, names) for table in document.tables("link"))
@@ -181,7 +194,9 @@ class SimulatedNetwork:
         cpus, burst_nbytes = testbed.count("cpus", 0, least=0), testbed.count("burst", 0, least=0)
         testbed.end()
         document.end()
-        return cls(hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus, burst_nbytes)
+        return cls(
+            hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus, burst_nbytes, queue
+        )  # fmt: skip
 
     def of_hosts(self, num_hosts: int | None = None, ranks: int | None = None) -> Self:
         """The network with ``num_hosts`` hosts: those that it lists come first, further ones are like the default.
@@ -214,6 +229,11 @@ class SimulatedNetwork:
         cpus = min(host.cpus for host in self.hosts)
         return Layout.of((host.name for host in self.hosts for _ in range(host.ranks)), cpus)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all hosts have ports of one rate, and all links are alike."""
+        return len({host.bandwidth for host in self.hosts}) <= 1 and all(link.bandwidth is None for link in self.links)
+
     def switch_of(self, number: int) -> int | None:
         """The leaf switch of host ``number``; None at the core."""
         if self.hosts_per_switch:
@@ -226,7 +246,7 @@ class SimulatedNetwork:
         return self.uplink if self.hosts_per_switch else self.switches[switch].uplink
 
 
-def _defaults(document: Document) -> tuple[Host, float, Local]:
+def _defaults(document: Document) -> tuple[Host, float, Queue, Local]:
     table, inside = document.table("defaults"), document.table("local")
     plain, within = Host(""), Local()
     default = Host(
@@ -237,6 +257,9 @@ def _defaults(document: Document) -> tuple[Host, float, Local]:
         cpus=inside.count("cpus", plain.cpus, least=0),
     )
     efficiency = table.share("efficiency", TCP_EFFICIENCY)
+    queue = table.word("queue", Queue.TAIL)
+    if queue not in list(Queue):
+        raise table.wrong("queue", f"expected {' or '.join(Queue)}, got {queue!r}")
     local = Local(
         bandwidth=inside.rate("bandwidth", within.bandwidth),
         latency_s=inside.time_s("latency", within.latency_s),
@@ -247,7 +270,7 @@ def _defaults(document: Document) -> tuple[Host, float, Local]:
     )
     table.end()
     inside.end()
-    return default, efficiency, local
+    return default, efficiency, Queue(queue), local
 
 
 def _hosts(document: Document, default: Host) -> Iterator[Host]:

@@ -6,8 +6,9 @@ input always gives the same result, to the last bit.
 A *flow* is the traffic from one rank to another: chunks, one after the other. On its way lie *ports*: out of the host,
 perhaps up to a core of the network and down again, into the other host; or the memory inside one. Invariants:
 
-- A port divides its rate equally among the flows that have a chunk in it, at every moment. Two flows that share a
-  port for as long get half each.
+- A port divides its rate among the flows that have a chunk in it, at every moment, by their weights. Weights are equal
+  where queues are fair, and where flows leave a host: its TCP hands over a little of each in turn. Where flows of
+  several unlike hosts meet in one drop-tail queue they are as in `strategies.incast`.
 - A chunk is in all ports of its way at once (it is cut through, not stored and forwarded), and has passed when the
   slowest has let it through. Then the flow's next chunk follows, and ``latency_s`` later the other side has it.
 - A flow does not begin a chunk before the last one has passed. So what a distant port holds up does not pile up before
@@ -33,9 +34,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from kfcomm.simulate.network import Link, SimulatedNetwork
+from kfcomm.simulate.network import Link, Queue, SimulatedNetwork
+from kfcomm.strategies.incast import RELAY, weight_of
 from kfcomm.types import Layout
 
 _NO_BYTES = 1e-3
@@ -46,7 +48,8 @@ class Port:
     """A place through which ``rate`` bytes per second pass, of all flows together."""
 
     __slots__ = (
-        "_agenda", "_due_s", "_ends", "_given", "_since_s", "_tokens", "burst_nbytes", "name", "nbytes", "rate",
+        "_agenda", "_due_s", "_ends", "_given", "_load", "_since_s", "_tokens", "burst_nbytes", "name", "nbytes",
+        "rate",
     )  # fmt: skip
 
     def __init__(self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0) -> None:
@@ -58,10 +61,12 @@ class Port:
         self.nbytes = 0  # sent through it so far
         self._tokens = float(burst_nbytes)
         self._agenda = agenda
-        # Bytes that each flow in here was given until _since_s, and at how many of them the flows' chunks end.
+        # Bytes that a flow of weight 1 in here was given until _since_s, at how many of them the flows' chunks end, and
+        # the sum of the weights.
         self._given = 0.0
         self._since_s = 0.0
-        self._ends: list[tuple[float, int, Flow]] = []
+        self._ends: list[tuple[float, int, Flow, float]] = []
+        self._load = 0.0
         self._due_s = math.inf
 
     @property
@@ -69,27 +74,32 @@ class Port:
         """Least time for the bytes that were sent through it."""
         return max(0, self.nbytes - self.burst_nbytes) / self.rate
 
-    def enter(self, flow: Flow, nbytes: int) -> None:
-        """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through."""
+    def enter(self, flow: Flow, nbytes: int, weight: float = 1.0, times: int = 1) -> None:
+        """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through.
+
+        ``times`` flows like it, each of this weight, have a chunk here at the same time: it stands for all of them.
+        """
         agenda, ends = self._agenda, self._ends
         now_s = agenda.now_s
         if ends:
-            self._given += (now_s - self._since_s) * self.rate / len(ends)
+            self._given += (now_s - self._since_s) * self.rate / self._load
         else:
-            self._given = 0.0  # small numbers are exact ones
+            self._given = self._load = 0.0  # small numbers are exact ones
             if self.burst_nbytes:
                 self._tokens = min(self.burst_nbytes, self._tokens + (now_s - self._since_s) * self.rate)
         self._since_s = now_s
-        self.nbytes += nbytes
-        end = self._given + nbytes
+        self.nbytes += nbytes * times
+        load = weight * times
+        self._load += load
+        left: float = nbytes
         if self.burst_nbytes:
-            at_once = min(nbytes, self._tokens)
-            self._tokens -= at_once
-            end -= at_once
+            at_once = min(left, self._tokens / times)
+            self._tokens -= at_once * times
+            left -= at_once
         # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
-        heappush(ends, (end, order, flow))
-        due_s = now_s + (ends[0][0] - self._given) * len(ends) / self.rate
+        heappush(ends, (self._given + left / weight, order, flow, load))
+        due_s = now_s + (ends[0][0] - self._given) * self._load / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
             # As `Agenda.at` would push it: the calls of that were a tenth of a simulation's time.
@@ -97,7 +107,7 @@ class Port:
 
     def _plan(self) -> None:
         """Be called when the next chunk is through."""
-        due_s = self._since_s + (self._ends[0][0] - self._given) * len(self._ends) / self.rate
+        due_s = self._since_s + (self._ends[0][0] - self._given) * self._load / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
             self._agenda.at(due_s, self._let_through, due_s)
@@ -107,11 +117,11 @@ class Port:
             return  # planned earlier since
         self._due_s = math.inf
         ends = self._ends
-        self._given += (due_s - self._since_s) * self.rate / len(ends)
+        self._given += (due_s - self._since_s) * self.rate / self._load
         self._since_s = due_s
         left = ends[0][0] - self._given
         # Other flows have come meanwhile. A rest that takes no time that a float can show counts as through.
-        if left > _NO_BYTES and due_s + left * len(ends) / self.rate > due_s:
+        if left > _NO_BYTES and due_s + left * self._load / self.rate > due_s:
             self._plan()
             return
         if len(ends) == 1:
@@ -119,14 +129,24 @@ class Port:
             return
         # Not as calculated: so its rounding ends here.
         self._given = ends[0][0]
-        through = [heappop(ends)[2]]
+        through = []
         while ends and ends[0][0] - self._given <= _NO_BYTES:
-            through.append(heappop(ends)[2])
+            _, _, flow, load = heappop(ends)
+            self._load -= load
+            through.append(flow)
         # After all of them are out: a flow may enter again at once, and shares the port with those that are left.
         for flow in through:
             flow.passed()
         if ends:
             self._plan()
+
+
+class Pass(NamedTuple):
+    """One port on the way of a flow."""
+
+    port: Port
+    weight: float = 1.0  # of the flow among others there
+    times: int = 1  # how many flows like it, itself included, pass there at the same time
 
 
 class Flow:
@@ -136,18 +156,18 @@ class Flow:
     has left the sender's memory.
     """
 
-    __slots__ = ("_agenda", "_arrived", "_in_ports", "_latency_s", "_ports", "_waiting", "_was_read")
+    __slots__ = ("_agenda", "_arrived", "_in_ports", "_latency_s", "_passes", "_waiting", "_was_read")
 
     def __init__(
         self,
         agenda: Agenda,
-        ports: Sequence[Port],
+        passes: Sequence[Pass],
         latency_s: float,
         arrived: Callable[[Any], None],
         was_read: Callable[[], None],
     ) -> None:
         self._agenda = agenda
-        self._ports = ports
+        self._passes = tuple(passes)
         self._latency_s = latency_s
         self._arrived = arrived
         self._was_read = was_read
@@ -176,9 +196,9 @@ class Flow:
 
     def _begin(self) -> None:
         nbytes = self._waiting[0][1]
-        self._in_ports = len(self._ports)
-        for port in self._ports:
-            port.enter(self, nbytes)
+        self._in_ports = len(self._passes)
+        for port, weight, times in self._passes:
+            port.enter(self, nbytes, weight, times)
 
 
 class Agenda:
@@ -218,6 +238,9 @@ class Routes:
         self._local_in = [Port(agenda, f"rank {rank} local in", local.bandwidth) for rank in range(layout.size)]
         self._memories = [Port(agenda, f"memory of {host.name}", local.memory) for host in hosts if local.memory]
         burst = network.burst_nbytes
+        # Equal hosts get equal shares, whatever the queue.
+        self._is_fair = network.queue is Queue.FAIR or network.is_even
+        self.relays: frozenset[int] = frozenset()  # hosts to which others send what they pass on
         self._out = [self._port(f"{host.name} out", host.bandwidth, burst) for host in hosts]
         self._into = [self._port(f"{host.name} in", host.bandwidth, burst) for host in hosts]
         self._switches = [network.switch_of(number) for number in range(len(hosts))]
@@ -230,20 +253,32 @@ class Routes:
                 port = None if link.bandwidth is None else self._port(f"link {here} to {there}", link.bandwidth)
                 self._links[here, there] = (link, port)
 
-    def between(self, source: int, target: int) -> tuple[tuple[Port, ...], float]:
+    def between(self, source: int, target: int) -> tuple[tuple[Pass, ...], float]:
         """The ports from one rank to another, and the seconds that a bit needs."""
         network, hosts = self.network, self.layout.hosts
         here, there = hosts[source], hosts[target]
         if here == there:
             memory = self._memories[here : here + 1]
-            return (self._local_out[source], *memory, self._local_in[target]), network.local.latency_s
+            local = (self._local_out[source], *memory, self._local_in[target])
+            return tuple(map(Pass, local)), network.local.latency_s
         ends = network.hosts[here], network.hosts[there]
         latency_s = (ends[0].latency_s + ends[1].latency_s) / 2
         link, port = self._links.get((ends[0].name, ends[1].name), (None, None))
         if link is not None and link.latency_s is not None:
             latency_s = link.latency_s
         ports = (self._out[here], *self._across(here, there), *((port,) if port else ()), self._into[there])
-        return ports, latency_s
+        return tuple(self._weighted(ports, here)), latency_s
+
+    def _weighted(self, ports: Sequence[Port], here: int) -> Iterator[Pass]:
+        """The ports of a way from host ``here`` to another, each with the weight that its queue gives to the flow."""
+        arrival = ports[0].rate  # bytes per second at which the flow comes to the next port
+        yield Pass(ports[0])
+        for port in ports[1:]:
+            if self._is_fair:
+                yield Pass(port)
+            else:
+                yield Pass(port, weight_of(arrival, port.rate) / port.rate * (RELAY if here in self.relays else 1.0))
+            arrival = min(arrival, port.rate)
 
     def ports(self) -> Iterator[Port]:
         """All of them."""

@@ -136,6 +136,7 @@ def simulate(
     with _without_collections():
         plans = _plans(built, layout, nbytes, dtype, key)
         routes = Routes(Agenda(), network, layout)
+        routes.relays = _relays(plans, layout)
         ranks = _ranks(routes, plans, carry)
         for rank in ranks:
             # In order, so that a simulation repeats exactly.
@@ -176,6 +177,16 @@ def _plans(
     chunks = ChunkSizes(layout)
     plans = (Plans(Planner(rank, strategy.size, strategy, chunks)) for rank in range(num_ranks or strategy.size))
     return [each.of(PlanKey(Verb.ALL_REDUCE, element, shape, Op.SUM), key) for each in plans]
+
+
+def _relays(plans: list[Plan], layout: Layout) -> frozenset[int]:
+    """Hosts to which ranks of other hosts send what is folded there."""
+    hosts = layout.hosts
+    return frozenset(
+        hosts[rank]
+        for rank, plan in enumerate(plans)
+        if any(hosts[child] != hosts[rank] for lane in plan.program.lanes.values() for child in lane.children)
+    )
 
 
 def _ranks(routes: Routes, plans: list[Plan], carry: Carry | None) -> list[Rank]:

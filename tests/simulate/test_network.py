@@ -4,7 +4,7 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.simulate.fields import parse_rate, parse_time_s
-from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, SimulatedNetwork, Switch
+from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, Queue, SimulatedNetwork, Switch
 from kfcomm.strategies import cost
 
 FULL = """\
@@ -98,6 +98,11 @@ def test_an_empty_file_is_the_network_of_the_cost_model():
     assert SimulatedNetwork().efficiency == 1.0
 
 
+def test_queues_are_drop_tail_unless_they_are_fair():
+    assert SimulatedNetwork.parse("").queue is Queue.TAIL
+    assert SimulatedNetwork.parse('defaults.queue = "fair"').queue is Queue.FAIR
+
+
 def test_hosts_that_are_not_listed_are_like_the_default():
     network = SimulatedNetwork.parse(FULL).of_hosts(5)
     assert [host.name for host in network.hosts] == ["slow", "h1", "h2", "h0", "h3"]
@@ -142,6 +147,7 @@ def test_no_hosts_at_all():
             "[defaults]\nefficiency = 2",
             "net.toml:2: defaults.efficiency: expected a number above 0 and at most 1",
         ),
+        ('[defaults]\nqueue = "red"', "net.toml:2: defaults.queue: expected tail or fair, got 'red'"),
         ("[[host]]\nname = 3", "net.toml:2: host.name: expected a name, got 3"),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "net.toml:4: host.name: 'a' is the name of another host"),
         ('[[link]]\nbetween = ["a", "b"]', "net.toml:2: link.between: expected a host of this file, got 'a'"),

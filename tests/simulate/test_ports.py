@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kfcomm.simulate.ports import Agenda, Flow, Port
+from kfcomm.simulate.ports import Agenda, Flow, Pass, Port
 from tests.simulate.fluid import end_times
 
 RATE = 1024.0
@@ -22,7 +22,7 @@ class Wires:
     def flow(self, *way: int, latency_s: float = 0.0) -> Flow:
         return Flow(
             self.agenda,
-            [self.ports[port] for port in way],
+            [Pass(self.ports[port]) for port in way],
             latency_s,
             lambda chunk: self.arrivals.append((chunk, self.agenda.now_s)),
             lambda: self.reads.append(self.agenda.now_s),

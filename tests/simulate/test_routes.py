@@ -50,17 +50,17 @@ def routes():
 )
 def test_the_ports_and_the_latency_of_a_way(routes, ends, ports, latency_s):
     found, seconds = routes.between(*ends)
-    assert [(port.name, port.rate) for port in found] == ports
+    assert [(one.port.name, one.port.rate) for one in found] == ports
     assert seconds == pytest.approx(latency_s)
 
 
 def test_a_port_has_one_end_on_each_way(routes):
-    assert routes.between(0, 2)[0][0] is routes.between(1, 3)[0][0]
-    assert set(routes.between(0, 4)[0]) <= set(routes.ports())
+    assert routes.between(0, 2)[0][0].port is routes.between(1, 3)[0][0].port
+    assert {one.port for one in routes.between(0, 4)[0]} <= set(routes.ports())
     assert len(list(routes.ports())) == 2 * 4 + 2 * 2 + 2 + 4 + 2 * 5
 
 
 def test_memory_is_without_a_limit_where_none_is_given():
     network = SimulatedNetwork().of_hosts(1, ranks=2)
     found, _ = Routes(Agenda(), network, network.layout).between(1, 0)
-    assert [port.name for port in found] == ["rank 1 local out", "rank 0 local in"]
+    assert [one.port.name for one in found] == ["rank 1 local out", "rank 0 local in"]
