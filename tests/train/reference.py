@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kfcomm.elastic import PerRank, State
+from kfcomm.train import Algorithm
+
 LENGTH = 5
 RATE = 0.3
 Vector = np.ndarray[Any, np.dtype[np.float64]]
@@ -183,60 +186,17 @@ class AdaSGD(Reference):
         return given if self.num_steps <= self.after else dict.fromkeys(given, self.mean(given))
 
 
-def matrix(step: int, rank: int) -> Vector:
-    """Gradient of a matrix, for compressors; of few directions, so that PowerSGD does not enlarge rounding errors."""
-    found: Vector = np.random.default_rng((7, step, rank)).standard_normal((8, 9)) * 4.0 ** -np.arange(9)
-    return found
+KINDS: dict[str, tuple[Algorithm, type[Reference]]] = {
+    "ssgd": (Algorithm("ssgd"), SSGD),
+    "sma": (Algorithm("sma", alpha=0.2), SMA),
+    "ea-sgd": (Algorithm("ea-sgd", alpha=0.3, every=2), EASGD),
+    "local-sgd": (Algorithm("local-sgd", every=3), LocalSGD),
+    "diloco": (Algorithm("diloco", every=3), DiLoCo),
+    "local-adaalter": (Algorithm("local-adaalter", every=3, epsilon=0.5), LocalAdaAlter),
+    "adasgd": (Algorithm("adasgd", alpha=0.2, after=6), AdaSGD),
+}
 
 
-def orthonormal(x: Vector) -> Vector:
-    found: Vector = np.linalg.qr(x)[0]
-    return found
-
-
-class Compressed:
-    """Sum of the averages that a compressor gives; each rank of a step has an error.
-
-    Attributes:
-        total: of the averages.
-        errors: of each rank by uid.
-    """
-
-    def __init__(self, births: Sequence[int]) -> None:
-        self.total = np.zeros((8, 9))
-        self.errors = {birth: np.zeros((8, 9)) for birth in births}
-        self.births = tuple(births)
-
-    def step(self, members: Members, number: int) -> None:
-        if members.births != self.births:
-            whole = sum(self.errors.values())
-            self.errors = {birth: whole / len(members.births) for birth in members.births}  # type: ignore[operator]
-            self.births = members.births
-        given = {b: matrix(number, members.births.index(b)) + self.errors[b] for b in members.living}
-        sent = self.sent(given)
-        self.errors = {b: given[b] - sent[b] for b in given}
-        self.total = self.total + sum(sent.values()) / len(sent)
-
-    def sent(self, given: dict[int, Vector]) -> dict[int, Vector]:
-        raise NotImplementedError
-
-
-class PowerSGD(Compressed):
-    def __init__(self, births: Sequence[int]) -> None:
-        super().__init__(births)
-        self.q = np.random.default_rng(0).standard_normal((9, 2))
-
-    def sent(self, given: dict[int, Vector]) -> dict[int, Vector]:
-        mean: Vector = sum(given.values()) / len(given)  # type: ignore[assignment]
-        p = orthonormal(mean @ orthonormal(self.q))
-        self.q = mean.T @ p
-        return dict.fromkeys(given, p @ self.q.T)
-
-
-class TopK(Compressed):
-    def sent(self, given: dict[int, Vector]) -> dict[int, Vector]:
-        found = {}
-        for birth, x in given.items():
-            bound = np.sort(np.abs(x), axis=None)[-8]  # a tenth of 72, rounded up
-            found[birth] = np.where(np.abs(x) >= bound, x, 0.0)
-        return found
+def new_state(comm: Any, algorithm: Algorithm) -> State:
+    way, model = algorithm.made(comm, first_model()), first_model()
+    return State(way=way, model=PerRank(model, "mean") if algorithm.keeps_replicas else model, log=[])

@@ -82,6 +82,18 @@ class SimulatedWorld(StaticWorld):
         self.wanted = size
 
 
+async def decide(host: PolicyHost) -> None:
+    """Let the policies decide at the end of a step."""
+    asking = [runner for runner in host.runners if runner.requests]
+    lost = overrule(host, asking)
+    for runner in asking:
+        await runner.carry_out(lost)
+    for runner in host.runners:
+        await runner.call("after_step")
+        assert not runner.failure, runner.failure
+    host.num_steps += 1
+
+
 class Simulation:
     """A training with policies.
 
@@ -116,14 +128,7 @@ class Simulation:
             if self.world.wanted != self.world.size:
                 await self._change_ranks()
             host.metrics = self._step()
-            asking = [runner for runner in self.runners if runner.requests]
-            lost = overrule(host, asking)
-            for runner in asking:
-                await runner.carry_out(lost)
-            for runner in self.runners:
-                await runner.call("after_step")
-                assert not runner.failure, runner.failure
-            host.num_steps += 1
+            await decide(host)
         for runner in self.runners:
             await runner.end()
 

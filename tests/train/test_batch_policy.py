@@ -15,7 +15,6 @@ import pytest
 
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMetrics
 from kfcomm.adapt.host import PolicyHost
-from kfcomm.adapt.meeting import overrule
 from kfcomm.adapt.recording import StaticWorld
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import build
@@ -24,6 +23,7 @@ from kfcomm.train.gradient_statistics import gain
 from kfcomm.train.policies import AdaScaleRate, GradientNoise, NoiseScaleBatch
 from kfcomm.types import Layout
 from tests.train.noises import Gradients
+from tests.train.simulated import decide
 from tests.train.test_monitor_state import comm_of
 
 
@@ -65,14 +65,7 @@ class Job:
             given = host.hyperparameters
             self.history.append((given.batch_size or 0, given.learning_rate))
             host.metrics = self._metrics(given)
-            asking = [runner for runner in host.runners if runner.requests]
-            lost = overrule(host, asking)
-            for runner in asking:
-                await runner.carry_out(lost)
-            for runner in host.runners:
-                await runner.call("after_step")
-                assert not runner.failure, runner.failure
-            host.num_steps += 1
+            await decide(host)
 
     def _metrics(self, given: Hyperparameters) -> StepMetrics:
         size, truth = self.ranks, self.truth(self.host.num_steps)

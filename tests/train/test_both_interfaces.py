@@ -84,18 +84,6 @@ async def test_both_interfaces_come_to_the_same(way: str, elastic: bool) -> None
     assert not np.array_equal(one[0]["weight"], TREE["weight"])
 
 
-def test_numbers_out_of_range_on_one_blocking_rank_are_an_error_on_all() -> None:
-    def main(comm: sync.Communicator) -> str:
-        with pytest.raises(ConfigError) as caught:
-            SMA(comm, 2.0 if comm.rank == 1 else 0.1).gradients(TREE).wait()
-        comm.barrier()
-        return str(caught.value)
-
-    with sync_world(2) as comms:
-        said = run_threads(comms, main)
-    assert all("SMA(alpha=2.0)" in one for one in said)
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("make", "says"),

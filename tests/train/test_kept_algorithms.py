@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import ConfigError, EpochChanged
-from kfcomm.testing import run_threads, sync_world, world
+from kfcomm.testing import world
 from kfcomm.train import SMA, Agreement, Algorithm, ElasticAveraging, PairAveraging, SynchronousSGD, leaves
 from tests.elastic.support import Died
 from tests.train.reference import RATE, first_model, gradient
@@ -107,54 +106,6 @@ async def test_joining_rank_takes_over_what_the_program_does_not_hand_over(kind:
         for key in said[0].keys() - run.ways[0](0).merging().keys():
             for name, x in leaves(said[0][key]).items():
                 assert all(np.array_equal(x, leaves(state[key])[name]) for state in said.values()), key
-
-
-def test_blocking_ranks_follow_a_rank_that_joins() -> None:
-    with sync_world(2, elastic=True, timeout=60) as comms:
-        joined: list[threading.Thread] = []
-
-        def main(comm: Any) -> Any:
-            way = Algorithm("diloco", every=3).made(comm, first_model())
-            state = State(way=way, model=first_model(), number=0, since=0)
-            with Elastic(comm, state) as elastic:
-                for _ in elastic.steps(ElasticSampler(1 << 12, 1)):
-                    if comm.rank == 0 and state.number == JOINS_AT:
-                        joined.append(threading.Thread(target=lambda: found.append(main(comms.join(9)))))
-                        joined[0].start()
-                    pending = way.parameters(state.model)
-                    along = way.gradients(gradient(state.model, state.number, comm.rank)).wait()
-                    state.model = pending.wait() - RATE * along
-                    state.number += 1
-                    state.since += comm.size == 3
-                    if state.since == ENDS_AFTER:
-                        return way.state_dict()
-            raise AssertionError("the steps have ended")
-
-        found: list[Any] = []
-        ended = run_threads(list(comms), main)
-        joined[0].join()
-        for state in (ended[1], found[0]):
-            assert np.array_equal(state["model"], ended[0]["model"])
-            assert np.array_equal(state["velocity"], ended[0]["velocity"])
-            assert state["num_steps"] == ended[0]["num_steps"] > ENDS_AFTER
-
-
-@pytest.mark.parametrize("switches_at", range(JOINS_AT + 1, JOINS_AT + 7))
-@pytest.mark.asyncio
-async def test_rank_joins_about_when_the_others_switch(switches_at: int) -> None:
-    """Also in the very step: the new rank knows of no other algorithm."""
-
-    def make(comm: Any) -> tuple[dict[str, Any], Way]:
-        first, then = SMA(comm, 0.3), SynchronousSGD(comm)
-        return {"first": first, "then": then}, lambda number: first if number < switches_at else then
-
-    async with world(3, elastic=True, timeout=60) as comms:
-        run = Run(comms, make)
-        await run.all()
-        models = [state.model for state in run.states.values()]
-        assert len(models) == 4
-        assert run.states[0].number > switches_at
-        assert all(np.allclose(x, models[0], rtol=1e-13, atol=1e-13) for x in models)
 
 
 @pytest.mark.parametrize("is_handed", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from kfcomm.arrays.norms import squared_norm
 from kfcomm.errors import ConfigError
-from kfcomm.train import SUMS, GradientMonitor, NoiseScale
+from kfcomm.train import GradientMonitor, NoiseScale
 
 
 def comm_of(rank: int, size: int) -> Any:
@@ -165,27 +165,3 @@ def test_numbers_of_squares_taken_elsewhere_give_what_gradients_give() -> None:
         assert monitor.noise_scale.num_updates == other.noise_scale.num_updates == 4
         assert monitor.noise_scale.value == pytest.approx(other.noise_scale.value, rel=1e-9)
         assert monitor.observed() == pytest.approx(other.observed(), rel=1e-9)
-
-
-def test_a_measurement_is_observed_once_with_its_own_batch() -> None:
-    """With every=10, and a batch that grows eightfold, the truth of 100 is reported."""
-    ranks, policy, seen = Ranks(4, batch=4, every=10), NoiseScale(), 0
-    for step in range(3000):
-        if step == 1500:
-            ranks.batch = 32
-            for monitor in ranks.monitors:
-                monitor.batch = 32
-        ranks.step()
-        found = [one.observed() for one in ranks.monitors]
-        assert len({tuple(one) for one in found}) == 1
-        assert all(one.observed() == {} for one in ranks.monitors)
-        if found[0]:
-            seen += 1
-            assert found[0]["measurement"] == seen
-            local = sum(one["local_norm"] ** 2 for one in found) / 4
-            policy.update(local, found[0]["gradient_norm"] ** 2, found[0]["small_batch"], found[0]["big_batch"])
-            assert found[0]["big_batch"] == (16 if step <= 1500 else 128)
-    assert seen == 300
-    assert policy.value == pytest.approx(100, rel=0.1)
-    assert policy.value == pytest.approx(ranks.monitors[0].noise_scale.value, rel=1e-9)
-    assert SUMS not in ranks.monitors[0].values

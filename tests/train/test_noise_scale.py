@@ -26,7 +26,7 @@ def scales(truth: Gradients, batch: float, ranks: int, *, steps: int, number: in
     return found
 
 
-@pytest.mark.parametrize("steps", [5, 10, 30, 100, 400])
+@pytest.mark.parametrize("steps", [5, 30, 100])
 @pytest.mark.parametrize(
     ("truth", "batch", "ranks"),
     [

@@ -70,22 +70,6 @@ async def test_same_peers_are_asked_ahead_or_not() -> None:
         assert len(np.unique(found[0])) > 4
 
 
-def test_blocking_ranks_ask_ahead() -> None:
-    def main(comm: sync.Communicator) -> Any:
-        way = PairAveraging(comm, np.zeros(3), ahead=True)
-        way.parameters(np.zeros(3)).wait()
-        comm.barrier()
-        if comm.rank:
-            return None
-        way._coming.wait()
-        found = way.parameters(np.ones(3)).wait()
-        way._coming.wait()
-        return found
-
-    with sync_world(2) as comms:
-        assert run_threads(comms, main)[0].tolist() == [0.5, 0.5, 0.5]
-
-
 @pytest.mark.asyncio
 async def test_error_of_a_model_asked_ahead_is_raised_by_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:
@@ -149,16 +133,6 @@ async def test_one_rank_is_alone_with_its_model() -> None:
         assert await PairAveraging(comms[0], x).parameters(x) is x
 
 
-@pytest.mark.asyncio
-async def test_bad_arguments() -> None:
-    async def main(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match="max_staleness"):
-            await PairAveraging(comm, np.zeros(2), max_staleness=0.0 if comm.rank else 5.0).parameters(np.zeros(2))
-
-    async with world(2) as comms:
-        await run_ranks(comms, main)
-
-
 def test_a_model_of_another_form_is_refused() -> None:
     packing = Packing({"a": np.zeros(2), "b": np.zeros(3, np.float32)}, num_head=2)
     tree = {"b": np.arange(3, dtype=np.float32), "a": np.array([1.5, 2.5])}
@@ -190,12 +164,6 @@ def chi_squared(peers: Peers, expected: Sequence[float]) -> float:
 def test_all_others_are_equally_likely(rank: int) -> None:
     expected = [float(peer != rank) for peer in range(5)]
     assert chi_squared(Peers(rank, 5, seed=7), expected) < CRITICAL[3]
-
-
-def test_the_next_rank_is_not_drawn_twice_as_often() -> None:
-    """A draw of all ranks that moves one's own to the next: the test finds it out."""
-    moved = [0.0, 2.0, 1.0, 1.0, 1.0]
-    assert chi_squared(Peers(0, 5, seed=7), moved) > 1000
 
 
 def test_weights_are_probabilities() -> None:

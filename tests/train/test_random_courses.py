@@ -14,8 +14,7 @@ from kfcomm.elastic import Elastic, ElasticSampler, PerRank, State
 from kfcomm.errors import EpochChanged
 from kfcomm.testing import world
 from tests.elastic.support import Died, die
-from tests.train.reference import RATE, Members, Reference, first_model, gradient
-from tests.train.test_changing_ranks import KINDS
+from tests.train.reference import KINDS, RATE, Members, Reference, first_model, gradient
 
 
 class Course(NamedTuple):

@@ -11,8 +11,7 @@ import pytest
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.testing import run_ranks, world
 from kfcomm.train import Algorithm, GradientMonitor, SynchronousSGD
-from tests.train.reference import RATE, Members, gradient
-from tests.train.test_changing_ranks import KINDS, new_state
+from tests.train.reference import KINDS, RATE, Members, gradient, new_state
 
 FIRST, ALL = 7, 15
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.testing import run_ranks, world
 from kfcomm.train import SMA, Agreement, Algorithm, PairAveraging, SynchronousSGD, leaves, mapped
 
 KINDS: dict[str, Algorithm] = {
@@ -47,14 +46,6 @@ async def awaited(way: Agreement, model: Any, steps: Sequence[int], given: Any =
         pending = way.parameters(model)
         along = await way.gradients(gradient(model if given is None else given, step, way.comm.rank))
         given, model = None, mapped(lambda x, g: x - g, await pending, along)
-    return model
-
-
-def waited_for(way: Agreement, model: Any, steps: Sequence[int]) -> Any:
-    for step in steps:
-        pending = way.parameters(model)
-        along = way.gradients(gradient(model, step, way.comm.rank)).wait()
-        model = mapped(lambda x, g: x - g, pending.wait(), along)
     return model
 
 
@@ -112,28 +103,6 @@ async def test_algorithm_begins_from_the_mean_that_another_leaves(first: str, th
             return await awaited(ways[comm.rank], switched[comm.rank], range(at[1], at[1] + NUM_AFTER))
 
         check(first, await run_ranks(comms, again), await expected(first, switched, at[1]), switched)
-
-
-@pytest.mark.parametrize("then", KINDS)
-@pytest.mark.parametrize("first", ["sma", "diloco", "ssgd"])
-@pytest.mark.asyncio
-async def test_blocking_ranks_switch_as_awaiting_ones(first: str, then: str) -> None:
-    before: dict[int, Any] = {}
-
-    def blocking() -> list[Any]:
-        def main(comm: Any) -> Any:
-            model = waited_for(KINDS[first].made(comm, first_model()), first_model(), range(NUM_BEFORE))
-            before[comm.rank] = model
-            found = waited_for(KINDS[then].made(comm, model), model, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
-            comm.barrier()
-            return found
-
-        with sync_world(SIZE, timeout=60) as comms:
-            return run_threads(comms, main)
-
-    found = await asyncio.to_thread(blocking)
-    models = [before[rank] for rank in range(SIZE)]
-    check(then, found, await expected(then, models, NUM_BEFORE), models)
 
 
 @pytest.mark.asyncio

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.errors import ConfigError
 from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
 from kfcomm.train.agreement import leaves, mapped, rebuilt
 from tests.train.scripted import Alone, model, raw, together
@@ -31,59 +31,11 @@ def gradients(ranks: list[Any], given_: list[Any]) -> list[Any]:
 FOUR = [model(1), model(3), model(5), model(7)]
 
 
-def test_s_sgd_gives_everybody_the_mean_of_the_gradients() -> None:
-    ranks = ways(SynchronousSGD, 4)
-    trees = [{"layer": [x, (2 * x,)]} for x in FOUR]
-    for found in gradients(ranks, trees):
-        assert found["layer"][0] == pytest.approx(4.0)
-        assert found["layer"][1][0] == pytest.approx(8.0)
-    assert parameters(ranks, FOUR) == FOUR
-
-
-def test_sma_draws_every_model_to_the_mean() -> None:
-    ranks = ways(lambda comm: SMA(comm, alpha=0.1), 4)
-    assert np.concatenate(parameters(ranks, FOUR)) == pytest.approx([1.3, 3.1, 4.9, 6.7])
-    assert gradients(ranks, FOUR) == FOUR
-    assert np.concatenate(FOUR).tolist() == [1, 3, 5, 7], "what was given is not modified"
-
-
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8), st.floats(0.01, 1.0))
 def test_sma_keeps_the_mean_and_shrinks_distances(values: list[float], alpha: float) -> None:
     found = np.concatenate(parameters(ways(lambda comm: SMA(comm, alpha), len(values)), [model(x) for x in values]))
     assert found.mean() == pytest.approx(np.mean(values), abs=1e-9)
     assert np.ptp(found) == pytest.approx((1 - alpha) * np.ptp(values), abs=1e-9)
-
-
-def test_elastic_averaging_moves_ranks_and_center() -> None:
-    ranks = ways(lambda comm: ElasticAveraging(comm, model(0), alpha=0.1), 4)
-    assert np.concatenate(parameters(ranks, FOUR)) == pytest.approx([0.9, 2.7, 4.5, 6.3])
-    assert [float(way.center[0]) for way in ranks] == pytest.approx([1.6] * 4)
-
-
-def test_elastic_averaging_meets_at_every_third_step() -> None:
-    ranks = ways(lambda comm: ElasticAveraging(comm, model(0), alpha=0.1, every=3), 4)
-    assert parameters(ranks, FOUR) == FOUR
-    assert parameters(ranks, FOUR) == FOUR
-    assert np.concatenate(parameters(ranks, FOUR)) == pytest.approx([0.9, 2.7, 4.5, 6.3])
-
-
-def test_local_sgd_meets_at_every_third_step() -> None:
-    ranks = ways(lambda comm: LocalSGD(comm, every=3), 4)
-    for step in range(1, 7):
-        found = parameters(ranks, FOUR)
-        assert found == (FOUR if step % 3 else [model(4.0)] * 4)
-
-
-def test_diloco_on_a_constant_pseudo_gradient() -> None:
-    """Every rank comes 1 from the global model in its local steps."""
-    ranks = ways(lambda comm: DiLoCo(comm, {"w": model(0)}, every=2), 3)
-    models = [{"w": model(0)}] * 3
-    for expected in (-1.33, -3.227, -5.6343):
-        for _ in range(2):
-            models = [{"w": one["w"] - 0.5} for one in models]
-            models = parameters(ranks, models)
-        assert [float(one["w"][0]) for one in models] == pytest.approx([expected] * 3, rel=1e-12)
-        assert [float(way.model["w"][0]) for way in ranks] == pytest.approx([expected] * 3, rel=1e-12)
 
 
 def test_kept_copies_do_not_follow_in_place_updates() -> None:
@@ -98,45 +50,6 @@ def test_kept_copies_do_not_follow_in_place_updates() -> None:
     for x in found:
         x -= 1.0
     assert float(diloco[0].model[0]) == pytest.approx(-1.33)
-
-
-def test_local_adaalter_by_hand() -> None:
-    """Two ranks, H = 2, ε = 0.5, accumulators from 1: two local steps, a meeting, one more step."""
-    ranks = ways(lambda comm: LocalAdaAlter(comm, model(0), every=2, epsilon=0.5), 2)
-    first = gradients(ranks, [model(3), model(1)])
-    assert np.concatenate(first) == pytest.approx([3 / 1.25**0.5, 1 / 1.25**0.5])
-    assert parameters(ranks, [model(10), model(20)]) == [model(10), model(20)]
-    second = gradients(ranks, [model(2), model(4)])
-    assert np.concatenate(second) == pytest.approx([2 / 1.5**0.5, 4 / 1.5**0.5])
-    assert parameters(ranks, [model(10), model(20)]) == [model(15), model(15)]
-    # accumulators: 1 + 9 + 4 = 14 and 1 + 1 + 16 = 18, so 16 on average
-    third = gradients(ranks, [model(1), model(2)])
-    assert np.concatenate(third) == pytest.approx([1 / 16.25**0.5, 2 / 16.25**0.5])
-
-
-def test_local_adaalter_keeps_a_gradient_that_comes_while_the_ranks_meet() -> None:
-    """The order of the loop: the model is begun first. H = 1, ε = 1, accumulators from 1."""
-    ranks = ways(lambda comm: LocalAdaAlter(comm, model(0), every=1), 2)
-    meetings = [raw(way.parameters)(model(0)) for way in ranks]
-
-    def advance(rank: int, answer: Any) -> Any:
-        try:
-            return meetings[rank].send(answer)
-        except StopIteration as end:
-            return end.value
-
-    told = [advance(rank, None) for rank in range(2)]
-    told = [advance(rank, [one.args[0] for one in told]) for rank in range(2)]  # the introduction
-    assert [float(one.args[0]["accumulators"][0]) for one in told] == [1, 1]
-    first = gradients(ranks, [model(3), model(4)])
-    assert np.concatenate(first) == pytest.approx([3 / 2**0.5, 4 / 2**0.5])
-    mean = {name: (told[0].args[0][name] + told[1].args[0][name]) / 2 for name in told[0].args[0]}
-    for rank in range(2):
-        advance(rank, mean)
-    assert parameters(ranks, [model(0), model(0)]) == [model(0), model(0)]
-    # accumulators: 1 + 9 and 1 + 16, so 13.5 on average
-    third = gradients(ranks, [model(1), model(2)])
-    assert np.concatenate(third) == pytest.approx([1 / 14.5**0.5, 2 / 14.5**0.5])
 
 
 @pytest.mark.parametrize("is_told", [False, True])
@@ -188,15 +101,6 @@ def test_numbers_out_of_their_range(make: Callable[[Any], Agreement]) -> None:
         make(Telling(0, 4))
     assert [name.rpartition(" ")[2] for _, name in told] == ["gradients", "parameters"]
     assert all(problem for (_, problem), _ in told)
-
-
-def test_ranks_that_agree_in_different_ways_see_both_sides() -> None:
-    ranks = [SMA(Alone(0, 3), 0.1), SMA(Alone(1, 3), 0.1), SMA(Alone(2, 3), 0.2)]
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 has SMA\(alpha=0.1\); rank 2 has SMA\(alpha=0.2\)"):
-        parameters(ranks, FOUR[:3])
-    mixed = [SMA(Alone(0, 2), 0.1, name="way"), LocalSGD(Alone(1, 2), 4, name="way")]
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 has SMA\(alpha=0.1\); rank 1 has LocalSGD\(every=4\)"):
-        gradients(mixed, FOUR[:2])
 
 
 class Pair(NamedTuple):
