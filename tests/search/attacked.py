@@ -1,6 +1,6 @@
 """Everything at once in elastic jobs of processes: calls that ranks end, deaths, sizes, strategies, groups.
 
-    python -m tests.search.attacked --jobs 100 --seed 1
+    python -m tests.search.attacked --count 100 --seed 1
 
 Each rank goes through the program of the seed as ``tests.elastic.attacks`` has it, some with an event loop and some
 without. Those that come to the end write down what each call gave; then all has to be one story, with right results and
@@ -9,7 +9,6 @@ each sample used once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
 import contextlib
@@ -32,6 +31,7 @@ import kfcomm
 from kfcomm.errors import KfcommError
 from tests.elastic import attacks, programs
 from tests.launch.launched import environ
+from tests.search import driver
 
 SIZE = 4
 TIMEOUT_S = 30.0
@@ -189,7 +189,7 @@ def job(seed: int, transport: str) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         options = ["-n", str(SIZE), "--elastic", "2:5", "--restart-limit", "30", "--transport", transport]
-        program = [sys.executable, "-m", "tests.search.attacked", "--rank", folder, "--seed", str(seed)]
+        program = [sys.executable, "-m", "tests.search.attacked", "--rank", str(seed), folder]
         command = [sys.executable, "-m", "kfcomm", "run", *options, *program]
         try:
             done = subprocess.run(command, env=environ(), capture_output=True, timeout=HANG_S)
@@ -213,25 +213,14 @@ def _text(said: bytes | None) -> str:
     return (said or b"").decode(errors="replace")
 
 
-def main() -> int:
-    """Search for so many seconds, or through so many jobs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.attacked")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=None, help="so many, however long it takes")
-    parser.add_argument("--rank", type=Path, help="be a rank of the job of this seed, and tell this folder")
-    given = parser.parse_args()
-    if given.rank is not None:
-        rank(given.seed, given.rank)
-        return 0
-    count, until_s = 0, time.monotonic() + given.seconds
-    while count < given.jobs if given.jobs is not None else time.monotonic() < until_s:
-        seed = given.seed + count
-        click.echo(f"job {count}: seed {seed}, {job(seed, Random(seed).choice(['shm', 'unix', 'tcp']))}")
-        count += 1
-    click.echo(f"{count} jobs from seed {given.seed} on")
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
+    click.echo(f"seed {seed}, {job(seed, Random(seed).choice(['shm', 'unix', 'tcp']))}")
+    return {}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--rank"]:
+        rank(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        sys.exit(driver.run("attacked", case))

@@ -8,10 +8,8 @@ launcher, or to one rank alone: while they start, join, compute, close, or have 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -24,6 +22,7 @@ import numpy as np
 import psutil
 
 import kfcomm
+from tests.search import driver
 
 BOUND_S = 10.0
 """Upper limit of the bound, however busy the machine is."""
@@ -140,26 +139,15 @@ def _signal(send: Any, number: int) -> None:
         return  # it has ended already
 
 
-def main() -> int:
-    """Search for so many seconds, or so many jobs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.ctrl_c")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--as-rank", choices=["blocking", "async"])
-    given = parser.parse_args()
-    if given.as_rank is not None:
-        as_rank(given.as_rank)
-        return 0
-    # whom a shell has started in the background ignores it, and so do those whom it starts, until they listen
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    chance, until_s = random.Random(given.seed), time.monotonic() + given.seconds
-    took: dict[str, list[float]] = {}
-    while time.monotonic() < until_s:
-        whom, seconds = once(chance)
-        took.setdefault(whom, []).append(seconds)
-    click.echo(", ".join(f"{whom}: {len(all_s)}, {max(all_s):.2f} s at most" for whom, all_s in sorted(took.items())))
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
+    return {once(Random(seed))[0]: 1}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--as-rank"]:
+        as_rank(sys.argv[2])
+    else:
+        # whom a shell has started in the background ignores it, and so do those whom it starts, until they listen
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(driver.run("ctrl_c", case))

@@ -1,6 +1,6 @@
 """Search with damaged checkpoints: each is read correctly, or refused with a ``ConfigError``.
 
-python -m tests.search.damaged --files 20000 --seed 1
+python -m tests.search.damaged --count 100 --seed 1
 
 Bits flip, bytes change, the file is cut off, pages are zeros or those of an older checkpoint, pieces are swapped, lost
 and doubled: anywhere, or in the directory of the file. A failed read leaves the state unchanged.
@@ -8,20 +8,16 @@ and doubled: anywhere, or in the directory of the file. A failed read leaves the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
-import time
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import click
 import numpy as np
 
 from kfcomm.collectives.objects import packed
@@ -29,6 +25,7 @@ from kfcomm.elastic import State
 from kfcomm.elastic.checkpoint import ENTRY, Checkpoint
 from kfcomm.elastic.state import arrays_of, plan_of, small_of
 from kfcomm.errors import ConfigError
+from tests.search import driver
 
 PAGE = 64
 """Of bytes that are lost or stale together."""
@@ -130,31 +127,23 @@ def outcome(path: Path, data: bytes, right: bytes) -> str:
     return "right"
 
 
-def search(random: Random, folder: Path, count: int, until_s: float = float("inf")) -> Counter[str]:
+def search(random: Random, folder: Path, count: int) -> Counter[str]:
     """Damage so many files; what came of them."""
     found: Counter[str] = Counter()
     path, right = folder / "c.npz", bytes_of(state_of(4))
     forms = [[make(path, fill) for fill in (4, 3)] for make in (written, written_before)]
-    while found.total() < count and time.monotonic() < until_s:
+    for _ in range(count):
         good, older = random.choice([forms[0], forms[0], forms[0], forms[1]])
         found[outcome(path, damaged(random, good, older), right)] += 1
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search through so many files, or for so many seconds."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.damaged")
-    parser.add_argument("--files", type=int, default=1 << 60)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args(arguments)
+def case(seed: int) -> Counter[str]:
+    """Damage some files by a seed."""
     with tempfile.TemporaryDirectory() as folder:
-        until_s = time.monotonic() + given.seconds
-        found = search(Random(given.seed), Path(folder), given.files, until_s)
-    click.echo(f"{found.total()} files: {found['refused']} refused, {found['right']} read right, 0 read wrongly")
-    return 0
+        return search(Random(seed), Path(folder), 200)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    sys.exit(main())
+    sys.exit(driver.run("damaged", case))

@@ -9,17 +9,14 @@ run it, and then only those of its steps that were not void, without a fault. Bo
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import click
+from tests.search import driver
 
 STEPS = 24
 WIDTH = 4
@@ -77,7 +74,8 @@ class Case:
         }  # fmt: skip
         name = random.choice(["ssgd"] * 4 + list(named))
         optimizer = random.choice(["sgd", "adamw", "decaying", "lbfgs"])
-        act = "closed" if optimizer == "lbfgs" else random.choice(["plain", "plain", "gathered", "closed", "scaled"])
+        acts = ["plain", "plain", "gathered", "closed", "scaled"] + ["twice"] * (optimizer != "decaying")
+        act = "closed" if optimizer == "lbfgs" else random.choice(acts)
         if act == "scaled" and name != "ssgd":
             act = "plain"  # a rank's own infinite gradients let only its own step update nothing
         options: dict[str, Any] = {"bucket_nbytes": random.choice([1, 200, 1 << 20])}
@@ -127,9 +125,9 @@ class Run:
         for step in steps:
             fault = self.case.faults.get(step) if faulty else None
             mine = fault if fault is not None and self.comm.rank in fault.ranks else None
-            before = self.scaler.get_scale()
+            before, self.is_void = self.scaler.get_scale(), False
             getattr(self, self.case.act)(step, mine)
-            if self.attached.last_void is not None or self.scaler.get_scale() < before:
+            if self.is_void or self.attached.last_void is not None or self.scaler.get_scale() < before:
                 voids.append(step)
         self.attached.wait()
         return self.state(), voids
@@ -178,6 +176,16 @@ class Run:
         with self.attached.no_sync():
             self.backward(self.loss(step, fault if first else None, part=1) / 2)
         self.backward(self.loss(step, None if first else fault) / 2)
+        self.optimizer.step()
+
+    def twice(self, step: int, fault: Fault | None) -> None:
+        """Two exchanged passes, and two steps with their gradients."""
+        self.optimizer.zero_grad()
+        first = step % 2 == 0
+        self.backward(self.loss(step, fault if first else None, part=1) / 2)
+        self.backward(self.loss(step, None if first else fault) / 2)
+        self.optimizer.step()
+        self.is_void = self.attached.last_void is not None
         self.optimizer.step()
 
     def closed(self, step: int, fault: Fault | None) -> None:
@@ -276,34 +284,13 @@ def once(random: Random) -> tuple[Case, int]:
     return case, len(case.faults)
 
 
-def search(seed: int, seconds: float = math.inf, faults: int = sys.maxsize) -> tuple[int, int]:
-    """Run cases until the time is over, or so many faults were injected; returns cases and faults."""
+def case(seed: int) -> dict[str, int]:
+    """Run the program of a seed; see `once`."""
     import torch
 
     torch.set_num_threads(1)
-    until_s, cases, injected = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < until_s and injected < faults:
-        try:
-            injected += once(Random(seed + cases))[1]
-        except BaseException:
-            click.echo(f"found by seed {seed + cases}")
-            raise
-        cases += 1
-    return cases, injected
-
-
-def main() -> int:
-    """Search as the command line asks."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.guarded", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--faults", type=int, default=sys.maxsize)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    logging.getLogger("kfcomm").setLevel(logging.CRITICAL)
-    cases, injected = search(given.seed, given.seconds, given.faults)
-    click.echo(f"{cases} programs, {injected} faults: no model damaged")
-    return 0
+    return {"faults": once(Random(seed))[1]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("guarded", case))

@@ -10,20 +10,16 @@ on the list, and the others were used once in each pass, but for those of a rank
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import click
-
+from tests.search import driver
 from tests.search.guarded import WIDTH, model_of, optimizer_of
 
 LENGTH, BATCH, PASSES = 96, 12, 3
@@ -188,33 +184,13 @@ def check(job: Job, ended: Sequence[Any]) -> None:
             assert used[sample] >= 1 or is_listed, f"sample {sample} was not used in pass {number}: {job}"
 
 
-def search(seed: int, seconds: float = math.inf, jobs: int = sys.maxsize) -> tuple[int, int]:
-    """Run jobs until the time is over, or so many are done; returns jobs and void steps."""
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed; see `once`."""
     import torch
 
     torch.set_num_threads(1)
-    until_s, done, voids = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < until_s and done < jobs:
-        try:
-            voids += once(Random(seed + done))[1]
-        except BaseException:
-            click.echo(f"found by seed {seed + done}")
-            raise
-        done += 1
-    return done, voids
-
-
-def main() -> int:
-    """Search as the command line asks."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.guarded_elastic", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    logging.getLogger("kfcomm").setLevel(logging.CRITICAL)
-    jobs, voids = search(given.seed, given.seconds)
-    click.echo(f"{jobs} jobs, {voids} void steps: no model damaged, no sample lost")
-    return 0
+    return {"void steps": once(Random(seed))[1]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("guarded_elastic", case))

