@@ -124,12 +124,10 @@ class Init:
     async def _begin(self) -> Communicator:
         if not self.settings.elastic:
             return await self._connected()
-        # A joining rank does what it can before it is admitted: the others train now, and wait for it then.
         from kfcomm.elastic.communicator import ElasticCommunicator
-        from kfcomm.elastic.state import make_ready
 
         if self.settings.join is not None:
-            await asyncio.to_thread(make_ready)
+            await asyncio.to_thread(_make_ready, self.settings)
         return cast("Communicator", ElasticCommunicator(await self._connected()))  # it has all that one has
 
     async def _connected(self) -> Communicator:
@@ -181,6 +179,17 @@ class Init:
         if settings.store is not None and settings.token is not None:
             conceal(os.environ, settings.store, settings.token)
         return comm
+
+
+def _make_ready(settings: Settings) -> None:
+    """Do what a joining rank can do before it is admitted: the others train now, and wait for it then."""
+    from kfcomm.elastic.state import make_ready
+    from kfcomm.transports.registry import selected
+
+    for transport in selected(settings.links):
+        transport.load()
+    serving.load()
+    make_ready()
 
 
 async def _network(settings: Settings, own: Accelerator, exchange: Exchange | None) -> Alone | SocketNetwork:

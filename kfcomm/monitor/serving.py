@@ -173,6 +173,11 @@ def check(settings: Settings) -> None:
         metrics.check(settings.metrics_port, settings.monitor)
 
 
+def load() -> None:
+    """Import what `attend` imports at its first use."""
+    from kfcomm.monitor import live  # noqa: F401
+
+
 def attend(session: Session, settings: Settings, statistics: Callable[[], Statistics]) -> None:
     """Let others read the statistics of a session, until it is closed.
 

@@ -68,6 +68,11 @@ class Transport:
         """Open this rank's end of all its links; None if no peer can be reached by it."""
         return self._loaded().open_endpoint(surroundings)
 
+    def load(self) -> None:
+        """Import its implementation, which the first use does otherwise."""
+        if self.has_links:
+            self._loaded()
+
     def _loaded(self) -> TransportModule:
         return cast("TransportModule", importlib.import_module(self.module))
 

@@ -127,12 +127,15 @@ async def tell_store(session: Session, former: Collection[int], plan: EpochPlan,
         return
     network = session.network
     lost = set(former) - set(network.births) - set(plan.leavers)
-    joiners = {one.birth for one in plan.joiners}
+    joiners = [one.birth for one in plan.joiners]
     with contextlib.suppress(RendezvousError):
         if lost:
             await network.membership.give_up(lost)
         if plan != NO_PLAN:
-            await network.membership.welcome(len(network.births) - len(joiners), joiners, strategy)
+            # From both ends: the ranks that report are at it together, and each joining rank waits for one of them.
+            await network.membership.welcome(
+                len(network.births) - len(joiners), joiners[:: -1 if session.rank % 2 else 1], strategy
+            )
             await network.membership.let_go(plan.leavers)
 
 

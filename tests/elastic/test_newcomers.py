@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launch.launched import TOKEN, environ
+from tests.launch.launched import TOKEN, environ, finished
 from tests.support import free_port
 
 HOW_LONG_S = 120
@@ -68,3 +68,39 @@ def test_rejected_joining_rank_reports_the_reason(tmp_path: Path) -> None:
         for process in started.values():
             process.kill()
             process.wait()
+
+
+GROWS = """
+import sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.rendezvous.client import StoreClient
+
+known = set()
+
+
+async def get(self, key, timeout_s, plain=StoreClient.get):
+    found = await plain(self, key, timeout_s)
+    known.update(sys.modules)
+    return found
+
+
+StoreClient.get = get
+with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, State(weights=np.ones(1 << 20))) as elastic:
+    for step in elastic.steps(ElasticSampler(10, 1), passes=1 << 30):
+        if comm.rank == 0 and step.number == 3:
+            comm.propose_size(2)
+        if comm.all_reduce(np.array([comm.size == 2]), name="end", op="or")[0]:
+            break
+        time.sleep(0.01)
+    if known:
+        print(sorted(one for one in set(sys.modules) - known if one.startswith("kfcomm")), flush=True)
+"""
+
+
+def test_joining_rank_imports_nothing_once_the_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GROWS)
+    ended = finished("run", "-n", "1", "--elastic", "1:2", "--", sys.executable, str(tmp_path / "train.py"))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].endswith("[]"), ended.stdout
