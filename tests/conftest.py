@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases all but some are slow: always the same ones, chosen by chance."""
     cases: dict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("slow") is None:
+        is_chosen = any(item.get_closest_marker(mark) for mark in ("slow", "quick"))
+        if isinstance(item, pytest.Function) and not is_chosen:
             cases.setdefault((item.parent, item.originalname), []).append(item)
     for (_, name), same in cases.items():
         if len(same) > QUICK_CASES:

@@ -19,18 +19,57 @@ from tests.processes.stage import TOKEN, served
 SIZE = 3
 TIMEOUT_S = 60.0
 """Turns a hang into an error that says who is missing."""
+ROUTES: dict[str, dict[str, Any]] = {
+    "backend": {},
+    "shared": {},
+    "no backend": {},
+    "hierarchy": {"hosts": 2},
+    "links": {"device_transport": "tcp"},
+    "some ranks": {},
+}
+"""How arrays of devices travel, and the options of such a world. ``shared``: all ranks have the same device."""
 
 
-class FakeDevices:
-    """The fake devices of all ranks, and what joins them."""
+class Memory:
+    """Memory of the arrays of all ranks: that of the host, or of fake devices joined along a route."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.size = 4 if kind == "hierarchy" else SIZE
         self.fabric = FakeFabric()
-        self.by_rank = [FakeDevice() for _ in range(SIZE)]
+        shared, backend = "one" if kind == "shared" else None, "" if kind == "no backend" else "fake"
+        self.devices = [
+            None if kind == "host" or (kind == "some ranks" and rank == 1) else FakeDevice(0, shared, backend=backend)
+            for rank in range(self.size)
+        ]
 
-    def check(self) -> None:
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a world in this process."""
+        given = {} if self.kind == "host" else {"devices": self.devices, "maker": self.fabric, **ROUTES[self.kind]}
+        return {"timeout": TIMEOUT_S, **given}
+
+    def holding(self, given: Any, rank: int) -> Any:
+        """An argument of a rank with its arrays there."""
+        device = self.devices[rank]
+        if device is None or given is None:
+            return given
+        if isinstance(given, (list, dict)):
+            pairs = given.items() if isinstance(given, dict) else enumerate(given)
+            moved = {key: self.holding(one, rank) for key, one in pairs}
+            return moved if isinstance(given, dict) else list(moved.values())
+        return device.array(given)
+
+    def check(self, results: Any, rank: int) -> None:
+        """Fail unless all arrays of a result are there."""
+        parts = results.values() if isinstance(results, dict) else results if isinstance(results, list) else [results]
+        kind = np.ndarray if self.devices[rank] is None else FakeArray
+        assert all(one is None or isinstance(one, kind) for one in parts), results
+
+    def close(self) -> None:
         """Fail if the program has done what a real device may answer with wrong numbers."""
-        assert [*self.fabric.violations, *(said for one in self.by_rank for said in one.violations)] == []
+        said = [said for device in self.devices if device is not None for said in device.violations]
+        assert [*self.fabric.violations, *said] == []
 
 
 def _settings(rank: int, url: str, link: str, strategy: str, *, elastic: bool) -> dict[str, Any]:
@@ -40,18 +79,11 @@ def _settings(rank: int, url: str, link: str, strategy: str, *, elastic: bool) -
     }  # fmt: skip
 
 
-def _in_memory(strategy: str, devices: FakeDevices | None, *, elastic: bool) -> dict[str, Any]:
-    given = {} if devices is None else {"devices": devices.by_rank, "maker": devices.fabric}
-    return {"strategy": strategy, "timeout": TIMEOUT_S, "elastic": elastic, **given}
-
-
 @asynccontextmanager
-async def awaited(
-    link: str, strategy: str, devices: FakeDevices | None = None, *, elastic: bool = False
-) -> AsyncIterator[Sequence[Any]]:
+async def awaited(link: str, strategy: str, memory: Memory, *, elastic: bool = False) -> AsyncIterator[Sequence[Any]]:
     """The asyncio communicators of all ranks, on the running loop."""
-    if link == "memory" or devices is not None:
-        async with world(SIZE, transport=link, **_in_memory(strategy, devices, elastic=elastic)) as comms:
+    if link == "memory" or memory.kind != "host":
+        async with world(memory.size, transport=link, strategy=strategy, elastic=elastic, **memory.options) as comms:
             yield comms
         return
     with served() as store:
@@ -68,12 +100,10 @@ async def _joined(joining: Any) -> Any:
 
 
 @contextmanager
-def blocking(
-    link: str, strategy: str, devices: FakeDevices | None = None, *, elastic: bool = False
-) -> Iterator[Sequence[Any]]:
+def blocking(link: str, strategy: str, memory: Memory, *, elastic: bool = False) -> Iterator[Sequence[Any]]:
     """The blocking communicators of all ranks, each to be used on a thread."""
     if link == "memory":
-        with sync_world(SIZE, **_in_memory(strategy, devices, elastic=elastic)) as comms:
+        with sync_world(memory.size, strategy=strategy, elastic=elastic, **memory.options) as comms:
             yield comms
         return
     with served() as store, ThreadPoolExecutor(SIZE) as pool:
@@ -96,15 +126,29 @@ def arguments(row: Row, given: Any) -> dict[str, Any]:
 
 def blank(like: Any) -> Any:
     """Memory for the data of a persistent collective, where ``like`` is."""
+    if isinstance(like, list):
+        return [blank(one) for one in like]
     return like.device.array(np.zeros(like.shape, like.dtype)) if isinstance(like, FakeArray) else np.zeros_like(like)
 
 
 def fill(memory: Any, given: Any) -> None:
     """Copy the data of the next use."""
-    if isinstance(memory, FakeArray):
+    if isinstance(memory, list):
+        for one, other in zip(memory, given, strict=True):
+            fill(one, other)
+    elif isinstance(memory, FakeArray):
         memory.device.copy(given, memory, memory.device.current_stream)
     else:
         memory[...] = given
+
+
+def prepared(comm: Any, row: Row, given: Any) -> tuple[Any, Any]:
+    """A persistent collective and its memory; None where a row has no such form."""
+    prepare = getattr(comm, f"{row.verb}_init", None)
+    if prepare is None or not isinstance(given, (np.ndarray, FakeArray, list)):
+        return None, None
+    memory = blank(given)
+    return prepare(**arguments(row, memory)), memory
 
 
 async def each_awaited(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
@@ -113,22 +157,21 @@ async def each_awaited(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
     for given in gifts:
         result = await getattr(comm, row.verb)(**arguments(row, given))
         await comm.synchronize()
-        results.append(kept(result))
+        results.append(result)
     return results
 
 
 async def started_awaited(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
     """One persistent collective, started for each gift."""
-    prepare = getattr(comm, f"{row.verb}_init", None)
-    if prepare is None or not isinstance(gifts[0], (np.ndarray, FakeArray)):
+    persistent, memory = prepared(comm, row, gifts[0])
+    if persistent is None:
         return await each_awaited(comm, row, gifts)
-    memory = blank(gifts[0])
-    prepared, results = prepare(**arguments(row, memory)), []
+    results = []
     for given in gifts:
         fill(memory, given)
-        result = await prepared.start()
+        result = await persistent.start()
         await comm.synchronize()
-        results.append(kept(result))
+        results.append(result)
     return results
 
 
@@ -148,22 +191,21 @@ def each_blocking(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
         else:
             result = getattr(comm, row.verb)(**options)
         comm.synchronize()
-        results.append(kept(result))
+        results.append(result)
     return results
 
 
 def started_blocking(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
     """One persistent collective: run, then started and waited for, in turns."""
-    prepare = getattr(comm, f"{row.verb}_init", None)
-    if prepare is None or not isinstance(gifts[0], (np.ndarray, FakeArray)):
+    persistent, memory = prepared(comm, row, gifts[0])
+    if persistent is None:
         return each_blocking(comm, row, gifts)
-    memory = blank(gifts[0])
-    prepared, results = prepare(**arguments(row, memory)), []
+    results = []
     for number, given in enumerate(gifts):
         fill(memory, given)
-        result = prepared.start().wait() if number % 2 else prepared.run()
+        result = persistent.start().wait() if number % 2 else persistent.run()
         comm.synchronize()
-        results.append(kept(result))
+        results.append(result)
     return results
 
 
@@ -173,8 +215,10 @@ def elastic_blocking(comm: Any, row: Row, gifts: Sequence[Any]) -> list[Any]:
         return each_blocking(comm, row, gifts)
 
 
-def kept(result: Any) -> Any:
-    """A result in host memory, whatever becomes of the memory in which it was."""
-    if isinstance(result, FakeArray):
-        return result.get()
-    return result.copy() if isinstance(result, np.ndarray) else result
+def on_host(result: Any) -> Any:
+    """A result in host memory."""
+    if isinstance(result, list):
+        return [on_host(one) for one in result]
+    if isinstance(result, dict):
+        return {key: on_host(one) for key, one in result.items()}
+    return result.get() if isinstance(result, FakeArray) else result

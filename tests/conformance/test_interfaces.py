@@ -6,7 +6,7 @@ slots of shared memory, which small calls of a repeated name take by ``direct``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 from kfcomm import strategies
 from kfcomm.testing import run_ranks, run_threads
 from tests.conformance import interfaces
-from tests.conformance.interfaces import SIZE, FakeDevices
+from tests.conformance.interfaces import ROUTES, Memory
 from tests.conformance.pairwise import covering, pairs_of
 from tests.conformance.verb_table import VERBS, Row, inputs
 
@@ -47,7 +47,7 @@ class Setup(NamedTuple):
 FACTORS: dict[str, Sequence[Any]] = {
     "interface": [*AWAITED, *BLOCKING],
     "link": ["memory", "tcp", "unix", "shm"],
-    "memory": ["host", "device"],
+    "memory": ["host", *ROUTES],
     "strategy": strategies.names(),
     "length": [5, 3000, 45_000],
 }
@@ -56,8 +56,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 def _is_possible(case: tuple[Any, ...]) -> bool:
     """Fake devices exist only among ranks that share a process: of these, blocking ones have links in memory only."""
     setup = Setup(*case)
-    links = ("memory", "shm") if setup.interface in AWAITED else ("memory",)
-    return setup.memory == "host" or setup.link in links
+    return setup.memory == "host" or setup.link in (("memory", "shm") if setup.interface in AWAITED else ("memory",))
 
 
 SLOTS = [Setup(interface, "shm", "host", "direct", 5) for interface in FACTORS["interface"]]
@@ -72,7 +71,7 @@ def links() -> Iterator[None]:
 
 def test_every_pair_of_two_factors_is_covered() -> None:
     covered = set().union(*map(pairs_of, SETUPS))
-    links_of_devices = {(1, link, 2, "device") for link in ("tcp", "unix")}
+    links_of_devices = {(1, link, 2, route) for link in ("tcp", "unix") for route in ROUTES}
     wanted = {
         (i, one, j, other)
         for i, first in enumerate(FACTORS.values())
@@ -84,52 +83,70 @@ def test_every_pair_of_two_factors_is_covered() -> None:
     assert wanted - covered == links_of_devices
 
 
-def _title(setup: Setup) -> str:
-    return "-".join(map(str, setup))
+def _each_value_once() -> set[Setup]:
+    """Few cases in which every value of every factor occurs: those of ``make test``."""
+    missing = {(place, value) for place, values in enumerate(FACTORS.values()) for value in values}
+    chosen = set()
+    while missing:
+        best = max(SETUPS, key=lambda setup: len(missing & set(enumerate(setup))))
+        chosen.add(best)
+        missing -= set(enumerate(best))
+    return chosen
+
+
+QUICK = _each_value_once()
+
+
+def _of(interfaces_: Container[str]) -> list[Any]:
+    return [
+        pytest.param(one, id="-".join(map(str, one)), marks=pytest.mark.quick if one in QUICK else pytest.mark.slow)
+        for one in SETUPS
+        if one.interface in interfaces_
+    ]
 
 
 def _rows(setup: Setup) -> list[Row]:
-    return [row for row in VERBS if row.is_plain or setup.memory == "host"]
+    return [row for row in VERBS if row.on_devices or setup.memory == "host"]
 
 
-def _gifts(row: Row, rank: int, setup: Setup, devices: FakeDevices | None) -> list[Any]:
+def _gifts(row: Row, rank: int, setup: Setup, memory: Memory) -> list[Any]:
     """Arguments of a rank at each use."""
-    found = []
-    for use in range(USES):
-        given = row.give(inputs(SIZE, setup.length, use)[rank], rank)
-        found.append(devices.by_rank[rank].array(given) if devices is not None and row.parameter else given)
-    return found
+    given = [inputs(memory.size, setup.length, use)[rank] for use in range(USES)]
+    return [memory.holding(row.give(x, rank, memory.size), rank) for x in given]
 
 
-def _check(row: Row, setup: Setup, results: list[list[Any]]) -> None:
+def _check(row: Row, setup: Setup, memory: Memory, results: list[list[Any]]) -> None:
     for use in range(USES):
-        wanted = row.expected(inputs(SIZE, setup.length, use))
+        wanted = row.expected(inputs(memory.size, setup.length, use))
         for rank, want in enumerate(wanted):
-            np.testing.assert_equal(results[rank][use], want, f"{row.name}, use {use}, on rank {rank}")
+            got, where = results[rank][use], f"{row.name}, use {use}, on rank {rank}"
+            np.testing.assert_equal(interfaces.on_host(got), want, where)
+            if (
+                row.on_devices and want is not None and row.verb != "scatter"
+            ):  # whose result is on the host but at the root
+                memory.check(got, rank)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("setup", [one for one in SETUPS if one.interface in AWAITED], ids=_title)
+@pytest.mark.parametrize("setup", _of(AWAITED))
 async def test_awaited_verbs_give_what_numpy_says(setup: Setup) -> None:
-    devices = FakeDevices() if setup.memory == "device" else None
+    memory = Memory(setup.memory)
     form, is_elastic = AWAITED[setup.interface], setup.interface == "elastic"
-    async with interfaces.awaited(setup.link, setup.strategy, devices, elastic=is_elastic) as comms:
+    async with interfaces.awaited(setup.link, setup.strategy, memory, elastic=is_elastic) as comms:
         for row in _rows(setup):
             results = await run_ranks(
-                comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, devices))
+                comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, memory))
             )
-            _check(row, setup, results)
-    if devices is not None:
-        devices.check()
+            _check(row, setup, memory, results)
+    memory.close()
 
 
-@pytest.mark.parametrize("setup", [one for one in SETUPS if one.interface in BLOCKING], ids=_title)
+@pytest.mark.parametrize("setup", _of(BLOCKING))
 def test_blocking_verbs_give_what_numpy_says(setup: Setup) -> None:
-    devices = FakeDevices() if setup.memory == "device" else None
+    memory = Memory(setup.memory)
     form, is_elastic = BLOCKING[setup.interface], setup.interface == "blocking elastic"
-    with interfaces.blocking(setup.link, setup.strategy, devices, elastic=is_elastic) as comms:
+    with interfaces.blocking(setup.link, setup.strategy, memory, elastic=is_elastic) as comms:
         for row in _rows(setup):
-            results = run_threads(comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, devices)))
-            _check(row, setup, results)
-    if devices is not None:
-        devices.check()
+            results = run_threads(comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, memory)))
+            _check(row, setup, memory, results)
+    memory.close()

@@ -23,6 +23,9 @@ from kfcomm.testing import FakeDevice
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
 from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
+on_both_routes = pytest.mark.parametrize("backend", ["fake", ""])
+"""By a backend, and through the host."""
+
 
 def _path(comm: Any) -> Any:
     return comm._paths._made[Route.BACKEND]
@@ -192,6 +195,11 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
         lambda w, c: c.all_reduce(w.array(c, [1]), "k"),
         "(1,)",
     ),
+    "shape of as many elements": (
+        lambda w, c: c.all_reduce(w.array(c, [1, 2]), "k"),
+        lambda w, c: c.all_reduce(w.array(c, [[1], [2]]), "k"),
+        "(2, 1)",
+    ),
     "op": (
         lambda w, c: c.all_reduce(w.array(c, [1]), "k"),
         lambda w, c: c.all_reduce(w.array(c, [1]), "k", op="max"),
@@ -215,11 +223,12 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@on_both_routes
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_ranks_that_disagree(kind: str) -> None:
+async def test_ranks_that_disagree(kind: str, backend: str) -> None:
     one, other, words = DIFFERENT[kind]
-    async with device_world(3) as world:
+    async with device_world(3, backend=backend, tombstones=not backend) as world:
         for round_ in range(2):
             results = await world.ends(lambda c: (other if c.rank == 1 else one)(world, c))
             assert_kinds(results, CollectiveMismatch)
@@ -235,10 +244,11 @@ async def test_a_name_that_changes_what_it_means_on_all_ranks() -> None:
             assert [result.tolist() for result in results] == [[2] * length] * 2
 
 
+@on_both_routes
 @pytest.mark.asyncio
-async def test_a_call_that_one_rank_refuses() -> None:
+async def test_a_call_that_one_rank_refuses(backend: str) -> None:
     elsewhere = FakeDevice(7)
-    async with device_world(3) as world:
+    async with device_world(3, backend=backend, tombstones=not backend) as world:
         results = await world.ends(
             lambda c: c.all_reduce(
                 elsewhere.array(np.ones(2, np.float32)) if c.rank == 2 else world.array(c, [1, 1]), "k"
@@ -362,9 +372,10 @@ async def test_a_backend_that_cannot_be_made() -> None:
         assert any("no way to the others" in str(one) for one in results)
 
 
+@on_both_routes
 @pytest.mark.asyncio
-async def test_closed_with_calls_in_flight() -> None:
-    async with device_world(2, tombstones=True) as world:
+async def test_closed_with_calls_in_flight(backend: str) -> None:
+    async with device_world(2, backend=backend, tombstones=True) as world:
         handle = world.comms[0].all_reduce(world.array(world.comms[0], [1]), "k")
         await world.comms[0].close()
         assert isinstance((await asyncio.gather(handle, return_exceptions=True))[0], CollectiveAborted)

@@ -2,60 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, ConfigError
-from kfcomm.testing import FakeArray
 from tests.collectives.on_device.worlds import device_world
 from tests.conformance.worlds import assert_kinds, ends, everywhere
 
 SIZE = 4
 BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
-ALL = [BASE + rank for rank in range(SIZE)]
-SUM = sum(ALL)
-
-Call = Callable[[Any, Any], Any]
-VERBS: dict[str, tuple[Call, list[Any]]] = {
-    "all_reduce": (lambda c, x: c.all_reduce_init(x, "k"), [SUM] * SIZE),
-    "unnamed": (lambda c, x: c.all_reduce_init(x), [SUM] * SIZE),
-    "monitored": (lambda c, x: c.monitored_all_reduce_init(x, "k"), [SUM] * SIZE),
-    "many": (lambda c, x: c.all_reduce_many_init({"k": x}), [{"k": SUM}] * SIZE),
-    "reduce": (lambda c, x: c.reduce_init(x, 1, "k", op="max"), [None, ALL[3], None, None]),
-    "broadcast": (lambda c, x: c.broadcast_init(x, 2, "k"), [ALL[2]] * SIZE),
-    "all_gather": (lambda c, x: c.all_gather_init(x, "k"), [np.stack(ALL)] * SIZE),
-    "all_gather, joined": (lambda c, x: c.all_gather_init(x, "k", concat=True), [np.concatenate(ALL)] * SIZE),
-    "gather": (lambda c, x: c.gather_init(x, 3, "k"), [None, None, None, np.stack(ALL)]),
-    "scatter": (lambda c, x: c.scatter_init(x, 0, "k"), [BASE[rank : rank + 1] for rank in range(SIZE)]),
-    "reduce_scatter": (lambda c, x: c.reduce_scatter_init(x, "k"), [SUM[rank : rank + 1] for rank in range(SIZE)]),
-    "all_to_all": (
-        lambda c, x: c.all_to_all_init(x, "k"),
-        [np.stack([one[rank] for one in ALL]) for rank in range(SIZE)],
-    ),
-}
-
-
-def on_host(result: Any) -> Any:
-    if isinstance(result, dict):
-        return {name: on_host(one) for name, one in result.items()}
-    return result.get() if isinstance(result, FakeArray) else result
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("backend", ["fake", ""])
-@pytest.mark.parametrize("verb", VERBS)
-async def test_every_verb(verb: str, backend: str) -> None:
-    prepare, expected = VERBS[verb]
-    async with device_world(SIZE, backend=backend) as world:
-        prepared = [prepare(comm, world.array(comm, ALL[comm.rank])) for comm in world.comms]
-        for _ in range(3):
-            results = await everywhere(world.comms, lambda comm: prepared[comm.rank].start())
-            await everywhere(world.comms, lambda comm: comm.synchronize())
-            for result, wanted in zip(results, expected, strict=True):
-                np.testing.assert_equal(on_host(result), wanted)
 
 
 @pytest.mark.asyncio

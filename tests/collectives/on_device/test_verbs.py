@@ -36,43 +36,13 @@ BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
 ALL = [BASE + rank for rank in range(SIZE)]
 SUM = sum(ALL)
 
-Call = Callable[[Any, Any], Any]
-VERBS: dict[str, tuple[Call, list[Any]]] = {
-    "all_reduce": (lambda c, x: c.all_reduce(x, "k"), [SUM] * SIZE),
-    "avg": (lambda c, x: c.all_reduce(x, "k", op="avg"), [SUM / SIZE] * SIZE),
-    "monitored": (lambda c, x: c.monitored_all_reduce(x, "k"), [SUM] * SIZE),
-    "reduce": (lambda c, x: c.reduce(x, 1, "k", op="max"), [None, ALL[3], None, None]),
-    "broadcast": (lambda c, x: c.broadcast(x, 2, "k"), [ALL[2]] * SIZE),
-    "all_gather": (lambda c, x: c.all_gather(x, "k"), [np.stack(ALL)] * SIZE),
-    "all_gather, joined": (lambda c, x: c.all_gather(x[: c.rank + 1], "k", concat=True),
-                           [np.concatenate([one[: rank + 1] for rank, one in enumerate(ALL)])] * SIZE),
-    "gather": (lambda c, x: c.gather(x, 3, "k"), [None, None, None, np.stack(ALL)]),
-    "gather, joined": (lambda c, x: c.gather(x[c.rank :], 0, "k", concat=True),
-                       [np.concatenate([one[rank:] for rank, one in enumerate(ALL)]), None, None, None]),
-    "reduce_scatter": (lambda c, x: c.reduce_scatter(x, "k"), [SUM[rank : rank + 1] for rank in range(SIZE)]),
-    "reduce_scatter, uneven": (lambda c, x: c.reduce_scatter(x[:2], "k"), [SUM[:1], SUM[1:2], SUM[:0], SUM[:0]]),
-    "all_to_all": (lambda c, x: c.all_to_all(x, "k"),
-                   [np.stack([one[rank] for one in ALL]) for rank in range(SIZE)]),
-    "unnamed": (lambda c, x: c.all_reduce(x), [SUM] * SIZE),
-    "not contiguous": (lambda c, x: c.all_reduce(x[:, 1:], "k"), [SUM[:, 1:]] * SIZE),
-}  # fmt: skip
-
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("verb", VERBS)
-async def test_every_verb_along_every_route(verb: str, route: str) -> None:
-    call, expected = VERBS[verb]
+async def test_an_input_that_is_not_contiguous(route: str) -> None:
     async with device_world(SIZE, **ROUTES[route]) as world:
-        for _ in range(2):
-            results = await everywhere(world.comms, lambda c: call(c, world.array(c, ALL[c.rank])))
-            await everywhere(world.comms, lambda c: c.synchronize())
-            assert all(result is None or isinstance(result, FakeArray) for result in results)
-            for result, wanted in zip(results, expected, strict=True):
-                if wanted is None:
-                    assert result is None
-                else:
-                    np.testing.assert_array_equal(result.get(), wanted)
+        for result in await world.everywhere(lambda c: c.all_reduce(world.array(c, ALL[c.rank])[:, 1:], "k")):
+            np.testing.assert_array_equal(result, SUM[:, 1:])
 
 
 INTO: dict[str, tuple[Callable[[Any, Any, Any], Any], int, list[Any]]] = {
@@ -210,27 +180,6 @@ async def mixed_world(**options: Any) -> AsyncIterator[tuple[Any, list[FakeDevic
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", VERBS)
-async def test_every_verb_where_some_ranks_have_no_device(verb: str) -> None:
-    call, expected = VERBS[verb]
-    async with mixed_world() as (comms, devices, _):
-        assert comms[0].route.mixed
-
-        def mine(comm: Any) -> Any:
-            device = devices[comm.rank]
-            return ALL[comm.rank] if device is None else device.array(ALL[comm.rank])
-
-        results = await everywhere(comms, lambda c: call(c, mine(c)))
-        await everywhere(comms, lambda c: c.synchronize())
-        for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-            if wanted is None:
-                assert result is None
-                continue
-            assert isinstance(result, np.ndarray if devices[rank] is None else FakeArray)
-            np.testing.assert_array_equal(result if devices[rank] is None else result.get(), wanted)
-
-
-@pytest.mark.asyncio
 async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -> None:
     async with mixed_world() as (comms, _, _):
         sums = await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "k"))
@@ -251,32 +200,10 @@ async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -
         await everywhere(comms, lambda c: c.barrier())
 
 
-# -------------------------------------------------------------------- lists and mappings
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.asyncio
-async def test_lists_and_mappings_along_every_route(route: str) -> None:
-    lists: dict[str, tuple[Call, list[Any]]] = {
-        "all_reduce": (lambda c, xs: c.all_reduce(xs, "k"), [[SUM, SUM[0]]] * SIZE),
-        "reduce": (lambda c, xs: c.reduce(xs, 1, "k"), [None, [SUM, SUM[0]], None, None]),
-        "broadcast": (lambda c, xs: c.broadcast(xs, 2, "k"), [[ALL[2], ALL[2][0]]] * SIZE),
-        "all_gather": (lambda c, xs: c.all_gather(xs, "k"), [[np.stack(ALL), np.stack([x[0] for x in ALL])]] * SIZE),
-    }
+async def test_results_of_a_mapping_go_into_its_out(route: str) -> None:
     async with device_world(SIZE, **ROUTES[route]) as world:
-        for call, expected in lists.values():
-            results = await everywhere(
-                world.comms,
-                lambda c, call=call: call(c, [world.array(c, ALL[c.rank]), world.array(c, ALL[c.rank][0])]),
-            )
-            await everywhere(world.comms, lambda c: c.synchronize())
-            for result, wanted in zip(results, expected, strict=True):
-                assert (result is None) == (wanted is None)
-                for one, want in zip(result or (), wanted or (), strict=True):
-                    np.testing.assert_array_equal(one.get(), want)
-        parts = await world.everywhere(lambda c: c.reduce_scatter([world.array(c, x) for x in ALL], "k"))
-        for rank, part in enumerate(parts):
-            np.testing.assert_array_equal(part, SIZE * ALL[rank])
         outs = [{"a": world.array(c, BASE), "b": world.array(c, BASE[0])} for c in world.comms]
         results = await everywhere(
             world.comms,

@@ -49,11 +49,11 @@ class DeviceWorld:
 
 @asynccontextmanager
 async def device_world(
-    size: int, *, hosts: int = 1, backend: str = "fake", shared: bool = False, **options: Any
+    size: int, *, hosts: int = 1, backend: str = "fake", shared: bool = False, make: Any = FakeDevice, **options: Any
 ) -> AsyncIterator[DeviceWorld]:
-    """A world in which every rank has a device; ``shared``: all have the same one."""
+    """A world in which every rank has a device, of class ``make``; ``shared``: all have the same one."""
     fabric = FakeFabric()
-    devices = [FakeDevice(0, "one" if shared else None, backend=backend) for _ in range(size)]
+    devices = [make(0, "one" if shared else None, backend=backend) for _ in range(size)]
     async with worlds.world(size, hosts=hosts, devices=devices, maker=fabric, **options) as comms:
         yield DeviceWorld(comms, devices, fabric)
     await until(lambda: not fabric.num_open)
