@@ -22,7 +22,18 @@ import kfcomm.sync
 from kfcomm.bench.harness import describe_host, loop_factory
 from kfcomm.bench.load import BenchLoad, LoadedCall
 from kfcomm.bench.memory import BenchMemory, HostMemory, described, memory_of
-from kfcomm.bench.suite import Begun, BenchPlace, CallMode, Case, Emit, Failed, MeasuredCase, Result, Starting, Suite
+from kfcomm.bench.suite import (
+    Begun,
+    BenchPlace,
+    BenchResult,
+    CallMode,
+    Case,
+    Emit,
+    Failed,
+    MeasuredCase,
+    Starting,
+    Suite,
+)
 from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.joining import init
@@ -86,7 +97,7 @@ async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: BenchMe
         _tell(caller, emit, MeasuredCase(await _measured(caller, case, memory, emit)))
 
 
-async def _measured(caller: Caller, case: Case, memory: BenchMemory, emit: Emit) -> Result:
+async def _measured(caller: Caller, case: Case, memory: BenchMemory, emit: Emit) -> BenchResult:
     load, stopwatch = BenchLoad.of(case, caller.rank, caller.size, memory), memory.stopwatch()
     run_once = caller.prepared(load.calls, case.mode)
     times_s = np.empty(case.warmup + case.iterations)
@@ -102,7 +113,7 @@ async def _measured(caller: Caller, case: Case, memory: BenchMemory, emit: Emit)
         fault = fault or load.fault(results)
     await _agree(caller, case, fault or load.input_fault(), emit)
     slowest = await caller.do("all_reduce", times_s[case.warmup :], op="max")
-    return Result(case, caller.size, tuple(slowest.tolist()))
+    return BenchResult(case, caller.size, tuple(slowest.tolist()))
 
 
 async def _agree(caller: Caller, case: Case, fault: str | None, emit: Emit) -> None:

@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kfcomm.bench.memory import route_in_words
 from kfcomm.bench.report import COLUMNS, Report, ReportTable
-from kfcomm.bench.suite import Result
+from kfcomm.bench.suite import BenchResult
 from kfcomm.bench.topologies import (
     LEGEND,
     Findings,
@@ -156,7 +156,7 @@ _MOST = 8.0
 _TICKS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
-def drawn_results(results: Sequence[Result]) -> Iterator[Drawing]:
+def drawn_results(results: Sequence[BenchResult]) -> Iterator[Drawing]:
     """A figure for each collective that was measured over sizes, and one for each workload."""
     for verb in dict.fromkeys(result.case.collective for result in results if result.case.workload is None):
         chosen = [result for result in results if (result.case.collective, result.case.workload) == (verb, None)]
@@ -197,14 +197,14 @@ def drawn_simulations(results: Sequence[Simulated]) -> Iterator[Drawing]:
 @dataclass(frozen=True, slots=True)
 class _Series:
     label: str
-    results: tuple[Result, ...]
+    results: tuple[BenchResult, ...]
     color: str
     mark: str
 
 
-def _series(results: Sequence[Result]) -> list[_Series]:
+def _series(results: Sequence[BenchResult]) -> list[_Series]:
     """The results that differ in size alone, with a label that says only what differs between series."""
-    groups: dict[tuple[str, ...], list[Result]] = {}
+    groups: dict[tuple[str, ...], list[BenchResult]] = {}
     for result in results:
         case = result.case
         groups.setdefault((case.strategy, case.transport, case.dtype, case.mode or ""), []).append(result)
@@ -225,7 +225,7 @@ def _look(number: int) -> tuple[str, str]:
     return COLORS[number % len(COLORS)], MARKS[number // len(COLORS) % len(MARKS)]
 
 
-def _measured_over_sizes(results: Sequence[Result]) -> str:
+def _measured_over_sizes(results: Sequence[BenchResult]) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         bandwidth, latency = figure.subplots(1, 2)

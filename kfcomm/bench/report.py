@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TextIO, TypeVar
 
 from kfcomm.bench.memory import in_words
-from kfcomm.bench.suite import Begun, BenchPlace, Event, Failed, MeasuredCase, Result, Starting, Suite
+from kfcomm.bench.suite import Begun, BenchPlace, BenchResult, Event, Failed, MeasuredCase, Starting, Suite
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
@@ -45,7 +45,7 @@ def show_number(value: float) -> str:
     return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}"
 
 
-COLUMNS: Final[tuple[ReportColumn[Result], ...]] = (
+COLUMNS: Final[tuple[ReportColumn[BenchResult], ...]] = (
     ReportColumn("collective", "", lambda result: result.case.workload or result.case.collective.value, is_word=True),
     ReportColumn("mode", "", lambda result: result.case.mode or "", is_word=True),
     ReportColumn("op", "", lambda result: result.case.op or "", is_word=True),
@@ -111,7 +111,7 @@ class Report:
 
     suite: Suite  # the cases asked for
     begun: Begun | None = None  # the world, once it is complete
-    results: list[Result] = field(default_factory=list)  # so far
+    results: list[BenchResult] = field(default_factory=list)  # so far
     failure: str | None = None  # the wrong result, if there is one
 
     def note(self, event: Event) -> None:
@@ -225,7 +225,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{str(path)!r} cannot be written: {error.strerror}")
 
 
-def _as_json(result: Result) -> dict[str, Any]:
+def _as_json(result: BenchResult) -> dict[str, Any]:
     return {
         **asdict(result.case),
         "p50_s": result.p50_s,

@@ -1,4 +1,4 @@
-"""Options and results of a benchmark: a `Suite` of options, its `Case`s, the `Result` of each, and events on the way.
+"""Options and results of a benchmark: a `Suite`, its `Case`s, the `BenchResult` of each, and events on the way.
 
 A case fixes everything but the results. Every rank derives the same cases from the same suite and the size of the
 world. Pure: nothing is measured or allocated here.
@@ -234,7 +234,7 @@ _GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchResult:
     """A case and the times of its iterations."""
 
     case: Case  # what was measured
@@ -296,7 +296,7 @@ class Starting:
 class MeasuredCase:
     """A case has been measured, and its results were right."""
 
-    result: Result
+    result: BenchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +328,6 @@ def from_line(line: str) -> Event | None:
             return Starting(Case.from_wire(fields["case"]))
         case "MeasuredCase":
             result = fields["result"]
-            return MeasuredCase(Result(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
+            return MeasuredCase(BenchResult(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
         case _:
             return Failed(fields["message"])

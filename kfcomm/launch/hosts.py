@@ -31,7 +31,7 @@ _MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class LaunchHost:
     """One entry of the list: the IP address of a host and its number of ranks."""
 
     address: str
@@ -42,12 +42,12 @@ class Host:
 class HostPlan:
     """Hosts and their initial ranks."""
 
-    hosts: tuple[Host, ...]  # all hosts, in the order of their ranks
+    hosts: tuple[LaunchHost, ...]  # all hosts, in the order of their ranks
     here: int = 0  # position of this host among them
 
     def with_late(self, address: str) -> HostPlan:
         """Plan of a host that joins later: it is appended, with no initial rank."""
-        return HostPlan((*self.hosts[: self.num_first], Host(address, 0)), self.num_first)
+        return HostPlan((*self.hosts[: self.num_first], LaunchHost(address, 0)), self.num_first)
 
     @property
     def is_late(self) -> bool:
@@ -62,7 +62,7 @@ class HostPlan:
     @classmethod
     def single(cls, num_ranks: int) -> HostPlan:
         """All ranks on this host, over loopback."""
-        return cls((Host(LOOPBACK, num_ranks),))
+        return cls((LaunchHost(LOOPBACK, num_ranks),))
 
     @property
     def size(self) -> int:
@@ -89,7 +89,7 @@ class HostPlan:
         return self.hosts[self.here].address
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[LaunchHost, ...]:
     """The hosts in ``address[:ranks],...``; names are resolved, IPv6 addresses stand in brackets.
 
     Raises:
@@ -109,7 +109,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return hosts
 
 
-def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> HostPlan:
+def plan_for(hosts: tuple[LaunchHost, ...], own: str | None = None) -> HostPlan:
     """Plan with this host's position: the entry ``own``, else the one with an address of this host.
 
     Raises:
@@ -127,7 +127,7 @@ def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> HostPlan:
             raise ConfigError(f"more than one of the hosts {listed} is this one; say which with --self")
 
 
-def parse_host(entry: str, least: int = 1) -> Host:
+def parse_host(entry: str, least: int = 1) -> LaunchHost:
     """One host, ``address`` or ``address:ranks``, where that is ``least`` or more.
 
     Raises:
@@ -138,7 +138,7 @@ def parse_host(entry: str, least: int = 1) -> Host:
     if match is None or not least <= num_ranks <= MAX_RANKS:
         need = ", with at least one rank" if least else ""
         raise ConfigError(f"{entry[:_MAX_SHOWN]!r} must look like 10.0.0.1:4 or [fd00::1]:4{need}")
-    return Host(resolved(match[1] or match[2]), num_ranks)
+    return LaunchHost(resolved(match[1] or match[2]), num_ranks)
 
 
 def resolved(name: str) -> str:

@@ -22,7 +22,7 @@ from random import Random
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
-from kfcomm.launch.hosts import Discovery, Host, HostPlan, parse_hosts, plan_for, resolved
+from kfcomm.launch.hosts import Discovery, HostPlan, LaunchHost, parse_hosts, plan_for, resolved
 from kfcomm.launch.placing import nodes_of, processors
 from kfcomm.monitor import serving
 from kfcomm.rendezvous.authentication import HOW_TO_SET, as_text, given_token, new_token, read_token
@@ -79,7 +79,7 @@ class RunOptions:
             raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
         return plan
 
-    def _plan_for(self, hosts: tuple[Host, ...]) -> HostPlan:
+    def _plan_for(self, hosts: tuple[LaunchHost, ...]) -> HostPlan:
         """Plan of this host, which may join later if hosts are discovered."""
         if self.discover is None:
             return plan_for(hosts, self.own)
@@ -161,7 +161,7 @@ at least: 72 were counted of 12 ranks. More are open while they join."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchJob:
     """Data shared by all ranks of the job on this host."""
 
     options: RunOptions  # as they were given
@@ -178,12 +178,12 @@ class Job:
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     torch_port: int | None = None  # port for rank 0 of torch's group; None if the job is elastic
 
-    def at(self, position: int) -> Job:
+    def at(self, position: int) -> LaunchJob:
         """Job as seen from a position; one that is assigned later has no initial ranks."""
         is_first = position == self.plan.here and not self.plan.is_late
         return self if is_first else replace(self, plan=self.plan.with_late(self.plan.address))
 
-    def with_torch_port(self, settings: Settings) -> Job:
+    def with_torch_port(self, settings: Settings) -> LaunchJob:
         """Job with a port for torch's group, if its size is fixed; on the first host."""
         if self.elastic is not None:
             return self
@@ -192,7 +192,7 @@ class Job:
         taken = {self.options.store_port(), *range(first, first + len(self.plan.ranks))}
         return replace(self, torch_port=free_port(self.mark, taken))
 
-    async def discovered(self) -> Job:
+    async def discovered(self) -> LaunchJob:
         """Job with the hosts of the discovery script, if any; on the first host.
 
         Raises:

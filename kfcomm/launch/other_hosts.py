@@ -50,7 +50,7 @@ from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.exit_reports import Failure
 from kfcomm.launch.hosts import HostPlan
-from kfcomm.launch.job import Job
+from kfcomm.launch.job import LaunchJob
 from kfcomm.launch.launcher import Launcher, LauncherPhase, claimed
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.client import StoreClient
@@ -89,7 +89,7 @@ class NotNeeded(RendezvousError):
     """The job ended before it used this host."""
 
 
-async def arrive(job: Job, client: StoreClient, store: KeyValue, within_s: float) -> int:
+async def arrive(job: LaunchJob, client: StoreClient, store: KeyValue, within_s: float) -> int:
     """Report the arrival of this launcher, initial or later, to the first host's store; return its position.
 
     ``store`` is its client, or this host's mirror of it. The store of a finished job may be there for ``within_s``.
@@ -164,7 +164,7 @@ def expect_those_admitted(store: LocalStore, plan: HostPlan, elastic: Elasticity
             elastic.expect(plan.num_first - 1 + int(name), msgpack.unpackb(asked)[0])
 
 
-async def admit(job: Job, elastic: Elasticity, store: LocalStore) -> None:
+async def admit(job: LaunchJob, elastic: Elasticity, store: LocalStore) -> None:
     """Assign positions to launchers that request one, on the first host; never returns."""
     loop = asyncio.get_running_loop()
     since_s: dict[str, float] = {}
@@ -342,7 +342,7 @@ class HostRole:
             launcher.advance(LauncherPhase.OVER)
 
 
-async def watch_hosts(job: Job, store: LocalStore, *, come_within_s: float, lost_after_s: float) -> None:
+async def watch_hosts(job: LaunchJob, store: LocalStore, *, come_within_s: float, lost_after_s: float) -> None:
     """Report the ranks of hosts without a live launcher as ended; returns when no host is left to watch.
 
     A launcher has to arrive within ``come_within_s``, and then to ask at least every ``lost_after_s``.

@@ -23,7 +23,7 @@ from typing import Any
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.exit_reports import Blame, ExitReports
-from kfcomm.launch.job import Job, RunOptions, contradictions
+from kfcomm.launch.job import LaunchJob, RunOptions, contradictions
 from kfcomm.launch.launcher import FixedRole, JobOutcome, Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
 from kfcomm.launch.other_hosts import HostRole, NotNeeded
@@ -60,7 +60,7 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
 
 async def _run(options: RunOptions, environ: Mapping[str, str], display: Display | None) -> int:
     plan = options.plan()
-    job = Job(
+    job = LaunchJob(
         options=options,
         plan=plan,
         elastic=options.elasticity(plan),
@@ -88,7 +88,7 @@ async def _run(options: RunOptions, environ: Mapping[str, str], display: Display
             return await _run_ranks(job, store, settings, display)
 
 
-async def _run_ranks(job: Job, store: Store, settings: Settings, display: Display | None) -> int:
+async def _run_ranks(job: LaunchJob, store: Store, settings: Settings, display: Display | None) -> int:
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind."""
     launcher, screen = _launcher(job, store, settings.lost_after_s), _screen(job)
     output = Output(screen, lambda: launcher.interrupt(signal.SIGPIPE), _DESCRIPTORS)
@@ -135,7 +135,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
 class _Starter:
     """Starts ranks of this host, each with its place, its streams and its log."""
 
-    job: Job
+    job: LaunchJob
     store_url: str
     ranks: LocalRanks
     streams: OutputStreams
@@ -179,7 +179,7 @@ class _Starter:
             tasks.create_task(pump.run())
 
 
-def _launcher(job: Job, store: Store, lost_after_s: float) -> Launcher:
+def _launcher(job: LaunchJob, store: Store, lost_after_s: float) -> Launcher:
     host = store.position if len(job.plan.hosts) > 1 else None
     ranks = LocalRanks(job.options.grace_s)
     launcher = Launcher(ranks, Blame(job.plan.size), job.options.keep_going, host, store.first, dict(store.ended or {}))
@@ -192,7 +192,7 @@ def _launcher(job: Job, store: Store, lost_after_s: float) -> Launcher:
     return launcher
 
 
-async def _answer(job: Job, role: PrimaryRole, line: str) -> dict[str, Any]:
+async def _answer(job: LaunchJob, role: PrimaryRole, line: str) -> dict[str, Any]:
     """Answer a request from outside.
 
     Raises:
@@ -274,7 +274,7 @@ def _limited(launcher: Launcher, limit_s: float | None) -> Iterator[None]:
         timer.cancel()
 
 
-def _screen(job: Job) -> LauncherScreen:
+def _screen(job: LaunchJob) -> LauncherScreen:
     terminals = frozenset(stream for stream, descriptor in _DESCRIPTORS.items() if os.isatty(descriptor))
     color = job.options.color
     if color is None:
@@ -282,7 +282,7 @@ def _screen(job: Job) -> LauncherScreen:
     return LauncherScreen(OutputStyle(job.plan.size, color, terminals, shutil.get_terminal_size().columns))
 
 
-def _summary(verdict: JobOutcome, job: Job, children: Mapping[int, Child]) -> str | None:
+def _summary(verdict: JobOutcome, job: LaunchJob, children: Mapping[int, Child]) -> str | None:
     """A line on the first failure, or None."""
     if verdict.expired_s is not None:
         return f"the time limit of {verdict.expired_s:g} s is up: the ranks were ended"

@@ -27,7 +27,7 @@ import msgpack
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import HostPlan
-from kfcomm.launch.job import TORCH_KEY, Job, tls_of
+from kfcomm.launch.job import TORCH_KEY, LaunchJob, tls_of
 from kfcomm.launch.other_hosts import admit, all_know, arrive, expect_those_admitted, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore, Opening, backend_of
 from kfcomm.rendezvous.client import StoreClient
@@ -74,7 +74,9 @@ class Store(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def served(job: Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[KeyValue]:
+async def served(
+    job: LaunchJob, listener: socket, settings: Settings, interrupted: asyncio.Event
+) -> AsyncIterator[KeyValue]:
     """Store in memory, on the first host."""
     from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, by now after the ranks have been started
 
@@ -89,7 +91,7 @@ async def served(job: Job, listener: socket, settings: Settings, interrupted: as
 
 @contextlib.asynccontextmanager
 async def kept_store(
-    job: Job, elastic: Elasticity, address: str, listener: socket, settings: Settings
+    job: LaunchJob, elastic: Elasticity, address: str, listener: socket, settings: Settings
 ) -> AsyncIterator[Store]:
     """Store in a backend, on the first host; ranks are started after it has been read.
 
@@ -121,14 +123,14 @@ async def _set_bounds(store: KeyValue, elastic: Elasticity) -> None:
     await store.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
 
 
-async def _opened(job: Job, address: str, settings: Settings, *, is_first: bool) -> LocalStore:
+async def _opened(job: LaunchJob, address: str, settings: Settings, *, is_first: bool) -> LocalStore:
     within_s = min(settings.timeout_s, _REACH_WITHIN_S)
     return await backend_of(address).open(address, Opening(job.environ, is_first, within_s))
 
 
 @contextlib.asynccontextmanager
 async def _watched(
-    job: Job, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
+    job: LaunchJob, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
 ) -> AsyncIterator[KeyValue]:
     """Store of the first host, which also watches the launchers of the others; closed at the end."""
     lost_after_s = _lost_after_s(settings)
@@ -154,7 +156,7 @@ async def _watched(
         await server.close()
 
 
-async def _admitting(job: Job, server: StoreServer) -> None:
+async def _admitting(job: LaunchJob, server: StoreServer) -> None:
     if job.elastic is not None:
         with contextlib.suppress(RendezvousError):
             await admit(job, job.elastic, server.store)
@@ -165,7 +167,7 @@ def _lost_after_s(settings: Settings) -> float:
 
 
 @contextlib.asynccontextmanager
-async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store]]:
+async def joined(job: LaunchJob, settings: Settings) -> AsyncIterator[tuple[LaunchJob, Store]]:
     """Store on another host, once the first host's store answers: a client of it, or a mirror of a shared backend.
 
     Also the job as seen from here: without initial ranks, if this launcher arrives later.
@@ -197,7 +199,7 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
 
 @contextlib.asynccontextmanager
 async def _mirrored(
-    job: Job, kept: str, client: StoreClient, settings: Settings, within_s: float
+    job: LaunchJob, kept: str, client: StoreClient, settings: Settings, within_s: float
 ) -> AsyncIterator[tuple[Store, StoreServer]]:
     """Store of this host, in the same backend as the first host's; for the ranks of this host."""
     from kfcomm.rendezvous.store import StoreServer

@@ -44,7 +44,7 @@ Base: Any = BaseGroup
 def register() -> None:
     """Make the backend ``KFCOMM`` known to this process; on the driver and in every actor. May be called again."""
     with contextlib.suppress(ValueError):  # it is known
-        register_collective_backend(NAME, Group)
+        register_collective_backend(NAME, RayGroup)
 
 
 def communicator(group_name: str = "default") -> Communicator:
@@ -54,12 +54,12 @@ def communicator(group_name: str = "default") -> Communicator:
         ConfigError: it is in no such group of this backend.
     """
     found = collective._group_mgr._name_group_map.get(group_name)
-    if not isinstance(found, Group):
+    if not isinstance(found, RayGroup):
         raise ConfigError(f"this actor is in no group {group_name!r} of backend kfcomm")
     return found.communicator
 
 
-class Group(Base):  # type: ignore[misc]
+class RayGroup(Base):  # type: ignore[misc]
     """A group as Ray calls it, with lists of one array each (NumPy, torch, CuPy or JAX), changed in place."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:

@@ -260,7 +260,7 @@ def _hierarchy(layout: Layout, host_edges: Iterable[tuple[int, int]]) -> Graph:
     return Graph.from_edges(layout.size, local + between)
 
 
-class Algorithm(NamedTuple):
+class BuiltinStrategy(NamedTuple):
     """A strategy for every layout, with its cost formula."""
 
     build: Callable[[Layout], Strategy]  # makes the graphs; its name is the strategy's
@@ -275,16 +275,16 @@ class Algorithm(NamedTuple):
 
 # The order is that of the documentation, and ``auto`` breaks ties by it.
 ALGORITHMS: Final = (
-    Algorithm(star, "steps 2; bytes n−1; between hosts n−p₀"),
-    Algorithm(ring, "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c", pair_per_rank=True),
-    Algorithm(clique, "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n", pair_per_rank=True),
-    Algorithm(direct, "steps 1; bytes n−1; between hosts max p(n−p)", pair_per_rank=True),
-    Algorithm(chain_star, "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n", pair_per_rank=True),
-    Algorithm(tree, "steps ≤ 4; bytes max(p₀+h−2, p); between hosts h−1"),
-    Algorithm(binary_tree, "steps 2⌊log₂n⌋; bytes ≤ 3; between hosts c"),
-    Algorithm(binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes ≤ p+2; between hosts ≤ 3"),
-    Algorithm(multi_binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
-    Algorithm(double_tree, "steps ≤ 2⌈log₂(⌊h/2⌋+1)⌉+2; bytes ≤ p+1; between hosts ≤ 2"),
-    Algorithm(multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
-    Algorithm(binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
+    BuiltinStrategy(star, "steps 2; bytes n−1; between hosts n−p₀"),
+    BuiltinStrategy(ring, "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c", pair_per_rank=True),
+    BuiltinStrategy(clique, "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n", pair_per_rank=True),
+    BuiltinStrategy(direct, "steps 1; bytes n−1; between hosts max p(n−p)", pair_per_rank=True),
+    BuiltinStrategy(chain_star, "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n", pair_per_rank=True),
+    BuiltinStrategy(tree, "steps ≤ 4; bytes max(p₀+h−2, p); between hosts h−1"),
+    BuiltinStrategy(binary_tree, "steps 2⌊log₂n⌋; bytes ≤ 3; between hosts c"),
+    BuiltinStrategy(binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes ≤ p+2; between hosts ≤ 3"),
+    BuiltinStrategy(multi_binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    BuiltinStrategy(double_tree, "steps ≤ 2⌈log₂(⌊h/2⌋+1)⌉+2; bytes ≤ p+1; between hosts ≤ 2"),
+    BuiltinStrategy(multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    BuiltinStrategy(binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
 )

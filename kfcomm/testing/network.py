@@ -114,7 +114,7 @@ Links: TypeAlias = InMemory | InSharedMemory
 class MemoryWelcome(NamedTuple):
     """Answer to an admitted process."""
 
-    epoch: Epoch  # which it belongs to from now on
+    epoch: MemoryEpoch  # which it belongs to from now on
     num_old: int  # so many of its ranks, the first ones, were there before
     strategy: str  # its name
 
@@ -179,7 +179,7 @@ class MemoryStore:
         self._changed = asyncio.Event()
 
 
-class Epoch:
+class MemoryEpoch:
     """Links and control planes of the ranks of one epoch."""
 
     def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
@@ -192,7 +192,7 @@ class Epoch:
         self.hub = world.new_hub(births)
         self.joined: set[int] = set()
         self._arrival = asyncio.Event()
-        self._next: dict[tuple[int, ...], Epoch] = {}
+        self._next: dict[tuple[int, ...], MemoryEpoch] = {}
 
     async def is_there(self, rank: int) -> None:
         """Wait until a rank has joined, or is dead."""
@@ -220,14 +220,14 @@ class Epoch:
         """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
         return _RankNetwork(rank, self, num_old)
 
-    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
+    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> MemoryEpoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         # The first rank that enters makes the epoch; all others have to find the same one.
         if births not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
             layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
-            self._next[births] = made = Epoch(self.world, births, layout, self.job, self.number + 1)
+            self._next[births] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
             # These died while the epoch did not exist, so that it could not be told.
             for birth in self.world.dead:
                 made.kill(birth)
@@ -239,7 +239,7 @@ class _Door(Door):
 
     part = b""
 
-    def __init__(self, rank: int, epoch: Epoch) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch) -> None:
         self._rank = rank
         self._epoch = epoch
 
@@ -255,7 +255,7 @@ class _Door(Door):
 class _Members(Membership):
     """The membership of one rank's network."""
 
-    def __init__(self, rank: int, epoch: Epoch) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch) -> None:
         self._rank = rank
         self._epoch = epoch
         self._store = epoch.world.store
@@ -295,7 +295,7 @@ class _Members(Membership):
 class _RankNetwork:
     """Network of one rank in one epoch; implements ``engine.interfaces.Network``."""
 
-    def __init__(self, rank: int, epoch: Epoch, num_old: int = 0) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch, num_old: int = 0) -> None:
         self.layout = epoch.layout
         self.births = epoch.births
         self.epoch = epoch.number

@@ -21,7 +21,7 @@ from kfcomm.sync.communicator import Communicator as SyncCommunicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.elastic import ElasticCommunicator as SyncElastic
 from kfcomm.sync.thread import IoThread
-from kfcomm.testing.network import NO_DEVICE, Epoch, InMemory, InSharedMemory, Links, MemoryStore
+from kfcomm.testing.network import NO_DEVICE, InMemory, InSharedMemory, Links, MemoryEpoch, MemoryStore
 from kfcomm.transports.base import BackendMaker, DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -88,7 +88,7 @@ class MemoryWorld(Sequence[Communicator]):
         self.reports = {rank: setup.reports[rank] for rank, setup in enumerate(setups)}
         self._settings = (limit_s, stall_s, monitor)
         self._reactor, self._loop, self._transport = reactor, loop, transport
-        self._first = Epoch(self, tuple(range(size)), layout, secrets.token_hex(8))
+        self._first = MemoryEpoch(self, tuple(range(size)), layout, secrets.token_hex(8))
         self._is_elastic = elastic
         try:
             self._all = [self._made(self._first.network_of(r), r, setups[r], strategy) for r in range(size)]

@@ -124,7 +124,7 @@ NAME = "kfcomm"
 Base: Any = TorchBackend
 
 
-class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
+class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
     """The backend of a process group, below torch's own ``ProcessGroup``."""
 
     def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> None:
@@ -182,13 +182,15 @@ class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
     def eager_connect_single_device(self, device: Any) -> None:
         """Do nothing: links are opened when they are used."""
 
-    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> Backend:
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> KfcommBackend:
         """The backend of some of this group's ranks, which alone call it; see ``dist.split_group``."""
-        made = Backend(self._comm.group(ranks, opts.group_name or "split"), store, opts._timeout, self._keeper)
+        made = KfcommBackend(self._comm.group(ranks, opts.group_name or "split"), store, opts._timeout, self._keeper)
         self._keeper.keep(made)
         return made
 
-    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> Backend:
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None
+    ) -> KfcommBackend:
         """The backend of the remaining ranks, which alone call it; see ``dist.shrink_group``."""
         # ``shrink_flags`` ask to abort calls in flight: needless, as calls match by name.
         uids = [uid for rank, uid in enumerate(self._comm.births) if rank not in ranks_to_exclude]
@@ -200,7 +202,7 @@ class Backend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         timeout = self._timeout if opts_override is None else opts_override._timeout
         # A new group counts its calls from 0 and needs keys of its own; its size, which only falls, makes them unique.
         store = dist.PrefixStore(f"{SHRUNK}/{len(uids)}", self._store)
-        made = Backend(self._latest, store, timeout, self._keeper)
+        made = KfcommBackend(self._latest, store, timeout, self._keeper)
         # Their links may still be in use by groups made of this one: they are closed with the smaller group.
         made._owned += self._owned
         self._owned = []

@@ -30,7 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.backend import NAME, Backend, Unmet
+from kfcomm.torch.backend import NAME, KfcommBackend, Unmet
 from kfcomm.torch.c10d import as_torch, forward
 from kfcomm.torch.meeting import NO_RANK, address_of, make_world, own
 
@@ -50,7 +50,7 @@ def register() -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
 
 
-def create(opts: Any, backend_options: Any = None) -> Backend:
+def create(opts: Any, backend_options: Any = None) -> KfcommBackend:
     """The backend of one process group; all of its ranks call it."""
     if getattr(opts, "enable_reconfigure", False):  # torch 2.15
         return _worlds.unmet(opts)
@@ -68,7 +68,7 @@ def communicator(group: Any = None) -> Communicator:
     return backend_of(group).communicator
 
 
-def backend_of(group: Any = None) -> Backend:
+def backend_of(group: Any = None) -> KfcommBackend:
     """The backend of a process group."""
     found = group or dist.group.WORLD
     for device in DEVICES:
@@ -76,7 +76,7 @@ def backend_of(group: Any = None) -> Backend:
             backend = found._get_backend(torch.device(device))
         except (AttributeError, RuntimeError):
             continue
-        if isinstance(backend, Backend):
+        if isinstance(backend, KfcommBackend):
             return backend
     raise ConfigError("this process group is not one of backend kfcomm")
 
@@ -85,13 +85,13 @@ class Worlds:
     """The open backends of this process, and that of torch's default group."""
 
     def __init__(self) -> None:
-        self._default: Backend | None = None
+        self._default: KfcommBackend | None = None
         # Kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
-        self._open: set[Backend] = set()
+        self._open: set[KfcommBackend] = set()
 
     def backend(
         self, store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int], name: str
-    ) -> Backend:
+    ) -> KfcommBackend:
         """Make the backend of a group; ``members`` is empty for the default group."""
         if members and self._default is not None:
             # A group of the world's communicator: it shares links and memory, and needs no rendezvous. If the default
@@ -99,32 +99,32 @@ class Worlds:
             comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
         else:
             comm = make_world(store, rank, size, timeout)
-        return self._made(Backend(comm, store, timeout, self), is_default=not members)
+        return self._made(KfcommBackend(comm, store, timeout, self), is_default=not members)
 
-    def unmet(self, opts: Any) -> Backend:
+    def unmet(self, opts: Any) -> KfcommBackend:
         """A backend without a world, until ``reconfigure`` makes one."""
         comm: Any = Unmet(opts.group_rank, opts.group_size)
         return self._made(
-            Backend(comm, opts.store, opts.timeout, self), is_default=not list(opts.global_ranks_in_group)
+            KfcommBackend(comm, opts.store, opts.timeout, self), is_default=not list(opts.global_ranks_in_group)
         )
 
-    def keep(self, backend: Backend) -> None:
+    def keep(self, backend: KfcommBackend) -> None:
         """Keep an open backend."""
         self._open.add(backend)
 
-    def follow(self, backend: Backend, follower: Backend) -> None:
+    def follow(self, backend: KfcommBackend, follower: KfcommBackend) -> None:
         """Keep ``follower``, and make it the default if ``backend`` is."""
         self.keep(follower)
         if self._default is backend:
             self._default = follower
 
-    def forget(self, backend: Backend) -> None:
+    def forget(self, backend: KfcommBackend) -> None:
         """Drop a closed backend."""
         self._open.discard(backend)
         if self._default is backend:
             self._default = None
 
-    def _made(self, backend: Backend, *, is_default: bool) -> Backend:
+    def _made(self, backend: KfcommBackend, *, is_default: bool) -> KfcommBackend:
         self.keep(backend)
         if is_default:
             self._default = backend
@@ -151,7 +151,7 @@ def patch() -> None:
         return split(self, new_ranks, *args, **options)
 
     def register_backend(self: Any, device: Any, kind: Any, backend: Any = None) -> None:
-        register(self, device, CUSTOM if isinstance(backend, Backend) else kind, backend)
+        register(self, device, CUSTOM if isinstance(backend, KfcommBackend) else kind, backend)
 
     def set_default_backend(self: Any, kind: Any) -> None:
         set_default(self, CUSTOM if kind == GLOO and _is_ours(self) else kind)
@@ -166,7 +166,7 @@ def patch() -> None:
 def _is_ours(group: Any) -> bool:
     """Whether all registered backends of a group are ours."""
     devices = group._device_types
-    return bool(devices) and all(isinstance(group._get_backend(device), Backend) for device in devices)
+    return bool(devices) and all(isinstance(group._get_backend(device), KfcommBackend) for device in devices)
 
 
 def shrink(timeout: float | None = None) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from kfcomm.bench.pages import measured as page
 from kfcomm.bench.report import COLUMNS, Files, Progress, Report, ReportTable, Watch
-from kfcomm.bench.suite import Begun, Event, Failed, MeasuredCase, Result, Starting, Suite, from_line, to_line
+from kfcomm.bench.suite import Begun, BenchResult, Event, Failed, MeasuredCase, Starting, Suite, from_line, to_line
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
@@ -35,10 +35,12 @@ HOST = {
 }
 
 
-def results(suite: Suite = SUITE) -> list[Result]:
+def results(suite: Suite = SUITE) -> list[BenchResult]:
     """Invented results: a microsecond and a nanosecond per byte, and one time in ten is twice as long."""
     return [
-        Result(case, 2, tuple((1e-6 + 1e-9 * case.nbytes) * (2 if number % 10 == 9 else 1) for number in range(20)))
+        BenchResult(
+            case, 2, tuple((1e-6 + 1e-9 * case.nbytes) * (2 if number % 10 == 9 else 1) for number in range(20))
+        )
         for case in suite.cases(2)
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Case, Result, Suite
+from kfcomm.bench.suite import COLLECTIVES, BenchPlace, BenchResult, CallMode, Case, Suite
 from kfcomm.bench.workloads import WORKLOADS, num_parameters
 from kfcomm.errors import ConfigError
 from kfcomm.transports.registry import LINKS
@@ -124,17 +124,17 @@ def case(verb: Verb = Verb.ALL_REDUCE, nbytes: int = 1_000_000) -> Case:
     ],
 )
 def test_the_median_and_the_time_that_99_of_100_do_not_exceed(times: list[float], p50: float, p99: float) -> None:
-    result = Result(case(), 4, tuple(times))
+    result = BenchResult(case(), 4, tuple(times))
     assert (result.p50_s, result.p99_s) == (p50, p99)
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    result = Result(case(), 4, (0.001, 0.002, 0.004))
+    result = BenchResult(case(), 4, (0.001, 0.002, 0.004))
     assert result.algbw == pytest.approx(0.5)  # 10⁶ bytes in 2 ms
     assert result.busbw == pytest.approx(0.75)
     assert result.bandwidth(result.p99_s) == pytest.approx(0.25)
-    assert Result(case(Verb.BROADCAST), 4, (0.002,)).busbw == pytest.approx(0.5)
-    assert Result(case(Verb.ALL_TO_ALL), 4, (0.002,)).busbw == pytest.approx(0.375)
+    assert BenchResult(case(Verb.BROADCAST), 4, (0.002,)).busbw == pytest.approx(0.5)
+    assert BenchResult(case(Verb.ALL_TO_ALL), 4, (0.002,)).busbw == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize(

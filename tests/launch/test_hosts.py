@@ -1,9 +1,9 @@
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch.hosts import Host, HostPlan, parse_hosts, plan_for
+from kfcomm.launch.hosts import HostPlan, LaunchHost, parse_hosts, plan_for
 
-TWO = (Host("10.0.0.1", 4), Host("10.0.0.2", 2))
+TWO = (LaunchHost("10.0.0.1", 4), LaunchHost("10.0.0.2", 2))
 
 
 @pytest.mark.parametrize(
@@ -11,12 +11,12 @@ TWO = (Host("10.0.0.1", 4), Host("10.0.0.2", 2))
     [
         ("10.0.0.1:4,10.0.0.2:2", TWO),
         (" 10.0.0.1:4 , 10.0.0.2:2", TWO),
-        ("10.0.0.1", (Host("10.0.0.1", 1),)),
-        ("[fd00::1]:3,[fd00::2]", (Host("fd00::1", 3), Host("fd00::2", 1))),
-        ("localhost:2", (Host("127.0.0.1", 2),)),
+        ("10.0.0.1", (LaunchHost("10.0.0.1", 1),)),
+        ("[fd00::1]:3,[fd00::2]", (LaunchHost("fd00::1", 3), LaunchHost("fd00::2", 1))),
+        ("localhost:2", (LaunchHost("127.0.0.1", 2),)),
     ],
 )
-def test_lists_of_hosts(text: str, hosts: tuple[Host, ...]) -> None:
+def test_lists_of_hosts(text: str, hosts: tuple[LaunchHost, ...]) -> None:
     assert parse_hosts(text)[0].num_ranks == hosts[0].num_ranks
     if "localhost" not in text:
         assert parse_hosts(text) == hosts
@@ -61,4 +61,4 @@ def test_no_entry_of_this_host() -> None:
 
 def test_two_entries_of_this_host() -> None:
     with pytest.raises(ConfigError, match="--self"):
-        plan_for((Host("127.0.0.1", 1), Host("127.0.0.1", 1)))
+        plan_for((LaunchHost("127.0.0.1", 1), LaunchHost("127.0.0.1", 1)))

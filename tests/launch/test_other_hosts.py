@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from kfcomm.launch.hosts import Host, HostPlan
-from kfcomm.launch.job import Job, RunOptions
+from kfcomm.launch.hosts import HostPlan, LaunchHost
+from kfcomm.launch.job import LaunchJob, RunOptions
 from kfcomm.launch.other_hosts import company, watch_hosts
 from kfcomm.rendezvous.backends import LocalStore
 from kfcomm.rendezvous.keyvalue import Exit, Why
 
-PLAN = HostPlan((Host("10.0.0.1", 1), Host("10.0.0.2", 2), Host("10.0.0.3", 1)))
-JOB = Job(RunOptions(("true",)), PLAN, None, "true", b"", "mark", {})
+PLAN = HostPlan((LaunchHost("10.0.0.1", 1), LaunchHost("10.0.0.2", 2), LaunchHost("10.0.0.3", 1)))
+JOB = LaunchJob(RunOptions(("true",)), PLAN, None, "true", b"", "mark", {})
 FOREVER_S = 1e6
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.launch.hosts import Host, HostPlan
+from kfcomm.launch.hosts import HostPlan, LaunchHost
 from kfcomm.launch.job import TORCH_NAMES, contradictions, free_port, inherited, torch_variables
 from tests.launch.launched import TOKEN, command, environ
 from tests.support import free_port as any_port
@@ -93,7 +93,7 @@ def test_variables_of_an_outer_torchrun_are_replaced() -> None:
 
 
 def test_on_several_hosts_the_first_one_is_the_place_to_meet() -> None:
-    plan = HostPlan((Host("10.0.0.1", 2), Host("10.0.0.2", 1)), 1)
+    plan = HostPlan((LaunchHost("10.0.0.1", 2), LaunchHost("10.0.0.2", 1)), 1)
     assert torch_variables(plan, 2, (0, 1), 20001) == {
         "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "20001",

@@ -12,7 +12,7 @@ from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
 from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, names
 from kfcomm.strategies.auto import Profile, auto
 from kfcomm.strategies.base import DIRECT_NBYTES
-from kfcomm.strategies.builtin import ALGORITHMS, Algorithm
+from kfcomm.strategies.builtin import ALGORITHMS, BuiltinStrategy
 from kfcomm.strategies.cost import Cost, NetworkModel, measure, predict_seconds
 from kfcomm.types import Costs, Layout
 from tests.strategies.layouts import LAYOUTS, trees
@@ -77,19 +77,19 @@ def closed_form(name: str, layout: Layout) -> Cost:
             return replace(counted, steps=steps)
 
 
-def by_name(name: str) -> Algorithm:
+def by_name(name: str) -> BuiltinStrategy:
     return next(algorithm for algorithm in ALGORITHMS if algorithm.name == name)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
 @given(layout=LAYOUTS)
-def test_measured_cost_is_that_of_the_formula(algorithm: Algorithm, layout: Layout) -> None:
+def test_measured_cost_is_that_of_the_formula(algorithm: BuiltinStrategy, layout: Layout) -> None:
     assume(layout.size > 1)
     assert measure(algorithm.build(layout), layout) == closed_form(algorithm.name, layout)
 
 
 @given(LAYOUTS, st.sampled_from(ALGORITHMS))
-def test_every_strategy_costs_at_least_the_lower_bounds(layout: Layout, algorithm: Algorithm) -> None:
+def test_every_strategy_costs_at_least_the_lower_bounds(layout: Layout, algorithm: BuiltinStrategy) -> None:
     cost = measure(algorithm.build(layout), layout)
     assert cost.bytes >= Fraction(2 * (layout.size - 1), layout.size)
     assert cost.cross_host_bytes >= Fraction(2 * (layout.num_hosts - 1), layout.num_hosts)
@@ -158,7 +158,7 @@ def test_shares_weigh_what_each_pair_costs() -> None:
 
 @given(LAYOUTS, st.sampled_from(ALGORITHMS), st.integers(1, 5), st.integers(1 << 10, 1 << 24))
 def test_a_share_of_several_parts_is_as_many_pairs(
-    layout: Layout, algorithm: Algorithm, times: int, nbytes: int
+    layout: Layout, algorithm: BuiltinStrategy, times: int, nbytes: int
 ) -> None:
     built = algorithm.build(layout)
     assume(not built.direct)  # its pairs carry all of a message
