@@ -300,8 +300,8 @@ class TopK:
         places = {one: largest(whole.reshape(-1), self._count(whole)) for one, whole in found.items()}
         averages: dict[str, Array] = {}
         for dtype in dict.fromkeys(whole.dtype for whole in found.values()):
-            names = [one for one, whole in found.items() if whole.dtype == dtype]
-            self._exchange(comm, f"{name}/{dtype}", names, found, places, averages)
+            alike = {one: whole for one, whole in found.items() if whole.dtype == dtype}
+            averages |= self._exchange(comm, f"{name}/{dtype}", alike, places)
         for one, whole in found.items():
             whole.reshape(-1)[places[one]] = 0
             self.errors.keep(one, np.where(np.isfinite(whole), whole, whole.dtype.type(0)))
@@ -311,25 +311,22 @@ class TopK:
         return math.ceil(self._share * whole.size)
 
     def _exchange(
-        self, comm: Averaging, name: str, names: list[str], found: Mapping[str, Array], places: Mapping[str, Array],
-        averages: dict[str, Array],
-    ) -> None:  # fmt: skip
-        """Of the gradients of one dtype, all at once."""
-        values = np.concatenate([found[one].reshape(-1)[places[one]] for one in names])
-        everywhere = np.concatenate([places[one] for one in names]).astype(_index_type(found, names))
+        self, comm: Averaging, name: str, found: Mapping[str, Array], places: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Averages of gradients of one dtype, all at once."""
+        values = np.concatenate([whole.reshape(-1)[places[one]] for one, whole in found.items()])
+        index = np.int32 if max(whole.size for whole in found.values()) < 1 << 31 else np.int64
+        everywhere = np.concatenate([places[one] for one in found]).astype(index)
         # Together: in an elastic job a rank that is lost in this step has a row in both, or in none.
         both = comm.all_gather(np.concatenate([values.view(np.uint8), everywhere.view(np.uint8)]), f"{name}/largest")
         all_values = [row[: values.nbytes].view(values.dtype) for row in both]
         all_places = [row[values.nbytes :].view(everywhere.dtype) for row in both]
-        begin = 0
-        for one in names:
+        averages, begin = {}, 0
+        for one, whole in found.items():
             end = begin + len(places[one])
-            total = np.zeros(found[one].size, values.dtype)
+            total = np.zeros(whole.size, values.dtype)
             for row_places, row_values in zip(all_places, all_values, strict=True):
                 total[row_places[begin:end]] += row_values[begin:end]
-            averages[one] = (total / len(all_values)).astype(values.dtype, copy=False).reshape(found[one].shape)
+            averages[one] = (total / len(all_values)).astype(values.dtype, copy=False).reshape(whole.shape)
             begin = end
-
-
-def _index_type(found: Mapping[str, Array], names: list[str]) -> type[np.signedinteger[Any]]:
-    return np.int32 if max(found[one].size for one in names) < 1 << 31 else np.int64
+        return averages

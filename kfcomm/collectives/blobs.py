@@ -19,7 +19,9 @@ import numpy as np
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.collectives.mailbox import Mailbox, Message
+from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.receives import Message, Wanted
+from kfcomm.collectives.specs import CallOptions
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, PeerLost
@@ -128,9 +130,10 @@ class Blobs:
         # Tags of answers are used again, since every tag that was ever used is remembered by both ends.
         slot = self._free_slots.pop() if self._free_slots else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
-        asked = self._mailbox.send(_message([name, version, slot]), source, ASK_TAG, timeout_s)
+        options = CallOptions(timeout=timeout_s)
+        asked = self._mailbox.send(_message([name, version, slot]), source, ASK_TAG, options)
         answers = {
-            tag: self._mailbox.recv(source, tag, None, timeout_s, kind=of)
+            tag: self._mailbox.recv(source, tag, options, Wanted(kind=of))
             for tag, of in zip(_reply_tags(slot), (NUMPY, kind), strict=True)
         }
         told, blob = answers.values()
@@ -210,9 +213,9 @@ class Blobs:
         told, blob = _reply_tags(slot)
         directory = self._directories.get(name)
         where = [] if directory is None else [directory.place, directory.key]
-        replies = [self._mailbox.send(_message([refusal, *where]), source, told, None)]
+        replies = [self._mailbox.send(_message([refusal, *where]), source, told)]
         if not isinstance(kept, str):
-            replies.append(self._mailbox.send(kept, source, blob, None))
+            replies.append(self._mailbox.send(kept, source, blob))
         await asyncio.gather(*replies)
 
 

@@ -154,18 +154,19 @@ class CompiledBarrier(Compiled):
 
 
 class CompiledName(Compiled):
-    """Cached plan of a name with arrays: ``dtype`` and ``shape`` of the first use.
+    """Cached plan of a name with arrays.
 
-    ``gets`` is the shape of this rank's result; None if it gets none.
+    ``form``: dtype and shape of this rank's array in the first use, and shape of its result; None if it gets none.
     """
 
     __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
 
     def __init__(
-        self, group: Group, name: str | None, arguments: Arguments, dtype: np.dtype[Any], shape: Shape,
-        gets: Shape | None, plan: Plan,
+        self, group: Group, name: str | None, arguments: Arguments, plan: Plan,
+        form: tuple[np.dtype[Any], Shape, Shape | None],
     ) -> None:  # fmt: skip
         super().__init__(group, name, arguments, plan)
+        dtype, shape, gets = form
         nbytes = dtype.itemsize * math.prod(shape)
         self.nbytes = nbytes if gets is None else dtype.itemsize * math.prod(gets) or nbytes
         self.is_small = plan.program.num_slots == 1 and 0 < nbytes <= COPIED_NBYTES

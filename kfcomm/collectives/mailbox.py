@@ -26,11 +26,10 @@ import numpy as np
 
 from kfcomm.arrays import HostArray
 from kfcomm.arrays.dtypes import dtype_of, fits
-from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
-from kfcomm.collectives.receives import Outcome, Receive, Received, Streams, Transfer, shape_of, signature_of
+from kfcomm.collectives.receives import Message, Receive, Received, Streams, Transfer, Wanted, shape_of, signature_of
+from kfcomm.collectives.specs import PLAIN, CallOptions
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, error_of
 from kfcomm.core.collective import GroupView, ItemSizes, Post
@@ -107,17 +106,12 @@ class Eager:
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
-Message: TypeAlias = tuple[Any, int]
-"""An array, and the rank that sent it."""
-
 Service = Callable[[int, Handle[Message]], Awaitable[None]]
 MAX_ELEMENTS = 1 << 44
 MAX_DIMENSIONS = 64
-
-
-def both(array: Any, source: int) -> Message:
-    """Default result of a receive."""
-    return array, source
+ARRAY_AND_SOURCE = Wanted()
+_SENDER = 0
+"""Of the two ranks of a pair; the other is the receiver."""
 
 
 class Mailbox:
@@ -147,34 +141,34 @@ class Mailbox:
         return self._engine.reactor
 
     def send(
-        self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0, *, may_copy: bool = False
+        self, array: HostArray, to: int, tag: str, options: CallOptions = PLAIN, *, may_copy: bool = False
     ) -> Handle[None]:
         """Begin to send; the handle is done when the receiver has it, or when it is copied if that is allowed."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
         pair = self._pair(self._view.rank, to)
-        nbytes = array.flat.nbytes
-        if not may_copy or not self.eager.has_room(to, nbytes):
-            self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat)
-            return handle
-        self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat.copy())
-        return self.eager.sent(handle, to, tag, nbytes)
+        nbytes, timeout_s = array.flat.nbytes, options.timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        is_copied = may_copy and self.eager.has_room(to, nbytes)
+        if is_copied:
+            array = HostArray(array.flat.copy(), array.shape, array.kind, False)
+        self._post(pair, tag, array, handle, (timeout_s, options.priority))
+        return self.eager.sent(handle, to, tag, nbytes) if is_copied else handle
 
     def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
         """Abort a message that was to come or go: its other end, now or later, raises ``CollectiveAborted``."""
         self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(
-        self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0,
-        kind: ArrayKind = NUMPY, outcome: Outcome = both,
-    ) -> Received[Any]:  # fmt: skip
-        """Receive the next message of ``source`` (None: any) with this tag, as an array of this kind or in ``out``.
+        self, source: int | None, tag: str, options: CallOptions = PLAIN, wanted: Wanted = ARRAY_AND_SOURCE
+    ) -> Received[Any]:
+        """Receive the next message of ``source`` (None: any) with this tag.
 
         The receive ends ``timeout_s`` after this call, wherever its message is by then; the message then goes to the
         next receive (see `receives`).
         """
         handle: Received[Any] = Received(loop=self._engine.loop)
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        receive = Receive(source, tag, out, kind, outcome, handle, timeout_s, priority, self._on_end)
+        timeout_s = self.timeout_s if options.timeout_s is None else options.timeout_s
+        receive = Receive(source, tag, wanted, handle, timeout_s, options.priority, self._on_end)
         if self._waiting:
             self._match_waiting(source, tag)  # those before it come first, also where their message is not yet told
         if not self._match(receive):
@@ -250,7 +244,7 @@ class Mailbox:
         service = self._services.get(tag)
         if service is not None:
             while self._engine.router.expected(self._pair(source, self._view.rank).id, tag) is not None:
-                message = self.recv(source, tag, None, NEVER)
+                message = self.recv(source, tag, CallOptions(timeout=NEVER))
                 message.when_done(self._engine.reactor, looked_at)  # perhaps nobody else will
                 self._engine.loop.call_soon(self._start_to_serve, service, source, message)
             return
@@ -299,12 +293,12 @@ class Mailbox:
 
     def _receive(self, receive: Receive, source: int, pair: GroupView, found: Any) -> None:
         """Post the receive of a message that a peer announces."""
-        form = _announced(found)
+        form, out = _announced(found), receive.wanted.out
         if isinstance(found, Cause):
             form = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
-        elif receive.out is not None:
-            own = shape_of(receive.out)
-            form = receive.out.flat.dtype, own if form is None or not fits(own, form[1]) else form[1]
+        elif out is not None:
+            own = shape_of(out)
+            form = out.flat.dtype, own if form is None or not fits(own, form[1]) else form[1]
         elif form is None:
             mine = self._view.called(self._view.rank)
             what = f"a message with {receive.tag} that {mine} cannot take"
@@ -313,22 +307,25 @@ class Mailbox:
             receive.fail(CollectiveError(message, key=receive.tag))
             return
         dtype, shape = form
-        flat = np.empty(math.prod(shape), dtype) if receive.out is None else receive.out.flat
+        flat = np.empty(math.prod(shape), dtype) if out is None else out.flat
         transfer = receive.transfer = Transfer(self._streams, source, receive, flat, shape)
         receive.handle.seq = transfer.seq = self._engine.router.num_uses(pair.id, receive.tag)
         self._streams.add(transfer)
-        self._post(pair, receive.tag, dtype, shape, transfer, NEVER, receive.priority, result=flat)
+        self._post(
+            pair, receive.tag, HostArray(flat, shape, receive.wanted.kind, True), transfer, (NEVER, receive.priority)
+        )
 
     def _post(
-        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: Shape, future: Handle[None] | Transfer,
-        timeout_s: float | None, priority: int, *, source: Array | None = None, result: Array | None = None,
-    ) -> None:  # fmt: skip
-        """Post this rank's half: the ``source``, or where the ``result`` goes."""
-        operation = Operation(future, source, result, Work(None, dtype, 2, in_result=False), priority=priority)
+        self, pair: GroupView, tag: str, array: HostArray, future: Handle[None] | Transfer, urgency: tuple[float, int]
+    ) -> None:
+        """Post this rank's half: the array to send, or where the message goes; ``urgency``: timeout_s and priority."""
+        dtype, shape = array.dtype, array.shape
+        source, result = (array.flat, None) if pair.rank == _SENDER else (None, array.flat)
+        operation = Operation(future, source, result, Work(None, dtype, 2, in_result=False), priority=urgency[1])
         program = programs.send(pair.rank, math.prod(shape), chunk_elements(dtype))
         sizes = ItemSizes(dtype.itemsize, dtype.itemsize)
         post = Post(pair, tag, signature_of(dtype, shape), program, sizes, overlapping=True)
-        self._engine.post(post, operation, self.timeout_s if timeout_s is None else timeout_s)
+        self._engine.post(post, operation, urgency[0])
         future.seq = self._engine.router.num_uses(pair.id, tag) - 1
         if not operation.is_over:
             future.operation = operation

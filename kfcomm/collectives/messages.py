@@ -12,9 +12,9 @@ from kfcomm.arrays.kinds import ArrayKind
 from kfcomm.collectives.blobs import Blobs, checked_version
 from kfcomm.collectives.exchange import Exchange
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.mailbox import Mailbox, both
+from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
-from kfcomm.collectives.receives import Outcome, Received
+from kfcomm.collectives.receives import Outcome, Received, Wanted, both
 from kfcomm.collectives.specs import ALL_GATHER, PLAIN, CallOptions
 from kfcomm.collectives.steps import Steps
 from kfcomm.common.arguments import checked_name, whole_number
@@ -210,7 +210,6 @@ class Messages(Exchange):
     ) -> Handle[None]:
         self._check_open()
         options = options.checked()
-        timeout_s, priority = options.timeout_s, options.priority
         to = self._check_other("to", to)
         try:
             array, fetched = self._devices.on_host(x, options.stream)
@@ -219,7 +218,7 @@ class Messages(Exchange):
             raise
         after = f"\0to {to} {key}"
         if fetched is None and not self._group.turns.has(after):
-            return self._mailbox.send(array, to, key, timeout_s, priority, may_copy=may_copy)
+            return self._mailbox.send(array, to, key, options, may_copy=may_copy)
 
         # It has to come from a device first, or follows such a message under its tag.
         turn = self._group.turns.next(after)
@@ -232,7 +231,7 @@ class Messages(Exchange):
                 self._refuse_message(to, key, error)
                 whole.fail(error)
             else:
-                sent = self._mailbox.send(array, to, key, timeout_s, priority, may_copy=may_copy)
+                sent = self._mailbox.send(array, to, key, options, may_copy=may_copy)
                 whole.end_as(sent, reactor)
 
         if fetched is None:
@@ -262,7 +261,7 @@ class Messages(Exchange):
         if out is not None:
             like = self._devices.read(out, stream)
             target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
-        return self._mailbox.recv(source, key, target, options.timeout_s, options.priority, kind, outcome)
+        return self._mailbox.recv(source, key, options, Wanted(target, kind, outcome))
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)

@@ -27,12 +27,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name, fits
-from kfcomm.arrays.kinds import ArrayKind
+from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
@@ -50,6 +50,21 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
 Outcome: TypeAlias = Callable[[Any, int], Any]
 """What the caller of a receive gets, of the array and the group rank that sent it."""
+Message: TypeAlias = tuple[Any, int]
+"""An array, and the rank that sent it."""
+
+
+def both(array: Any, source: int) -> Message:
+    """Default result of a receive."""
+    return array, source
+
+
+class Wanted(NamedTuple):
+    """Form in which the caller of a receive gets its message."""
+
+    out: Out | None = None  # the caller's memory; else the result is an array of this ``kind``
+    kind: ArrayKind = NUMPY
+    outcome: Outcome = both  # makes the caller's result
 
 
 class Received(Handle[T]):
@@ -106,9 +121,7 @@ class Receive:
 
     source: int | None  # group rank; None for any
     tag: str
-    out: Out | None  # the caller's memory; else the result is an array of this ``kind``
-    kind: ArrayKind
-    outcome: Outcome  # makes the caller's result
+    wanted: Wanted
     handle: Received[Any]
     timeout_s: float  # from its post to its end; ``NEVER`` for a receive that ends with its message
     priority: int
@@ -143,7 +156,7 @@ class Receive:
             return
         self.stop()
         try:
-            outcome = self.outcome(self._array(transfer), transfer.source)
+            outcome = self.wanted.outcome(self._array(transfer), transfer.source)
         except Exception as error:  # noqa: BLE001  of the caller's array library, or of the peer's data
             if isinstance(error, CollectiveError) and not error.key:
                 error.key = self.tag
@@ -153,11 +166,12 @@ class Receive:
             self.handle.set_result(outcome)
 
     def _array(self, transfer: Transfer) -> Any:
-        if self.out is None:
-            return self.kind.restore(transfer.flat.reshape(transfer.shape))
+        out = self.wanted.out
+        if out is None:
+            return self.wanted.kind.restore(transfer.flat.reshape(transfer.shape))
         if not transfer.is_lent:
-            self.out.flat[:] = transfer.flat
-        return self.out.finish()
+            out.flat[:] = transfer.flat
+        return out.finish()
 
 
 class Transfer:
@@ -184,7 +198,7 @@ class Transfer:
         self.seq = -1
         self.flat = flat
         self.shape = shape
-        self.is_lent = receive.out is not None
+        self.is_lent = receive.wanted.out is not None
         self.receive: Receive | None = receive
         self.operation: Operation | None = None
         self.error: BaseException | None = None
@@ -310,7 +324,7 @@ class Streams:
                 receive.transfer = transfer
                 receive.handle.seq = transfer.seq
         for transfer, receive in pairs:
-            out = None if receive is None or transfer.error is not None else receive.out
+            out = None if receive is None or transfer.error is not None else receive.wanted.out
             if out is None or (out.flat.dtype == transfer.flat.dtype and fits(shape_of(out), transfer.shape)):
                 continue
             self._disagree(transfer, out)

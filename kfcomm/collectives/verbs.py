@@ -64,6 +64,7 @@ class Posting(NamedTuple):
     shape: Shape | None = None  # of this rank's result; None if it gets none
     target: Out | None = None  # the caller's memory for the result
     in_place: bool = False  # the result may be made in the memory of the input
+    alike: Arguments | None = None  # with which the next use of the name may be made without checks; None: by none
 
 
 class Checks:
@@ -288,8 +289,8 @@ class Verbs:
             if again is not None:
                 return again
         with self._checks(name, CallOptions(timeout=timeout, priority=priority)) as (name, options):
-            posting = Posting((Plans.barrier, name or UNNAMED))
-        return self._begin(name, posting, options, alike=(BARRIER,))
+            posting = Posting((Plans.barrier, name or UNNAMED), alike=(BARRIER,))
+        return self._begin(name, posting, options)
 
     # ---------------------------------------------------------------- shared by the verbs
 
@@ -339,8 +340,8 @@ class Verbs:
         alike: Arguments | None = None
         if type(x) is np.ndarray and wire is None and not (options.is_step or options.shared):
             alike = spec.arguments(op if isinstance(op, Hashable) else chosen, options.root)
-        posting = Posting((Plans.of, kind, name or UNNAMED), array, shape, target, spec.in_place)
-        return self._begin(name, posting, options, handle=handle, alike=alike)
+        posting = Posting((Plans.of, kind, name or UNNAMED), array, shape, target, spec.in_place, alike)
+        return self._begin(name, posting, options, handle=handle)
 
     def _target(self, spec: VerbSpec, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
         """The caller's memory for the result, if ``out`` was given: for a gather perhaps a list of arrays."""
@@ -429,7 +430,7 @@ class Verbs:
 
     def _begin(
         self, name: str | None, posting: Posting, options: CallOptions, *, later: Later | None = None,
-        handle: Handle[Any] | None = None, alike: Arguments | None = None,
+        handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Allocate the result and post; now, or once a strategy that is being agreed is decided.
 
@@ -441,7 +442,7 @@ class Verbs:
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
 
         def post() -> None:
-            plan, array, shape, target, in_place = posting
+            plan, array, shape, target, in_place, alike = posting
             if later is None:
                 key, seq, plans = name or UNNAMED, None, group.plans
             else:
@@ -463,7 +464,7 @@ class Verbs:
                 if array is None:
                     group.compiled[name] = CompiledBarrier(group, name, alike, chosen)
                 else:
-                    group.compiled[name] = CompiledName(group, name, alike, array.dtype, array.shape, shape, chosen)
+                    group.compiled[name] = CompiledName(group, name, alike, chosen, (array.dtype, array.shape, shape))
 
         # A later step never waits for a strategy that is being agreed: it runs under the plans of its first step, which
         # the other ranks may wait for before they call ``set_strategy``.

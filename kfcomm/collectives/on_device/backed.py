@@ -92,10 +92,10 @@ class BackendPath(Path):
     ) -> None:
         self.state = BackedState.IDLE
         self.formation = 0
-        self._group = group
+        self.group = group
         self._rank, self._size = group.view.rank, group.view.size
         self._reactor = group.engine.reactor
-        self._device = device
+        self.device = device
         self._maker = maker
         self._follows = follows
         self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._launch_due)
@@ -162,7 +162,7 @@ class BackendPath(Path):
     @override
     def close(self) -> None:
         self.state = BackedState.CLOSED
-        self._group.engine.mismatch_listeners.pop(self._group.view.id, None)
+        self.group.engine.mismatch_listeners.pop(self.group.view.id, None)
         self._channel.close()
         for timer in self._timers.values():
             timer.cancel()
@@ -189,7 +189,7 @@ class BackendPath(Path):
             elif tag == ASK:
                 self._say(ORDER, effect[1], LEADER)
             else:
-                self._fail(f"{self._group.view.called(effect[1])} sent {effect[2]}")
+                self._fail(f"{self.group.view.called(effect[1])} sent {effect[2]}")
         self._launch_due()
         self._set_timer(self._order_timer, self._order.deadline_s())
 
@@ -222,7 +222,7 @@ class BackendPath(Path):
         self._set_timer(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
-            self._device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
+            self.device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
         except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
             self._completed(calls, error)
 
@@ -262,8 +262,8 @@ class BackendPath(Path):
     def _connect(self, identity: bytes) -> None:
         self.state = BackedState.FORMING
         if self._stream is None:
-            self._stream = self._device.stream(urgent=True)
-        connect = partial(self._maker.connect, identity, self._rank, self._size, self._device)
+            self._stream = self.device.stream(urgent=True)
+        connect = partial(self._maker.connect, identity, self._rank, self._size, self.device)
         self._in_thread(connect, partial(self._connected, self.formation))
         self._is_ordering = True
         self._arrive_all()
@@ -281,7 +281,7 @@ class BackendPath(Path):
         elif backend is None:
             self._fail(str(error))
         else:
-            self._launcher = DeviceLauncher(backend, self._device, self._stream, self._reactor, self._has_launched)
+            self._launcher = DeviceLauncher(backend, self.device, self._stream, self._reactor, self._has_launched)
             self.state = BackedState.READY
             self._launch_due()
 
@@ -311,7 +311,7 @@ class BackendPath(Path):
         self._set_timer(self._look, None)
         self._set_timer(self._order_timer, None)
         self._reason = f"{reason}, which ended what was in flight on {self.name}"
-        logger.warning("%s: %s", self._group.view.called(self._rank), self._reason)
+        logger.warning("%s: %s", self.group.view.called(self._rank), self._reason)
         self._due.clear()
         waiting, self._waiting = self._waiting, {}
         self._abort(list(waiting))
@@ -368,7 +368,7 @@ class BackendPath(Path):
             formation, kind, body = said
             self._hear(sender, formation, kind, body)
         except (TypeError, ValueError) as error:
-            who = self._group.view.called(sender)
+            who = self.group.view.called(sender)
             self._fail(f"{who} sent a message about the order that cannot be: {error}")
 
     def _hear(self, sender: int, formation: int, kind: int, body: Any) -> None:

@@ -341,9 +341,8 @@ class Paths:
         across = self._subgroup("\0across", there)
         mailbox = Mailbox(inside.engine, inside.view, inside.timeout_s)
         return HierarchicalPath(
-            BackendPath(inside, device, maker, mailbox, follows=False), StagedPath(across, self.pool_of), inside,
-            across, device, mailbox,
-        )  # fmt: skip
+            BackendPath(inside, device, maker, mailbox, follows=False), StagedPath(across, self.pool_of), mailbox
+        )
 
     def _subgroup(self, name: str, ranks: Sequence[int]) -> Group:
         view, layout = self.new_group(name, ranks)

@@ -36,8 +36,9 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.mailbox import Mailbox, Message
+from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
+from kfcomm.collectives.receives import Message
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.core.launch_order import LEADER
 from kfcomm.errors import CollectiveAborted, CollectiveError, KfcommError, PeerLost, TransportError
@@ -195,7 +196,7 @@ class Channel:
     def _send(self, rank: int, batch: int, record: Any) -> None:
         if self._is_closed:
             return
-        handle = self._mailbox.send(adapt(record), rank, TAG, None)
+        handle = self._mailbox.send(adapt(record), rank, TAG)
         handle.when_done(self._reactor, lambda done: self._sent(rank, batch, record, done))
 
     def _sent(self, rank: int, batch: int, record: Any, done: Handle[None]) -> None:

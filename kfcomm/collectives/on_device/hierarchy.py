@@ -32,7 +32,7 @@ from kfcomm.types import Verb, override
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfcomm.arrays.devices import Device, Flat, Mark, Stream
+    from kfcomm.arrays.devices import Flat, Mark, Stream
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.mailbox import Mailbox
     from kfcomm.collectives.on_device.backed import BackendPath
@@ -43,43 +43,38 @@ SHARE_NBYTES = 16 << 20
 """Of a share: a few segments of what goes across, so that one block's network covers the next one's work inside."""
 
 
+@dataclass(eq=False)
 class HierarchyStep:
-    """A part of a call on another path, where it counts as a call. For other attributes see ``DeviceCall``.
+    """A part of a call on another path, where it counts as a call. For other attributes see ``DeviceCall``."""
 
-    Args:
-        whole: the call.
-        group: ranks of the step.
-        key: unlike that of any other step of the call.
-        ready: behind this the part may be read and written.
-        then: called with the mark behind which the result is complete.
-        done: called when nothing on a stream touches the part any more.
-    """
+    whole: DeviceCall
+    group: Group  # ranks of the step
+    verb: Verb
+    block: _Block
+    ready: Mark  # behind this the block may be read and written
+    stream: Stream
+    then: Callable[[Mark], None]  # called with the mark behind which the result is complete
+    ended: Callable[[HierarchyStep], None]  # called when nothing on a stream touches the block any more
+    is_over: bool = False
 
-    def __init__(
-        self, whole: DeviceCall, group: Group, verb: Verb, key: str, part: Part, count: int, ready: Mark,
-        stream: Stream, *, then: Callable[[Mark], None], done: Callable[[HierarchyStep], None],
-    ) -> None:  # fmt: skip
-        self.group = group
+    def __post_init__(self) -> None:
+        whole, verb, block = self.whole, self.verb, self.block
+        self.key = _key_of(whole.key, verb, block.index)
+        count = (block.share if verb is Verb.ALL_REDUCE else block.source).size
         # averages of equally many averages are the average of all
         op = None if verb is Verb.ALL_GATHER else whole.kind.op
-        self.kind, self.key = PlanKey(verb, whole.kind.dtype, (count,), op), key
-        self.device, self.stream, self.ready, self.parts = whole.device, stream, ready, (part,)
-        self.plans = group.plans
-        self.priority, self.head = whole.priority, whole.head
-        self.signature = whole.signature._replace(verb=str(verb), counts=(key, (count,)))
-        self.memo: dict[str, Any] = whole.memo.setdefault(key, {})
-        self.title = whole.title
-        self.is_over = False
-        self._whole = whole
-        self._then = then
-        self._done = done
+        self.kind = PlanKey(verb, whole.kind.dtype, (count,), op)
+        self.device, self.parts, self.plans = whole.device, (block.part(verb),), self.group.plans
+        self.priority, self.head, self.title = whole.priority, whole.head, whole.title
+        self.signature = whole.signature._replace(verb=str(verb), counts=(self.key, (count,)))
+        self.memo: dict[str, Any] = whole.memo.setdefault(self.key, {})
 
     def enqueued(self, mark: Mark) -> None:
         """Note that the result is complete behind this mark."""
         if self.is_over:
             return
         try:
-            self._then(mark)
+            self.then(mark)
         except Exception as error:  # noqa: BLE001  of the device's library: it belongs to the call
             self.failed(error)
 
@@ -87,12 +82,12 @@ class HierarchyStep:
         """Note that no stream touches the part any more."""
         if not self.is_over:
             self.is_over = True
-            self._done(self)
+            self.ended(self)
 
     def failed(self, error: BaseException) -> None:
         """Fail the whole call, since this step cannot be carried out."""
         if not self.is_over:
-            self._whole.failed(error)
+            self.whole.failed(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +99,11 @@ class _Block:
     target: Flat
     share: Flat
     unpadded: Flat | None = None
+
+    def part(self, verb: Verb) -> Part:
+        """Input and result of a step."""
+        source = self.source if verb is Verb.REDUCE_SCATTER else self.share
+        return Part(source, self.target if verb is Verb.ALL_GATHER else self.share)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,21 +125,18 @@ class HierarchicalPath(Path):
     Args:
         backend: inside the host; its order is not followed.
         staged: across the hosts.
-        inside, across: their groups.
-        device: of this rank.
         mailbox: of the group inside.
         share_nbytes: see ``SHARE_NBYTES``; the same on every rank.
     """
 
     def __init__(
-        self, backend: BackendPath, staged: StagedPath, inside: Group, across: Group, device: Device, mailbox: Mailbox,
-        *, share_nbytes: int = SHARE_NBYTES,
-    ) -> None:  # fmt: skip
+        self, backend: BackendPath, staged: StagedPath, mailbox: Mailbox, *, share_nbytes: int = SHARE_NBYTES
+    ) -> None:
         self._backend = backend
         self._staged = staged
-        self._inside = inside
-        self._across = across
-        self._device = device
+        self._inside = backend.group
+        self._across = staged.group
+        self._device = backend.device
         self._mailbox = mailbox
         self._share_nbytes = share_nbytes
         self._stream: Stream = None  # made with the first call: until then no device is touched
@@ -162,10 +159,7 @@ class HierarchicalPath(Path):
             return
         self._under_way[call] = _UnderWay(blocks, len(blocks))
         for block in blocks:
-            self._step(
-                call, block, Verb.REDUCE_SCATTER, Part(block.source, block.share), ready,
-                partial(self._reduced, call, block),
-            )  # fmt: skip
+            self._step(call, block, Verb.REDUCE_SCATTER, ready, partial(self._reduced, call, block))
 
     @override
     def give_up(self, call: DeviceCall) -> None:
@@ -216,29 +210,22 @@ class HierarchicalPath(Path):
 
     # ---------------------------------------------------------------- steps
 
-    def _step(
-        self, call: DeviceCall, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
-    ) -> None:
-        is_across = verb is Verb.ALL_REDUCE
-        group, count = (self._across, block.share.size) if is_across else (self._inside, block.source.size)
-        step = HierarchyStep(
-            call, group, verb, _key_of(call.key, verb, block.index), part, count, ready, self._stream,
-            then=then, done=partial(self._step_done, call),
-        )  # fmt: skip
+    def _step(self, call: DeviceCall, block: _Block, verb: Verb, ready: Mark, then: Callable[[Mark], None]) -> None:
+        group = self._across if verb is Verb.ALL_REDUCE else self._inside
+        ended = partial(self._step_done, call)
+        step = HierarchyStep(call, group, verb, block, ready, self._stream, then, ended)
         self._under_way[call].steps.add(step)
         self._path_of(step).begin(step)
 
     def _path_of(self, step: HierarchyStep) -> Any:
-        return self._staged if step.kind.verb is Verb.ALL_REDUCE else self._backend
+        return self._staged if step.verb is Verb.ALL_REDUCE else self._backend
 
     def _reduced(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
-        part = Part(block.share, block.share)
         self._device.wait(self._stream, mark)
-        self._step(call, block, Verb.ALL_REDUCE, part, mark, partial(self._exchanged, call, block))
+        self._step(call, block, Verb.ALL_REDUCE, mark, partial(self._exchanged, call, block))
 
     def _exchanged(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
-        part = Part(block.share, block.target)
-        self._step(call, block, Verb.ALL_GATHER, part, mark, partial(self._gathered, call, block))
+        self._step(call, block, Verb.ALL_GATHER, mark, partial(self._gathered, call, block))
 
     def _gathered(self, call: DeviceCall, block: _Block, mark: Mark) -> None:
         under_way, device, stream = self._under_way[call], self._device, self._stream

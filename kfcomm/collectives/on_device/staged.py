@@ -60,7 +60,7 @@ class StagedPath(Path):
     ) -> None:  # fmt: skip
         identity = hashlib.blake2b(group.view.id, digest_size=16, person=b"staged").digest()
         self.view = GroupView(identity, group.view.members, group.view.rank)
-        self.engine = group.engine
+        self.group, self.engine = group, group.engine
         self.pool_of = pool_of
         self.segment_nbytes = segment_nbytes
         self.window = window

@@ -86,7 +86,7 @@ async def test_unreadable_messages_are_dropped(caplog: pytest.LogCaptureFixture)
             np.full(64, 0xC1, np.uint8),
             np.frombuffer(b"\x92\xff\x90" + bytes(61), np.uint8),
         ):
-            await comms[0]._mailbox.send(adapt(record), 1, TAG, None)
+            await comms[0]._mailbox.send(adapt(record), 1, TAG)
         await until(lambda: caplog.text.count("makes no sense") == 3)
         channels[0].tell(1, "well")
         await until(lambda: heard[1])
