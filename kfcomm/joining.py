@@ -13,7 +13,8 @@ from kfcomm.arrays.devices import Device, DeviceReport, routes
 from kfcomm.common.callbacks import do_nothing
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.tracebacks import bare, terse
-from kfcomm.engine.session import Session, SessionOptions
+from kfcomm.engine.engine import SessionOptions
+from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.monitor import serving
 from kfcomm.monitor.dumps import install_signal

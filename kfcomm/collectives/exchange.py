@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
@@ -28,9 +28,6 @@ from kfcomm.core.collective import GroupView, shown
 from kfcomm.core.signature import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.types import Seconds, Verb
-
-if TYPE_CHECKING:
-    pass
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 RECORD_NBYTES = 256

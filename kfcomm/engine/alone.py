@@ -59,15 +59,8 @@ class Alone(Network):
     def sever(self) -> None:
         """Nothing is shared."""
 
-    def room(self, nbytes: int) -> None:
-        """Return None: no other rank could read it."""
-
-    def room_nbytes(self) -> int:
-        """None."""
-        return 0
-
     def heaps(self) -> None:
-        """Return None, as ``room``."""
+        """Return None: no other rank could read it."""
 
     @override
     def describe(self, peer: int) -> str:

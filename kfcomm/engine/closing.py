@@ -40,9 +40,7 @@ class Drain(NamedTuple):
     """A wait of `Closing` before the collectives in flight fail."""
 
     done: asyncio.Future[None]
-    # bound of the wait
     within_s: float  # bound of the wait
-    # the ranks waited for and the reason, in words
     why: Callable[[], str]  # the ranks waited for and the reason, in words
 
 
@@ -50,7 +48,6 @@ class Closing:
     """The waits of a rank that closes, one after the other; all on one loop."""
 
     def __init__(self, rank: int) -> None:
-        # the caller of close was; the rest is then done without waiting
         self.was_cancelled = False  # the caller of close was; the rest is then done without waiting
         self._rank = rank
         self._until_s = math.inf

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective
 from kfcomm.core.deadlines import NEVER, Due, first_due_s, look
+from kfcomm.core.links import announce
 from kfcomm.engine.operation import Operation
-from kfcomm.transports.reactor import Reactor, Timer
+from kfcomm.transports.reactor import Timer
 
 if TYPE_CHECKING:
-    from kfcomm.engine.control import ControlPlane
-    from kfcomm.transports.reactor import Reactor
+    from collections.abc import Collection
+
+    from kfcomm.engine.engine import Engine
 
 logger = logging.getLogger("kfcomm")
 
@@ -30,30 +32,17 @@ MAX_TIMEOUTS = 64
 
 
 class Deadlines:
-    """Deadlines of all operations in flight.
+    """Deadlines of all operations of an engine.
 
-    ``announce`` is called for a collective that has been quiet for a moment, ``abort`` for one whose deadline has
-    passed. ``inquiries`` are about operations that wait long; each is removed at the end of its operation.
+    A collective that has been quiet for a moment is announced to those it waits for; one whose deadline has passed is
+    aborted. ``inquiries`` are about operations that wait long; each is removed at the end of its operation.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        reactor: Reactor,
-        stall_after_s: float,
-        *,
-        in_flight: Callable[[], Iterable[Operation]],
-        announce: Callable[[Collective], None],
-        abort: Callable[[Collective, Cause], None],
-    ) -> None:
-        self.control: ControlPlane | None = None
+    def __init__(self, engine: Engine, stall_after_s: float) -> None:
         self.stall_after_s = stall_after_s
         self.next_s = NEVER  # of the next tick; an operation due earlier has to ``hurry``
-        self._rank = rank
-        self._reactor = reactor
-        self._in_flight = in_flight
-        self._announce = announce
-        self._abort = abort
+        self._engine = engine
+        self._reactor = engine.reactor
         self.inquiries: dict[Operation, Inquiry] = {}
         self._timer: Timer | None = None
         self._first_s: dict[float, float] = {}
@@ -85,7 +74,9 @@ class Deadlines:
 
     def _tick(self) -> None:
         begun_s = self._reactor.time()
-        due, next_s = look(self._in_flight(), begun_s, self.stall_after_s)
+        self._engine.enter_all()
+        in_flight = cast("Collection[Operation]", list(self._engine.router.live.values()))
+        due, next_s = look(in_flight, begun_s, self.stall_after_s)
         self._timer, self.next_s = None, NEVER
         if next_s != NEVER:
             now_s = self._reactor.time()
@@ -102,21 +93,33 @@ class Deadlines:
                 self._announce(operation.collective)
             elif why is Due.EXPIRED:
                 inquiry = self._inquiry(operation)
-                inquiry.conclude(self.control, self._reactor, partial(self._expired, operation, inquiry))
+                inquiry.conclude(partial(self._expired, operation, inquiry))
             else:
-                self._inquiry(operation).ask(self.control, self._reactor, report=why is Due.STALLED)
+                self._inquiry(operation).ask(report=why is Due.STALLED)
         if num_stalled > REPORTS_AT_ONCE:
             more = num_stalled - REPORTS_AT_ONCE
-            logger.warning("rank %d has waited as long for %d more than those that are reported", self._rank, more)
+            rank = self._engine.rank
+            logger.warning("rank %d has waited as long for %d more than those that are reported", rank, more)
+
+    def _announce(self, collective: Collective) -> None:
+        """Announce a waiting collective to those it waits for: ranks that disagree may have no chunk that shows it."""
+        links, lost = self._engine.links, self._engine.router.lost
+        for to in collective.unheard():
+            peer = collective.group.members[to]
+            if peer not in lost:
+                sender = links.to(peer)
+                for header in announce(sender.state, collective):
+                    sender.send(header)
+        links.flush_soon()
 
     def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
         if not operation.is_over:
-            self._abort(operation.collective, inquiry.timed_out())
+            self._engine.abort(operation.collective, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
         inquiry = self.inquiries.get(operation)
         if inquiry is None:
-            inquiry = self.inquiries[operation] = Inquiry(operation, self._rank)
+            inquiry = self.inquiries[operation] = Inquiry(operation)
         return inquiry
 
 
@@ -130,18 +133,18 @@ MAX_NAMED = 16
 class Inquiry:
     """State of one waiting collective, by its chunks and by the answers of the other ranks."""
 
-    def __init__(self, operation: Operation, rank: int) -> None:
+    def __init__(self, operation: Operation) -> None:
         self._operation = operation
         self._collective = operation.collective
-        self._rank = rank
+        self._engine = operation.engine
         self._answers: dict[int, tuple[bool, str]] = {}
         self._unanswered: set[int] = set()
         self._asked_s: float | None = None
         self._conclude: Callable[[], None] | None = None
 
-    def ask(self, control: ControlPlane | None, reactor: Reactor, *, report: bool) -> None:
+    def ask(self, *, report: bool) -> None:
         """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
-        key = self._collective.key
+        key, control, reactor = self._collective.key, self._engine.control, self._engine.reactor
         self._asked_s = reactor.time()
         self._unanswered = set(range(self._collective.group.size)) - {self._collective.group.rank}
         if control is not None:
@@ -149,10 +152,11 @@ class Inquiry:
         if report:
             reactor.call_later(ANSWER_WITHIN_S, self._report)
 
-    def conclude(self, control: ControlPlane | None, reactor: Reactor, then: Callable[[], None]) -> None:
+    def conclude(self, then: Callable[[], None]) -> None:
         """Call ``then``, once: at once if the question had its time, else when it is answered or has had it."""
+        reactor = self._engine.reactor
         if self._asked_s is None:
-            self.ask(control, reactor, report=False)
+            self.ask(report=False)
         had_s = reactor.time() - (self._asked_s or 0.0)
         self._conclude = then
         if had_s >= GRACE_S or not self._unanswered:
@@ -173,7 +177,7 @@ class Inquiry:
         where = f"did not finish on {group.called(group.rank)} within {waited_s:.1f} s"
         message = f"{self._collective.title} {where}: {self._words(arrived, missing)}"
         known = (tuple(map(group.known, ranks)) for ranks in (arrived, missing))
-        return Cause(CauseKind.TIMEOUT, self._rank, message, *known)
+        return Cause(CauseKind.TIMEOUT, self._engine.rank, message, *known)
 
     def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
         if posted and rank in self._collective.group.index:
@@ -206,7 +210,8 @@ class Inquiry:
         if not missing:
             silent = [rank for rank in arrived if rank not in self._answers and rank != group.rank]
             tail = f"; no answer from {group.all_called(silent)} (stopped or unreachable)" if silent else ""
-            behind = [rank for rank in self._operation.behind() if rank != group.rank]
+            executor = self._operation.executor
+            behind = [] if executor is None else [rank for rank in executor.behind() if rank != group.rank]
             awaited = f", it waits for {group.all_called(behind)}" if behind else ""
             return f"all ranks have posted it, the data is still under way{awaited}{tail}"
         last = "; ".join(f"{group.called(rank)} {self._activity(rank)}" for rank in missing[:MAX_NAMED])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.common.callbacks import do_nothing
@@ -22,7 +23,7 @@ from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import Collective, GroupView, Post, Series
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import DEFAULT_CREDIT, Credit, Incoming, announce
+from kfcomm.core.links import Incoming, credit_of
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
@@ -58,36 +59,43 @@ MismatchListener = Callable[[str, int], None]
 """Of one group: told the name and the number of what its ranks do not agree about."""
 
 
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Surroundings and settings of a session and its engine, which those of later epochs take over."""
+
+    # the maker's, as is the reactor: ``closed`` is called when they are not needed any more
+    loop: asyncio.AbstractEventLoop
+    reactor: Reactor
+    timeout_s: float  # of calls without one
+    stall_after_s: float  # a wait of this length is reported
+    monitor: bool = True  # keep statistics
+    closed: Callable[[], None] = do_nothing
+
+
 class Engine:
     """All collectives of one rank.
 
     Args:
         rank: world rank.
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
-        loop: opens the links and resolves awaited futures.
-        reactor: drives the engine: its code runs only in ``progress`` or in a caller's own call.
-        stall_after_s: a wait of this length is reported.
-        credit: of every link; the same on every rank.
+        size: of the world.
+        options: its loop opens the links and resolves awaited futures; its reactor drives the engine, whose code runs
+            only in ``progress`` or in a caller's own call.
 
     Attributes:
+        control: the control plane; None in a world of one, and until it is there.
         observers: of every event, or None: an event without observers costs one test; set by ``observe``.
         on_wait: called when this rank begins to wait for something.
         unusual: reasons why every post takes the full path: it may be refused, or its chunks are observed.
     """
 
     def __init__(
-        self,
-        rank: int,
-        connect: Callable[[int], Awaitable[Link]],
-        loop: asyncio.AbstractEventLoop,
-        reactor: Reactor,
-        *,
-        stall_after_s: float,
-        credit: Credit = DEFAULT_CREDIT,
-        meter: Meter | None = None,
+        self, rank: int, size: int, connect: Callable[[int], Awaitable[Link]], options: SessionOptions
     ) -> None:
+        loop, reactor = options.loop, options.reactor
+        meter = Meter(size) if options.monitor else None
         self.rank = rank
-        self.router = Router(rank, credit)
+        self.router = Router(rank, credit_of(size))  # the credit of every link is the same on every rank
         self.recorder = Recorder(self.in_flight, meter)
         self.unusual: set[str] = set()
         self.meter = meter
@@ -95,7 +103,7 @@ class Engine:
         self._own: tuple[Observer, ...] = (self.recorder,) if meter is None else (meter, self.recorder)
         self.loop = loop
         self.reactor = reactor
-        self._control: ControlPlane | None = None
+        self.control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
         self.mismatch_listeners: dict[bytes, MismatchListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
@@ -103,11 +111,9 @@ class Engine:
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
         self.links = LinkTable(connect, loop, reactor, self.router)
         self.slots = SlotTable(self.links, meter)
-        self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
+        self.recovery = LinkRecovery(self)
         self.links.on_failed = self.recovery.outgoing_broke
-        self.deadlines = Deadlines(
-            rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
-        )
+        self.deadlines = Deadlines(self, options.stall_after_s)
         self.on_wait: Callable[[], None] = do_nothing
         self.pool = BlockPool()
         self.receiver = Receiver(self)
@@ -216,21 +222,17 @@ class Engine:
         self.perform(effects)
         self.links.flush_soon()
 
-    def end(self, reason: str) -> None:
-        """Fail every operation in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
-        self._end(lambda collective: self._cut_short(collective, reason), reason)
+    def end(self, reason: str, cause: Cause | None = None) -> None:
+        """Fail every operation in flight, here and on the other ranks; from now on posts raise ``SessionClosed``.
 
-    def end_for(self, cause: Cause) -> None:
-        """End all operations, for a cause that the other ranks may learn by themselves; see `end`."""
-        self._end(lambda _: cause, cause.message)
-
-    def _end(self, cause_for: Callable[[Collective], Cause], reason: str) -> None:
+        ``cause``: of all these failures, where the other ranks may learn it by themselves.
+        """
         self.unusual.add("ended")
         for listener in list(self.end_listeners):
             listener()
         self.enter_all()
         for collective in list(self.router.live):
-            self.abort(collective, cause_for(collective))
+            self.abort(collective, cause or self._cut_short(collective, reason))
         self._ended = reason
 
     def _cut_short(self, collective: Collective, reason: str) -> Cause:
@@ -269,11 +271,6 @@ class Engine:
         operations = [use.as_operation() for use in self.slots.uses()]
         return [*cast("Collection[Operation]", list(self.router.live.values())), *operations]
 
-    def entered(self) -> list[Operation]:
-        """Operations in flight, all of them made known to the router."""
-        self.enter_all()
-        return cast("list[Operation]", list(self.router.live.values()))
-
     def enter_all(self) -> None:
         """Make the router know all operations in flight."""
         for use in self.slots.uses():
@@ -303,15 +300,6 @@ class Engine:
         is_last = not (self.router.live or self.slots.pending)
         for observer in self.observers or ():
             observer.done(operation, is_last=is_last)
-
-    @property
-    def control(self) -> ControlPlane | None:
-        """The control plane; None in a world of one, and until it is there."""
-        return self._control
-
-    @control.setter
-    def control(self, control: ControlPlane | None) -> None:
-        self._control = self.deadlines.control = self.recovery.control = control
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -423,13 +411,3 @@ class Engine:
             logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
             link.abort()
             self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
-
-    def _announce(self, collective: Collective) -> None:
-        """Announce a waiting collective to those it waits for: ranks that disagree may have no chunk that shows it."""
-        for to in collective.unheard():
-            peer = collective.group.members[to]
-            if peer not in self.router.lost:
-                sender = self.links.to(peer)
-                for header in announce(sender.state, collective):
-                    sender.send(header)
-        self.links.flush_soon()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
-    from kfcomm.transports.shm.heap import Array, Heaps
+    from kfcomm.transports.shm.heap import Heaps
     from kfcomm.transports.sockets import Connection
     from kfcomm.types import Candidate, Layout, Wanted
 
@@ -79,14 +79,8 @@ class Network(Protocol):
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
 
-    def room(self, nbytes: int) -> Array | None:
-        """Memory that the other ranks of this host can read in place; None if it is not available."""
-
-    def room_nbytes(self) -> int:
-        """Bytes of such memory in use."""
-
     def heaps(self) -> Heaps | None:
-        """Such memory of this process and of its peers; None if no other rank of this host could read it."""
+        """Memory that the other ranks of this host can read in place, and theirs; None without such ranks."""
 
     membership: Membership
     """Of the ranks in the job."""

@@ -48,7 +48,7 @@ class LinkTable:
         self._router = router
         self.on_failed: Callable[[Outgoing, str], None] = do_nothing
         self.by_peer: dict[int, PeerSender] = {}
-        self._incoming: dict[Incoming, Link] = {}
+        self.incoming: dict[Incoming, Link] = {}  # those that peers opened
         self.dirty: dict[PeerSender | Link, None] = {}
         self._flush_scheduled = False
         self._dials: set[asyncio.Task[None]] = set()
@@ -70,7 +70,7 @@ class LinkTable:
 
     def back(self, incoming: Incoming) -> Link | None:
         """The link that a peer opened, to answer on; to be flushed soon."""
-        link = self._incoming.get(incoming)
+        link = self.incoming.get(incoming)
         if link is not None:
             self.dirty[link] = None
         return link
@@ -79,15 +79,15 @@ class LinkTable:
         """A peer opened a link."""
         self.traffic.add(link)
         link.state = self._router.opened(link.peer)
-        self._incoming[link.state] = link
+        self.incoming[link.state] = link
         if self.is_low_latency:
             link.set_low_latency()
 
     def numbered(self, incoming: Incoming, number: int) -> None:
         """Number the peer's link, and keep only the newest: a peer redials only what has broken."""
         incoming.number = number
-        newest = max(one.number for one in self._incoming if one.peer == incoming.peer)
-        for one, link in list(self._incoming.items()):
+        newest = max(one.number for one in self.incoming if one.peer == incoming.peer)
+        for one, link in list(self.incoming.items()):
             if one.peer == incoming.peer and 0 < one.number < newest:
                 link.abort()
 
@@ -95,13 +95,14 @@ class LinkTable:
         """Handle the end of a link."""
         self.traffic.end(link)
         if type(link.state) is Incoming:
-            self._incoming.pop(link.state, None)
+            self.incoming.pop(link.state, None)
         else:
             sender = self.by_peer.get(link.peer)
             if sender is not None and sender.link is link:
                 del self.by_peer[link.peer]
         self.dirty.pop(link, None)
-        self._look_if_all_closed()
+        if self.closing and not self._links():
+            self._all_closed.set()
 
     def drop(self, peer: int) -> None:
         """Stop sending to a lost peer, and reading memory for it."""
@@ -117,24 +118,20 @@ class LinkTable:
         self.drop(peer)
         return sender.state
 
-    def hears(self, peer: int) -> bool:
-        """Whether a link is open on which this peer sends."""
-        return any(incoming.peer == peer for incoming in self._incoming)
-
     def goodbye(self, peer: int) -> None:
-        """Say goodbye, after the queued frames, to a leaving peer that waits for it."""
+        """Say goodbye to a peer, after the queued frames."""
         sender = self.by_peer.get(peer)
         if sender is not None and sender.link is not None:
             sender.link.close()
 
     def disown(self, owner: Owner) -> None:
         """Stop writing arriving data to this owner's memory."""
-        for link in self._incoming.values():
+        for link in self.incoming.values():
             link.disown(owner)
 
     def redirect(self, owner: Owner) -> None:
         """Redirect arriving data of this owner to its new memory."""
-        for link in self._incoming.values():
+        for link in self.incoming.values():
             link.redirect(owner)
 
     def set_low_latency(self) -> None:
@@ -163,9 +160,10 @@ class LinkTable:
         for dial in list(self._dials):
             dial.cancel()
         self.flush()
-        for link in self._opened_here():
-            link.close()
-        self._look_if_all_closed()
+        for peer in list(self.by_peer):
+            self.goodbye(peer)
+        if not self._links():
+            self._all_closed.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._all_closed.wait()
@@ -178,19 +176,9 @@ class LinkTable:
         """Descriptors of all open links."""
         return [descriptor for link in self._links() for descriptor in link.descriptors()]
 
-    def peers_in_use(self) -> list[int]:
-        """Ranks to which this side has opened a link."""
-        return sorted(self.by_peer)
-
-    def _opened_here(self) -> list[Link]:
-        return [sender.link for sender in self.by_peer.values() if sender.link is not None]
-
     def _links(self) -> list[Link]:
-        return [*self._incoming.values(), *self._opened_here()]
-
-    def _look_if_all_closed(self) -> None:
-        if self.closing and not self._links():
-            self._all_closed.set()
+        opened_here = (sender.link for sender in self.by_peer.values() if sender.link is not None)
+        return [*self.incoming.values(), *opened_here]
 
     def _start_to_dial(self, sender: PeerSender, peer: int) -> None:
         if self.closing or self.by_peer.get(peer) is not sender:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.join import JobStore
-    from kfcomm.rendezvous.keyvalue import Exit
     from kfcomm.transports.tls import Tls
 
 LOOK_S = 15.0

@@ -41,7 +41,7 @@ from kfcomm.rendezvous.keyvalue import ENTRY, JOINING
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.registry import TCP, Transport, selected
-from kfcomm.transports.shm.heap import Array, Heaps
+from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import Candidate, override
 
@@ -212,7 +212,7 @@ class SocketNetwork(Network):
         self._inbound, self._reactor = inbound, reactor
         surroundings = Surroundings(
             loop=self._loop, reactor=reactor, inbound=inbound, rank=self._me.rank,
-            local=tuple(peer for peer in range(len(self.peers)) if self._is_here(peer)), num_ranks=len(self.peers),
+            local=self.layout.ranks_of(self.layout.hosts[self._me.rank]), num_ranks=len(self.peers),
             checksum=self._settings.checksum,
         )  # fmt: skip
         for transport in (*self._transports, TCP):
@@ -238,7 +238,10 @@ class SocketNetwork(Network):
         link = await self._open(last, peer)
         for transport, reason in refusals:  # not before the peer was reached: one that dies refuses, too
             self._refused.add((peer, transport.purpose))
-            self._say_fallback(peer, last[0], transport, reason)
+            if not self._fallback_said:
+                self._fallback_said = True
+                used, refused = last[0].title, transport.title
+                logger.warning("rank %d and rank %d use %s, not %s: %s", self._me.rank, peer, used, refused, reason)
         return link
 
     @override
@@ -258,16 +261,6 @@ class SocketNetwork(Network):
     def sever(self) -> None:
         for endpoint in self._endpoints.values():
             endpoint.sever()
-
-    @override
-    def room(self, nbytes: int) -> Array | None:
-        heaps = self.heaps()
-        return None if heaps is None else heaps.empty(nbytes)
-
-    @override
-    def room_nbytes(self) -> int:
-        heaps = self.heaps()
-        return 0 if heaps is None else heaps.used_nbytes
 
     @override
     def heaps(self) -> Heaps | None:
@@ -345,16 +338,6 @@ class SocketNetwork(Network):
 
     def _address(self, peer: int, transport: Transport) -> Address:
         return addresses_of(self.peers[peer], seen_from=self._me)[0 if transport.is_local else -1]
-
-    def _is_here(self, peer: int) -> bool:
-        return self.layout.hosts[peer] == self.layout.hosts[self._me.rank]
-
-    def _say_fallback(self, peer: int, used: Transport, refused: Transport, reason: str) -> None:
-        if not self._fallback_said:
-            self._fallback_said = True
-            logger.warning(
-                "rank %d and rank %d use %s, not %s: %s", self._me.rank, peer, used.title, refused.title, reason
-            )
 
     async def _watch_exits(self, control: ControlThread) -> None:
         """Watch exit reports: a launcher sees a process end even if a child of it holds its sockets open."""

@@ -338,7 +338,12 @@ class Operation(OperationMemory, CollectiveDriver):
         start, stop = self._bounds(lane, index)
         kernel = self.work.kernel or self._folding()
         nbytes = (stop - start) * kernel.accumulate_dtype.itemsize
-        room = self._reserve(lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
+        room: memoryview | None = None  # that the link sends from
+        if nbytes > COPIED_NBYTES:
+            collective = self.collective
+            sender = self.engine.links.to(collective.group.members[lane.parent])
+            if sender.link is not None and may_send(sender.state, collective, lane.parent, nbytes):
+                room = sender.link.reserve(nbytes, self.priority)
         if room is None:
             self.fold_partial(lane, index, view, first)
             return
@@ -347,19 +352,7 @@ class Operation(OperationMemory, CollectiveDriver):
         kernel.fold(own, self._contribution(kernel, view, stop - start), made)
         self._last = (lane, index, PARTIAL, room)
 
-    def behind(self) -> list[int]:
-        """Group ranks that keep it waiting although they may have posted it."""
-        return [] if self.executor is None else self.executor.behind()
-
     def redirect(self, result: Array) -> None:
         """Move the result to other memory, with a copy of what has come so far."""
         self.out, self._out_view, self._last = result, None, None
         self.engine.links.redirect(self)
-
-    def _reserve(self, to: int, nbytes: int) -> memoryview | None:
-        """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
-        collective = self.collective
-        sender = self.engine.links.to(collective.group.members[to])
-        if sender.link is None or not may_send(sender.state, collective, to, nbytes):
-            return None
-        return sender.link.reserve(nbytes, self.priority)

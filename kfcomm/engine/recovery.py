@@ -7,19 +7,18 @@ the first one notices too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective
 from kfcomm.core.links import LINKS, Incoming, Outgoing
-from kfcomm.core.router import Router
-from kfcomm.engine.link_table import LinkTable
-from kfcomm.transports.reactor import Reactor, Timer
+from kfcomm.transports.reactor import Timer
 
 if TYPE_CHECKING:
     from kfcomm.engine.control import ControlPlane
+    from kfcomm.engine.engine import Engine
 
 NEWS_WITHIN_S = 1.0
 """How long a rank waits to hear why another has left without sending all: such news takes milliseconds."""
@@ -32,42 +31,39 @@ CALM_S = 10.0
 
 
 class LinkRecovery:
-    """Recovers the broken links of one rank; ``abort`` fails a collective here and on every other rank."""
+    """Recovers the broken links of one engine."""
 
-    def __init__(
-        self, router: Router, links: LinkTable, reactor: Reactor, abort: Callable[[Collective, Cause], None]
-    ) -> None:
-        self.control: ControlPlane | None = None
-        self._router = router
-        self._links = links
-        self._reactor = reactor
-        self._abort = abort
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._router = engine.router
+        self._links = engine.links
+        self._reactor = engine.reactor
         self._settled: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
         self._redials: dict[int, Timer] = {}
 
     def outgoing_broke(self, outgoing: Outgoing, reason: str) -> None:
         """Handle a link of this rank that has broken, or could not be opened."""
-        peer = outgoing.peer
-        if self.control is None or self._links.closing or peer in self._router.lost:
+        peer, control = outgoing.peer, self._engine.control
+        if control is None or self._links.closing or peer in self._router.lost:
             return
         cause = self._cause(peer, reason)
-        self.control.suspect(peer, cause.message)
+        control.suspect(peer, cause.message)
         carried = self._router.broke(outgoing)
         if carried:
-            self._fail_unless_lost(self.control, peer, carried, cause)
+            self._fail_unless_lost(control, peer, carried, cause)
         if self._router.owes(peer) and peer not in self._redials:
             self._redials[peer] = self._reactor.call_later(self._pause_s(peer), self._redial, peer)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         """Handle the break of a link that a peer opened."""
-        peer = incoming.peer
-        if self.control is None or self._links.closing or peer in self._router.lost:
+        peer, control = incoming.peer, self._engine.control
+        if control is None or self._links.closing or peer in self._router.lost:
             return
         cause = self._cause(peer, reason)
-        self.control.suspect(peer, cause.message)
+        control.suspect(peer, cause.message)
         if incoming.number:
-            self.control.abort(LINKS, str(peer), incoming.number, cause.to_wire())
+            control.abort(LINKS, str(peer), incoming.number, cause.to_wire())
 
     def peer_says(self, peer: int, number: int, reason: str) -> None:
         """Handle a peer's report that it cannot hear this link any more."""
@@ -92,12 +88,13 @@ class LinkRecovery:
             timer.cancel()
 
     def _sends_no_more(self, peer: int) -> bool:
-        return peer in self._settled and not self._links.closing and not self._links.hears(peer)
+        links = self._links
+        return peer in self._settled and not links.closing and all(one.peer != peer for one in links.incoming)
 
     def _fail_in_vain(self, peer: int) -> None:
         if self._sends_no_more(peer):
             for collective in self._router.awaiting(peer):
-                self._abort(collective, self._cause(peer, "it was closed before all had come"))
+                self._engine.abort(collective, self._cause(peer, "it was closed before all had come"))
 
     def _cause(self, peer: int, reason: str) -> Cause:
         rank = self._router.rank
@@ -110,7 +107,7 @@ class LinkRecovery:
             # What a leaving peer has not posted fails by its leaving, even if the end of its link is heard of first.
             left = self._router.lost.get(peer, cause)
             for collective, is_posted in zip(carried, chain(posted, repeat(True)), strict=False):
-                self._abort(collective, cause if is_posted else left)
+                self._engine.abort(collective, cause if is_posted else left)
             carried.clear()
 
         control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)

@@ -11,44 +11,28 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice
-from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupTable, GroupView
-from kfcomm.core.links import credit_of
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
 from kfcomm.engine.closing import CLOSE_WITHIN_S, LEAVE_WITHIN_S, Closing, Drain, in_a_thread, let_go, sessions
 from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, StatusSource
-from kfcomm.engine.engine import Engine
+from kfcomm.engine.engine import Engine, SessionOptions
 from kfcomm.engine.interfaces import Door, Network, Service
-from kfcomm.engine.meter import LoopLag, Meter
+from kfcomm.engine.meter import LoopLag
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.base import DeviceSetup
-from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Connection
 from kfcomm.types import Layout, override
 
 logger = logging.getLogger("kfcomm")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """Surroundings and settings of a session, which those of later epochs take over."""
-
-    # the maker's, as is the reactor: ``closed`` is called when they are not needed any more
-    loop: asyncio.AbstractEventLoop
-    reactor: Reactor
-    timeout_s: float  # of calls without one
-    stall_after_s: float  # a wait of this length is reported
-    monitor: bool = True  # keep statistics
-    closed: Callable[[], None] = do_nothing
 
 
 class Session(ControlEvents, StatusSource):
@@ -65,10 +49,7 @@ class Session(ControlEvents, StatusSource):
         self._options = options
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
-        self.engine = Engine(
-            rank, network.connect, options.loop, options.reactor, stall_after_s=options.stall_after_s,
-            credit=credit_of(layout.size), meter=Meter(layout.size) if options.monitor else None,
-        )  # fmt: skip
+        self.engine = Engine(rank, layout.size, network.connect, options)
         self.network = network
         self._closed: str | None = None
         self._over: Cause | None = None
@@ -245,7 +226,7 @@ class Session(ControlEvents, StatusSource):
         """End the epoch once the survivors are agreed on: refuse further posts, and fail what is in flight."""
         self._over = replace(cause, message=f"{cause.message}; use the communicator of that one")
         self._closed = self._over.message
-        self.engine.end_for(self._over)
+        self.engine.end(self._over.message, self._over)
 
     def follow(self, network: Network) -> Session:
         """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""

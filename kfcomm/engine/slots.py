@@ -162,7 +162,7 @@ class SlotTable:
         key = series.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
-            self._set(series, taken)
+            _set(series, taken)
             return taken
         offers = key.offers or {}
         if series.signature in offers:
@@ -281,7 +281,7 @@ class SlotTable:
             if key.slots is None:
                 key.slots = {}
             key.slots[series.signature] = slot
-            self._set(series, slot)
+            _set(series, slot)
             if memory.is_everywhere(slot):
                 board = self._boards.get(memory)
                 if board is None:
@@ -291,12 +291,6 @@ class SlotTable:
             self.num_taken += 1
             self.taken_nbytes += work.cut.room
         return slot
-
-    @staticmethod
-    def _set(series: Series, slot: Slot) -> None:
-        """Let uses begin in it by themselves, if they need no more than it."""
-        if not slot.is_relayed:
-            series.slot = slot
 
     def _hand_out(self, series: Series, use: SlotExecutor) -> None:
         by_peer, group = self._links.by_peer, series.group
@@ -317,6 +311,12 @@ class SlotTable:
                 for header in definitions(sender.state, use.collective):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, use.seq, *where))
+
+
+def _set(series: Series, slot: Slot) -> None:
+    """Let uses begin in it by themselves, if they need no more than it."""
+    if not slot.is_relayed:
+        series.slot = slot
 
 
 def _own_slots(keys: Iterable[Key]) -> list[Slot]:

@@ -211,7 +211,9 @@ def record_of(session: Session) -> Record:
         "activity": session.activity(),
         "loop_blocked_s": round(session.lag.blocked_s(), 3),
         "lost": {str(rank): cause.message for rank, cause in lost.items()},
-        "links": [f"to rank {rank}: {session.network.describe(rank)}" for rank in steady(engine.links.peers_in_use)],
+        "links": [
+            f"to rank {rank}: {session.network.describe(rank)}" for rank in steady(lambda: sorted(engine.links.by_peer))
+        ],
         "groups": {
             group_id.hex(): {"name": name, "members": list(members)}
             for group_id, (name, members) in steady(lambda: dict(session.groups.known)).items()

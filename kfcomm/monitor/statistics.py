@@ -217,6 +217,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         raise ConfigError("monitoring is off: set monitor=True, or KFCOMM_MONITOR=1, for statistics")
     ids = {group.view.id, *steady(message_groups)}
     tallies, others = tallies_of(meter, ids)
+    heaps = session.network.heaps()
     return Statistics(
         time_s=time.time(),
         rank=group.view.rank,
@@ -230,7 +231,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         peak_memory_nbytes=peak_memory_nbytes(),
         slots=session.engine.slots.num_taken,
         slots_nbytes=session.engine.slots.taken_nbytes,
-        symmetric_nbytes=session.network.room_nbytes(),
+        symmetric_nbytes=0 if heaps is None else heaps.used_nbytes,
         epoch=session.epoch,
         gauges=steady(lambda: dict(meter.gauges)),
         steps=_steps(meter, group.view.id),

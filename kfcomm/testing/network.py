@@ -18,7 +18,7 @@ from kfcomm.transports.base import Link, Surroundings, Waiter
 from kfcomm.transports.memory import MemoryNetwork
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
-from kfcomm.transports.shm.heap import Array, Heaps
+from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.sockets import Connection
 from kfcomm.types import Candidate, Layout, Wanted, override
 
@@ -339,14 +339,6 @@ class _RankNetwork:
     def sever(self) -> None:
         if (endpoint := self._links.endpoint(self._rank)) is not None:
             endpoint.hub.sever()
-
-    def room(self, nbytes: int) -> Array | None:
-        endpoint = self._links.endpoint(self._rank)
-        return None if endpoint is None else endpoint.heaps.empty(nbytes)
-
-    def room_nbytes(self) -> int:
-        endpoint = self._links.endpoint(self._rank)
-        return 0 if endpoint is None else endpoint.heaps.used_nbytes
 
     def heaps(self) -> Heaps | None:
         endpoint = self._links.endpoint(self._rank)

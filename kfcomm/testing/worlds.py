@@ -15,8 +15,9 @@ from kfcomm.arrays.devices.routes import choose
 from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.engine.control.memory import MemoryHub
+from kfcomm.engine.engine import SessionOptions
 from kfcomm.engine.interfaces import Network
-from kfcomm.engine.session import Session, SessionOptions
+from kfcomm.engine.session import Session
 from kfcomm.sync.communicator import Communicator as SyncCommunicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.elastic import ElasticCommunicator as SyncElastic

@@ -291,7 +291,8 @@ def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.nd
     """Memory as of ``comm.empty``, without its warning if ranks share none; and whether they share it."""
     # Shared memory is of one epoch and its ranks; in an elastic world a bucket lasts longer.
     is_shared = comm.local_size == comm.size and not is_elastic(comm)
-    room = comm._session.network.room(count * dtype.itemsize) if is_shared else None
+    heaps = comm._session.network.heaps() if is_shared else None
+    room = None if heaps is None else heaps.empty(count * dtype.itemsize)
     return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
 
 

@@ -389,7 +389,8 @@ class Communicator(Persistent):
     @property
     def shares_memory(self) -> bool:
         """Whether there are several ranks in this group, on one host, that share the memory in which ``empty`` is."""
-        return 1 < self.size == self.local_size and self._session.network.room(1) is not None
+        heaps = self._group.heaps
+        return self.size > 1 and heaps is not None and heaps.empty(1) is not None
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
         """An array of unknown content that the other ranks of this host can read where it is (*symmetric memory*).
@@ -415,9 +416,8 @@ class Communicator(Persistent):
         """
         self._check_open()
         form, element = form_of(shape, dtype)
-        room = None
-        if self.local_size == self.size:
-            room = self._session.network.room(math.prod(form) * element.itemsize)
+        heaps = self._group.heaps
+        room = None if heaps is None else heaps.empty(math.prod(form) * element.itemsize)
         if room is None:
             self._session.say_unshared()
             return np.empty(form, element)

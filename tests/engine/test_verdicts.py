@@ -26,10 +26,10 @@ class Desk:
         router = SimpleNamespace(rank=0, lost=self.lost, broke=lambda _: list(self.carried), owes=lambda _: False)
         loop = SimpleNamespace(call_later=lambda _, call, *args: self.timers.append(lambda: call(*args)))
         links = SimpleNamespace(closing=False)
-        recovery: Any = LinkRecovery(router, links, loop, lambda one, cause: self.failed.append((one.seq, cause.kind)))  # type: ignore[arg-type]
-        recovery.control = SimpleNamespace(
-            suspect=lambda *_: None, query=lambda ops, peer, answer: self.answers.append(answer)
-        )
+        control = SimpleNamespace(suspect=lambda *_: None, query=lambda ops, peer, answer: self.answers.append(answer))
+        engine: Any = SimpleNamespace(router=router, links=links, reactor=loop, control=control)
+        engine.abort = lambda one, cause: self.failed.append((one.seq, cause.kind))
+        recovery: Any = LinkRecovery(engine)
         recovery.outgoing_broke(SimpleNamespace(peer=1), "gone")
 
     def told(self, *posted: bool) -> list[tuple[int, CauseKind]]:
