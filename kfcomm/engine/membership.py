@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgpack
@@ -198,11 +199,8 @@ async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[L
     is_local = any(transport.is_local for transport in selected(settings.links))
     unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
     listener = Listener(address, unix=unix, ports=settings.ports)
-    me = PeerInfo.here(
-        rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
-        checksum=settings.checksum, device=device,
-    )  # fmt: skip
-    return listener, me
+    me = PeerInfo.here(rank=settings.rank, address=address, port=listener.port, unix=unix, device=device)
+    return listener, replace(me, transport=settings.transport, checksum=settings.checksum)
 
 
 def unix_name(meeting: Meeting, epoch: int) -> str:

@@ -53,10 +53,9 @@ class PeerInfo:
 
     @classmethod
     def here(
-        cls, *, rank: int, address: str, port: int, unix: str | None = None, transport: str = "auto",
-        checksum: bool = False, device: DeviceReport | None = None,
-    ) -> PeerInfo:  # fmt: skip
-        """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``).
+        cls, *, rank: int, address: str, port: int, unix: str | None = None, device: DeviceReport | None = None
+    ) -> PeerInfo:
+        """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``), with default settings.
 
         Texts of the device are made printable, and cut to a bounded length.
         """
@@ -72,8 +71,8 @@ class PeerInfo:
             num_cpus=os.cpu_count() or 0,
             costs=saved_costs(),
             versions=versions(),
-            transport=transport,
-            checksum=checksum,
+            transport="auto",
+            checksum=False,
             device=_presentable(device or DeviceReport()),
         )
 

@@ -20,7 +20,8 @@ from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, proce
 from kfcomm.types import Costs
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
-ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", transport="nccl", device=DEVICE)
+HERE = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", device=DEVICE)
+ME = replace(HERE, transport="nccl")
 
 
 def test_it_survives_the_wire() -> None:

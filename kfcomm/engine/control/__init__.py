@@ -5,7 +5,8 @@ as a `ControlPlane`, which notifies it by `ControlEvents` and queries it by `Sta
 """
 
 from kfcomm.engine.control.base import Answer, ControlEvents, ControlPlane, StatusSource
-from kfcomm.engine.control.thread import ControlThread, World, addresses_of
+from kfcomm.engine.control.thread import ControlThread
+from kfcomm.engine.control.world import World, addresses_of
 
 __all__ = [
     "Answer",

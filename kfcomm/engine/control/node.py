@@ -27,7 +27,8 @@ from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, E
 from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
 from kfcomm.engine.control.base import GONE, Answer, StatusSource, Upcalls
-from kfcomm.engine.control.links import ControlLinks, Dial
+from kfcomm.engine.control.links import ControlLinks
+from kfcomm.engine.control.world import World
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
@@ -46,18 +47,15 @@ class ControlNode:
     A peer silent for ``lost_after_s`` is lost; its launcher has ``launcher_word_s`` to report how its process ended.
     """
 
-    def __init__(
-        self, rank: int, size: int, *, tasks: asyncio.TaskGroup, dial: Dial, upcalls: Upcalls, status: StatusSource,
-        lost_after_s: float, launcher_word_s: float,
-    ) -> None:  # fmt: skip
-        self._launcher_word_s = launcher_word_s
-        self.rank = rank
-        self.links = ControlLinks(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
-        self._detector = FailureDetector(lost_after_s)
+    def __init__(self, world: World, tasks: asyncio.TaskGroup, upcalls: Upcalls, status: StatusSource) -> None:
+        self._launcher_word_s = world.launcher_word_s
+        self.rank = world.rank
+        self.links = ControlLinks(tasks, world.reach, self, world.lost_after_s * DEAD_HOST_SHARE)
+        self._detector = FailureDetector(world.lost_after_s)
         self._next_beat: asyncio.TimerHandle | None = None
         self._upcalls = upcalls
         self._status = status
-        self._gossip = Gossip(rank, size)
+        self._gossip = Gossip(world.rank, len(world.peers))
         self._questions = Questions()
         self._lost: set[int] = set()
         self._ended: set[int] = set()

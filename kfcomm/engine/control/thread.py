@@ -13,16 +13,15 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from kfcomm.core.auth import MAX_UNAUTHENTICATED, Unauthenticated
 from kfcomm.core.gossip import CollectiveId
-from kfcomm.core.handshake import Hello, Identity, Purpose
+from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import Message
 from kfcomm.engine.control.base import (
     GOODBYE_S,
@@ -37,16 +36,13 @@ from kfcomm.engine.control.base import (
     measure_clock,
 )
 from kfcomm.engine.control.node import ControlNode
+from kfcomm.engine.control.world import World
 from kfcomm.errors import KfcommError, LocalProtocolError
-from kfcomm.transports.handshake import HANDSHAKE_TIMEOUT_S, UNAUTHENTICATED_S, HandshakeOptions, dial, serve
+from kfcomm.transports.handshake import UNAUTHENTICATED_S, serve
 from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
-from kfcomm.transports.sockets import Address, Connection, Listener
+from kfcomm.transports.sockets import Connection, Listener
 from kfcomm.types import override
-
-if TYPE_CHECKING:
-    from kfcomm.rendezvous.identity import PeerInfo
-    from kfcomm.transports.tls import Tls
 
 HANDSHAKES_PER_RANK = 8
 """All ranks may come at once, each for several links."""
@@ -56,53 +52,6 @@ COMPARED_WITHIN_S = 0.25
 """How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
 
 _LOG = logging.getLogger("kfcomm.control")
-
-
-def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
-    """Addresses of a peer, as another process reaches it: by its Unix socket too if both are on one host."""
-    tcp: Address = (peer.address, peer.port)
-    if peer.unix is None or peer.host != seen_from.host:
-        return (tcp,)
-    return ("@" + peer.unix.lstrip("\0@"), tcp)
-
-
-class World(NamedTuple):
-    """Members of a world, and what they share."""
-
-    rank: int
-    peers: Sequence[PeerInfo]  # by rank, this one included
-    token: bytes  # secret of the job
-    epoch: int
-    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S  # on either side
-    lost_after_s: float = math.inf  # a peer silent for so long is lost; infinite for never
-    launcher_word_s: float = 0.0  # bound for the launcher's report of how a process ended
-    tls: Tls | None = None  # of TCP connections
-    # called now and then, to prove to others (the launcher) that this process runs
-    show_life: Callable[[], None] | None = None
-
-    def identity(self, rank: int) -> Identity:
-        """Identity that ``rank`` has to prove."""
-        return Identity(rank, self.peers[rank].uid)
-
-    async def dial(self, rank: int, addresses: Sequence[Address], purpose: int, timeout_s: float) -> Connection:
-        """A connection to ``rank`` on which both sides have proven who they are.
-
-        Raises:
-            DialRefused: see `kfcomm.transports.handshake.dial`.
-        """
-        return await dial(addresses, self.identity(rank), purpose, self.handshake(timeout_s))
-
-    def handshake(self, timeout_s: float) -> HandshakeOptions:
-        """Handshakes of this rank."""
-        return HandshakeOptions(self.identity(self.rank), self.epoch, self.token, timeout_s, self.tls)
-
-    def objection(self, hello: Hello) -> str | None:
-        """Reason to refuse this dialler, or None."""
-        if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
-            return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
-        if hello.uid != self.peers[hello.rank].uid:
-            return f"rank {hello.rank} is another process"
-        return None
 
 
 class ControlThread(ControlPlane):
@@ -120,13 +69,12 @@ class ControlThread(ControlPlane):
         self, world: World, listener: Listener, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> None:
         self._world = world
-        self._clock: ClockReader = time.monotonic_ns
-        self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
         self._upcalls = Upcalls(reactor, events)
         self._status = status
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._clocks = Clocks(world, self._loop, self._upcalls)
         self._thread = threading.Thread(target=self._run, name="kfcomm-control", daemon=True)
         self._ready = threading.Event()
         self._stop = asyncio.Event()
@@ -201,7 +149,7 @@ class ControlThread(ControlPlane):
 
     @override
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
-        self._call(lambda _: self._compare(self._ask_clock(rank, told)))
+        self._call(lambda _: self._clocks.ask(rank, told))
 
     @override
     def linger(self) -> None:
@@ -234,25 +182,26 @@ class ControlThread(ControlPlane):
     # The thread.
 
     def _run(self) -> None:
+        rank = self._world.rank
+
+        def report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            message = f"in the control thread of rank {rank}: {context['message']}"
+            self._upcalls.report(message, context.get("exception"))
+
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                self._loop.set_exception_handler(self._on_loop_error)
+                self._loop.set_exception_handler(report)
                 runner.run(self._main())
         except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
-            rank = self._world.rank
             self._upcalls.report(f"the control thread of rank {rank} failed", error)
             self._upcalls.post(self._upcalls.events.on_peer_lost, rank, f"its control thread failed: {error!r}")
         finally:
             self._ready.set()
 
     async def _main(self) -> None:
-        rank, size = self._world.rank, len(self._world.peers)
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._node = node = ControlNode(
-                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status,
-                    lost_after_s=self._world.lost_after_s, launcher_word_s=self._world.launcher_word_s,
-                )  # fmt: skip
+                self._node = node = ControlNode(self._world, tasks, self._upcalls, self._status)
                 serving = tasks.create_task(self._serve(node))
                 self._show_life()
                 node.maintain()
@@ -260,8 +209,7 @@ class ControlThread(ControlPlane):
                 self._ready.set()
                 await self._stop.wait()
                 serving.cancel()
-                if self._comparing:
-                    await asyncio.wait(self._comparing, timeout=COMPARED_WITHIN_S)
+                await self._clocks.settle()
                 await node.close(self._goodbye_s)
         finally:
             if self._node is not None:
@@ -272,11 +220,6 @@ class ControlThread(ControlPlane):
         if self._world.show_life is not None:
             self._world.show_life()
             self._loop.call_later(self._world.lost_after_s / SIGNS_OF_LIFE, self._show_life)
-
-    async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> Connection:
-        world = self._world
-        addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
-        return await world.dial(rank, addresses, purpose, world.handshake_timeout_s)
 
     async def _serve(self, node: ControlNode) -> None:
         world = self._world
@@ -290,9 +233,7 @@ class ControlThread(ControlPlane):
             if hello.purpose == Purpose.CONTROL:
                 node.links.add(hello.rank, connection)
             elif hello.purpose == Purpose.CLOCK:
-                sock, timeout_s = connection.sock, world.handshake_timeout_s
-                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=timeout_s))
-                answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
+                self._clocks.answer(connection)
             else:
                 self._upcalls.adopt(connection, hello.rank, hello.purpose)
 
@@ -301,22 +242,44 @@ class ControlThread(ControlPlane):
         unauthenticated: Unauthenticated[asyncio.Task[None]] = Unauthenticated(limit, limit // 2)
         await serve(self._listener, shake, welcome=welcome, refused=refused, unauthenticated=unauthenticated)
 
-    def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+
+class Clocks:
+    """Comparisons of this process's clock with those of peers, on the loop of the control thread."""
+
+    def __init__(self, world: World, loop: asyncio.AbstractEventLoop, upcalls: Upcalls) -> None:
+        self._world = world
+        self._loop = loop
+        self._upcalls = upcalls
+        self.clock: ClockReader = time.monotonic_ns
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def ask(self, rank: int, told: ToldClock) -> None:
+        """Compare with the clock of ``rank``, and tell the engine."""
+        self._begin(self._ask(rank, told))
+
+    def answer(self, connection: Connection) -> None:
+        """Answer a peer that compares."""
+        sock, timeout_s = connection.sock, self._world.handshake_timeout_s
+        answering = self._begin(answer_clock(sock, clock=self.clock, timeout_s=timeout_s))
+        answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
+
+    async def settle(self) -> None:
+        """Wait, bounded, for the comparisons under way."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=COMPARED_WITHIN_S)
+
+    def _begin(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(comparison, name="kfcomm clock")
-        self._comparing.add(task)
-        task.add_done_callback(self._comparing.discard)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
         return task
 
-    async def _ask_clock(self, rank: int, told: ToldClock) -> None:
+    async def _ask(self, rank: int, told: ToldClock) -> None:
         sample = None
         try:
-            with contextlib.closing((await self._dial(rank, Purpose.CLOCK)).sock) as sock:
+            with contextlib.closing((await self._world.reach(rank, Purpose.CLOCK)).sock) as sock:
                 async with asyncio.timeout(self._world.handshake_timeout_s):
-                    sample = await measure_clock(sock, clock=self._clock)
+                    sample = await measure_clock(sock, clock=self.clock)
         except (KfcommError, TimeoutError) as error:
             _LOG.debug("rank %d could not compare clocks with rank %d: %s", self._world.rank, rank, error)
         self._upcalls.post(told, sample)
-
-    def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        message = f"in the control thread of rank {self._world.rank}: {context['message']}"
-        self._upcalls.report(message, context.get("exception"))

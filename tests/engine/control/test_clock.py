@@ -100,7 +100,7 @@ async def test_unknown_or_endless_requests_close_the_connection(sent, answers):
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 async def test_control_threads_compare_their_clocks(unix):
     async with planes(3, unix=unix) as world:
-        world.threads[0]._clock = lambda: world.threads[1]._clock() + 5 * SECOND
+        world.threads[0]._clocks.clock = lambda: world.threads[1]._clocks.clock() + 5 * SECOND
         told = []
 
         def tell(sample):

@@ -14,7 +14,7 @@ from kfcomm.core.handshake import Identity, Keys, Purpose
 from kfcomm.engine.control import node
 from kfcomm.engine.control.base import GONE
 from kfcomm.engine.control.links import ControlLinks
-from kfcomm.engine.control.thread import addresses_of
+from kfcomm.engine.control.world import addresses_of
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.sockets import DialRefused
 from tests.engine.control.fakes import ABORT, LEAVE_S, Info, planes
