@@ -40,12 +40,9 @@ class SharedWork(Work):
 
     __slots__ = ("combine", "cut", "hub", "ranks", "shown")
 
-    def __init__(
-        self, work: Work, cut: Cut, combine: Combine, hub: int = 0, ranks: Sequence[int] = (),
-        executor: type[SlotExecutor] = SlotExecutor,
-    ) -> None:  # fmt: skip
+    def __init__(self, work: Work, cut: Cut, combine: Combine, hub: int = 0, ranks: Sequence[int] = ()) -> None:
         super().__init__(work.kernel, work.dtype, work.size, in_result=work.in_result)
-        self.executor = executor
+        self.executor = SlotExecutor
         self.shown = np.dtype(np.uint8) if work.dtype is None else work.dtype
         self.cut = cut
         self.combine = combine
@@ -71,7 +68,10 @@ def all_reduced(
         combine = kernel.fold_all  # of what is folded in parts it would copy them first
     else:
         combine = partial(_fold, kernel, size, is_turned)
-    return SharedWork(work, cut, combine, executor=OneStepExecutor if is_one_step else SlotExecutor)
+    made = SharedWork(work, cut, combine)
+    if is_one_step:
+        made.executor = OneStepExecutor
+    return made
 
 
 def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int, rank: int) -> SharedWork:
@@ -81,7 +81,10 @@ def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int, rank: int) 
         count, work.item, len(ranks), is_whole=True, has_hub=True,
         gives=lambda giver, reader: count if place in (giver, reader) else 0,
     )  # fmt: skip
-    return SharedWork(work, cut, do_nothing, hub, ranks, HubExecutor if rank == hub else SlotExecutor)
+    made = SharedWork(work, cut, do_nothing, hub, ranks)
+    if rank == hub:
+        made.executor = HubExecutor
+    return made
 
 
 def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:

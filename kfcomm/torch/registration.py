@@ -18,7 +18,7 @@ and `reconfigure` do not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -52,11 +52,7 @@ def register() -> None:
 
 def create(opts: Any, backend_options: Any = None) -> KfcommBackend:
     """The backend of one process group; all of its ranks call it."""
-    if getattr(opts, "enable_reconfigure", False):  # torch 2.15
-        return _worlds.unmet(opts)
-    return _worlds.backend(
-        opts.store, opts.group_rank, opts.group_size, opts.timeout, list(opts.global_ranks_in_group), opts.group_id
-    )
+    return _worlds.backend(opts)
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -89,24 +85,23 @@ class Worlds:
         # Kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
         self._open: set[KfcommBackend] = set()
 
-    def backend(
-        self, store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int], name: str
-    ) -> KfcommBackend:
-        """Make the backend of a group; ``members`` is empty for the default group."""
-        if members and self._default is not None:
+    def backend(self, opts: Any) -> KfcommBackend:
+        """Make the backend of a group, as torch describes it."""
+        members = list(opts.global_ranks_in_group)  # none: the default group
+        comm: Any
+        if getattr(opts, "enable_reconfigure", False):  # torch 2.15: it gets a world by ``reconfigure``
+            comm = Unmet(opts.group_rank, opts.group_size)
+        elif members and self._default is not None:
             # A group of the world's communicator: it shares links and memory, and needs no rendezvous. If the default
             # group is of another library, each group makes a world of its own.
-            comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
+            comm = self._default.communicator.group(members, opts.group_id)  # its own timeout may be short for that
         else:
-            comm = make_world(store, rank, size, timeout)
-        return self._made(KfcommBackend(comm, store, timeout, self), is_default=not members)
-
-    def unmet(self, opts: Any) -> KfcommBackend:
-        """A backend without a world, until ``reconfigure`` makes one."""
-        comm: Any = Unmet(opts.group_rank, opts.group_size)
-        return self._made(
-            KfcommBackend(comm, opts.store, opts.timeout, self), is_default=not list(opts.global_ranks_in_group)
-        )
+            comm = make_world(opts.store, opts.group_rank, opts.group_size, opts.timeout)
+        made = KfcommBackend(comm, opts.store, opts.timeout, self)
+        self.keep(made)
+        if not members:
+            self._default = made
+        return made
 
     def keep(self, backend: KfcommBackend) -> None:
         """Keep an open backend."""
@@ -123,12 +118,6 @@ class Worlds:
         self._open.discard(backend)
         if self._default is backend:
             self._default = None
-
-    def _made(self, backend: KfcommBackend, *, is_default: bool) -> KfcommBackend:
-        self.keep(backend)
-        if is_default:
-            self._default = backend
-        return backend
 
 
 _worlds = Worlds()

@@ -196,7 +196,7 @@ async def test_a_lost_peer_ends_its_groups_only() -> None:
 def _known(comm: Any) -> tuple[int, ...]:
     """How much one rank holds for groups: names on links, slots, records."""
     engine = comm._session.engine
-    links, senders = engine.links._incoming, list(engine.links.by_peer.values())
+    links, senders = engine.links.incoming, list(engine.links.by_peer.values())
     return (
         len(engine.router._groups),
         len(comm._session.groups.known),

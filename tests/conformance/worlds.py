@@ -95,7 +95,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             "early": sum(len(key.early) for key in router.names),
             "live under keys": sum(len(key.live) for key in router.names),
             "tombstones": 0 if tombstones else len(router.dead),
-            "asks": sum(incoming.asks for incoming in engine.links._incoming),
+            "asks": sum(incoming.asks for incoming in engine.links.incoming),
             "serving": len(comm._mailbox._serving),
             "backlogs": sum(len(sender._backlog) for sender in engine.links.by_peer.values()),
             "queued": sum(_queued(sender.link) for sender in engine.links.by_peer.values() if sender.link),
@@ -118,7 +118,7 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
         link: Any = sender.link
         far = by_rank[peer]._session.engine
         # between two ranks there is at most one link each way
-        other = next((one for one in far.links._incoming if one.peer == comm._session.rank), None)
+        other = next((one for one in far.links.incoming if one.peer == comm._session.rank), None)
         if link is None or other is None:
             continue
         window = other.window

@@ -32,7 +32,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "pairs": len(comm._mailbox._pairs),
             "slots": comm._blobs._num_slots,
             "senders": len(comm._session.engine.links.by_peer),
-            "incoming": len(comm._session.engine.links._incoming),
+            "incoming": len(comm._session.engine.links.incoming),
             "links": len(comms._first.links._network._links),
         }
         for comm in comms

@@ -98,17 +98,17 @@ async def test_a_break_that_only_the_receiver_notices() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
         engine = comms[1]._session.engine
-        (incoming,) = engine.links._incoming
+        (incoming,) = engine.links.incoming
         engine.recovery.incoming_broke(incoming, "it is deaf")
         with pytest.raises(CollectiveError, match="the link between ranks 0 and 1 broke"):
             await waiting
-        (newer,) = engine.links._incoming
+        (newer,) = engine.links.incoming
         assert newer is not incoming
         handles = [comm.all_reduce(X, "k") for comm in comms]
         for _ in range(2):
             engine.recovery.incoming_broke(incoming, "as was said before")
         assert [y.tolist() for y in await asyncio.gather(*handles)] == [[2.0] * 4] * 2
-        assert list(engine.links._incoming) == [newer]
+        assert list(engine.links.incoming) == [newer]
 
 
 @pytest.mark.asyncio
@@ -127,14 +127,14 @@ async def test_links_may_be_heard_of_in_the_wrong_order() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         await works(comms, "k")
         engine = comms[1]._session.engine
-        (current,) = engine.links._incoming
+        (current,) = engine.links.incoming
         links = comms._first.links._network
         late, newer = links.connect(0, 1), links.connect(0, 1)
         for link, number in ((newer, 3), (late, 2)):
             link.send((int(Kind.OPEN), number))
             link.flush()
             await turns()
-        assert [incoming.number for incoming in engine.links._incoming] == [3]
+        assert [incoming.number for incoming in engine.links.incoming] == [3]
         assert current.number == 1
         newer.abort()
         await turns()

@@ -292,15 +292,15 @@ class CudaDevice:
 
     def fetch(self, source: Flat, target: Array, stream: Stream) -> None:
         """Copy from the device to the host. Waits for the copy if the memory of the host is not pinned."""
-        self._copy(target.ctypes.data, target.nbytes, source.data.ptr, source.nbytes, "memcpyDeviceToHost", stream)
+        self._copy((target.ctypes.data, target.nbytes), _span(source), "memcpyDeviceToHost", stream)
 
     def put(self, source: Array, target: Flat, stream: Stream) -> None:
         """Copy from the host to the device. Waits for the stream if the memory of the host is not pinned."""
-        self._copy(target.data.ptr, target.nbytes, source.ctypes.data, source.nbytes, "memcpyHostToDevice", stream)
+        self._copy(_span(target), (source.ctypes.data, source.nbytes), "memcpyHostToDevice", stream)
 
     def copy(self, source: Flat, target: Flat, stream: Stream) -> None:
         """Copy on the device."""
-        self._copy(target.data.ptr, target.nbytes, source.data.ptr, source.nbytes, "memcpyDeviceToDevice", stream)
+        self._copy(_span(target), _span(source), "memcpyDeviceToDevice", stream)
 
     def close(self) -> None:
         """Wait for pending calls of ``notify``, and end the threads. May be called again."""
@@ -310,16 +310,15 @@ class CudaDevice:
         for watcher in watchers:
             watcher.close()
 
-    def _copy(
-        self, target: int, target_nbytes: int, source: int, source_nbytes: int, direction: str, stream: Stream
-    ) -> None:
-        if target_nbytes != source_nbytes:
-            raise ValueError(f"a copy of {source_nbytes} bytes into {target_nbytes}")
-        if not source_nbytes:
+    def _copy(self, target: tuple[int, int], source: tuple[int, int], direction: str, stream: Stream) -> None:
+        (to, room_nbytes), (at, nbytes) = target, source
+        if room_nbytes != nbytes:
+            raise ValueError(f"a copy of {nbytes} bytes into {room_nbytes}")
+        if not nbytes:
             return  # memory of no bytes may have no address
         runtime = self._cupy.cuda.runtime
         with working_on(self._ordinal):
-            runtime.memcpyAsync(target, source, source_nbytes, getattr(runtime, direction), as_stream(stream).ptr)
+            runtime.memcpyAsync(to, at, nbytes, getattr(runtime, direction), as_stream(stream).ptr)
 
     def _watcher(self, pointer: int) -> Watcher:
         """The watcher of a stream; each stream has its own, since the work of another may take longer."""
@@ -352,3 +351,8 @@ class CudaDevice:
             backend_version=version,
             lack="" if version else f"CuPy finds no NCCL: {INSTALL}",
         )
+
+
+def _span(flat: Flat) -> tuple[int, int]:
+    """Address and length in bytes of device memory."""
+    return flat.data.ptr, flat.nbytes

@@ -36,6 +36,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -73,60 +74,47 @@ MAX_SHARE = 4
 GENERATION = 1 << 40
 """A word is the number of a use, from 1, plus this times the generation of its strategy."""
 _MAX_GENERATIONS = 1 << 22
+ALL = -1
 
 
+@dataclass(slots=True, eq=False)
 class Cut:
-    """Division of a message for a slot.
+    """Division of a message for a slot."""
 
-    Args:
-        count: elements of each contribution, at most.
-        itemsize: bytes of each.
-        num_ranks: of the group.
-        is_turned: it is long: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own
-            contribution last, as along a chain to it. Else all is folded from rank 0 on.
-        is_shared: the result is one array, which all ranks see.
-        is_whole: it is not cut, however long it is. By default only short messages are not cut.
-        shows: elements that this rank gives, if not ``count``: those, or none.
-        reads: begin and end of the part that this rank reads of each contribution; only if it is not cut.
-        has_hub: the rank that handed the slot out reads all contributions, and shows the result: see ``HubSlot``.
-        gives: see ``Gives``; by default each rank reads all contributions, or its part of each and all folded parts.
+    count: int  # elements of each contribution, at most
+    itemsize: int
+    num_ranks: int  # of the group
+    _: KW_ONLY
+    # It is long: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own contribution
+    # last, as along a chain to it. Else all is folded from rank 0 on.
+    is_turned: bool = False
+    is_shared: bool = False  # the result is one array, which all ranks see
+    is_whole: bool = False  # it is not cut, however long it is; by default only short messages are not cut
+    shows: int = ALL  # elements that this rank gives: ``count`` or none
+    reads: tuple[int, int] = (0, ALL)  # begin and end of what this rank reads of each contribution; only if not cut
+    has_hub: bool = False  # the rank that handed the slot out reads all, and shows the result: see ``HubSlot``
+    gives: Gives = ALL  # by default each reads all contributions, or its part of each and all folded parts
+    is_by_row: bool = False  # contributions are given to ``Combine`` as a list: set where that is faster
+    parts: list[tuple[int, int]] = field(init=False, default_factory=list)  # begin and length of the part of each rank
+    piece: int = field(init=False)  # elements of a part at a time; a *window* is a piece of each part
+    num_windows: int = field(init=False, default=1)  # each with its own word
+    room: int = field(init=False)  # bytes of a slot in each region
 
-    Attributes:
-        parts: begin and length of the part of each rank.
-        piece: elements of a part at a time: all, unless it is turned. A *window* is a piece of each part.
-        num_windows: number of windows, each with its own word.
-        is_by_row: contributions are given to ``Combine`` as a list; set where that is faster.
-    """
-
-    __slots__ = (
-        "count", "gives", "has_hub", "is_by_row", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece",
-        "reads", "room", "shows",
-    )  # fmt: skip
-
-    def __init__(
-        self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False,
-        is_whole: bool = False, shows: int | None = None, reads: tuple[int, int] | None = None, has_hub: bool = False,
-        gives: Gives | None = None,
-    ) -> None:  # fmt: skip
-        self.count = count
-        self.gives: Gives = count if gives is None else gives
-        self.has_hub = has_hub
-        self.is_by_row = False
-        self.is_turned, self.is_shared = is_turned, is_shared
-        self.is_whole = is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned)
-        self.shows = count if shows is None else shows
-        self.reads = (0, count) if reads is None else reads
+    def __post_init__(self) -> None:
+        count, itemsize, num_ranks = self.count, self.itemsize, self.num_ranks
+        self.is_whole = self.is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not self.is_turned)
+        self.shows = count if self.shows == ALL else self.shows
+        self.reads = (0, count) if self.reads[1] == ALL else self.reads
         if self.is_whole:
-            self.parts: list[tuple[int, int]] = []
-            self.piece, self.num_windows = count, 1
-            self.room = 2 * lines(count * itemsize)  # bytes of a slot in each region
+            self.gives = count if self.gives == ALL else self.gives
+            self.piece = count
+            self.room = 2 * lines(count * itemsize)
             return
         self.parts = split(count, num_ranks)
-        if gives is None:
-            self.gives = self._gives_part
+        self.gives = self._gives_part if self.gives == ALL else self.gives
         longest = max(1, self.parts[0][1])
         self.piece = longest
-        if is_turned:
+        if self.is_turned:
             least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
             self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
         self.num_windows = -(-longest // self.piece)
