@@ -20,7 +20,7 @@ from kfcomm.monitor import serving
 from kfcomm.monitor.dumps import install_signal
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.authentication import conceal
-from kfcomm.rendezvous.host import describe_saved
+from kfcomm.rendezvous.saved_costs import describe_saved
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.strategies.plugins import check
 from kfcomm.transports.base import DeviceSetup

@@ -5,10 +5,10 @@ Everything here is a value: immutable, hashable, and free of any import from the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -82,8 +82,39 @@ class Verb(StrEnum):
     SET_STRATEGY = "set_strategy"
 
 
+class Rates(NamedTuple):
+    """Rates of ports and links between hosts of a heterogeneous network.
+
+    The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
+    port of the one that receives it, and the link between the two.
+
+    Attributes:
+        send: bytes/s that leave each host at most.
+        receive: bytes/s that each host takes at most.
+        links: bytes/s from host (row) to host (column); the diagonal does not matter.
+        latency_s: from host to host, 0 on the diagonal; empty where it is not known.
+    """
+
+    send: tuple[float, ...]
+    receive: tuple[float, ...]
+    links: tuple[tuple[float, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...] = ()
+
+    def part(self, hosts: Sequence[int]) -> Rates:
+        """The rates of some of the hosts, in this order."""
+
+        def square(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(rows[a][b] for b in hosts) for a in hosts) if rows else ()
+
+        send, receive = (tuple(ports[host] for host in hosts) for ports in (self.send, self.receive))
+        return Rates(send, receive, square(self.links), square(self.latency_s))
+
+
 class Costs(NamedTuple):
-    """Measured costs of messages; None where not measured. ``strategies.cost.NetworkModel`` uses them."""
+    """Measured costs of messages; None where not measured. ``strategies.cost.NetworkModel`` uses them.
+
+    ``rates`` has one entry for each host of the layout that these costs are of.
+    """
 
     local_alpha_s: float | None = None
     local_beta_s_per_byte: float | None = None
@@ -91,12 +122,29 @@ class Costs(NamedTuple):
     cross_beta_s_per_byte: float | None = None
     overhead_s: float | None = None
     gamma_s_per_byte: float | None = None
+    rates: Rates | None = None
 
     @classmethod
     def worst(cls, several: Iterable[Costs]) -> Costs:
-        """Of each, the largest that is known."""
-        known = ([one for one in ones if one is not None] for ones in zip(*several, strict=True))
+        """Of each constant, the largest that is known; without rates, which have no order."""
+        constants = zip(*(one.constants for one in several), strict=True)
+        known = ([one for one in ones if one is not None] for ones in constants)
         return cls(*(max(ones, default=None) for ones in known))
+
+    @classmethod
+    def of_record(cls, record: Sequence[Any]) -> Costs:
+        """Read costs back from JSON, which has lists in the place of tuples."""
+        costs = cls(*record)
+        return costs if costs.rates is None else costs._replace(rates=Rates(*map(_tuples, costs.rates)))
+
+    @property
+    def constants(self) -> tuple[float | None, ...]:
+        """All but the rates."""
+        return self[:-1]
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 UNMEASURED = Costs()
@@ -126,6 +174,9 @@ class Layout:
             if not 0 <= host <= seen:
                 raise ValueError(f"hosts must be numbered in order of first mention: {self.hosts}")
             seen = max(seen, host + 1)
+        rates = self.costs.rates
+        if rates is not None and len(rates.send) != seen:
+            raise ValueError(f"the costs have rates of {len(rates.send)} hosts, the layout has {seen}")
 
     @classmethod
     def of(cls, names: Iterable[object], num_cpus: int = 0, costs: Costs = UNMEASURED) -> Layout:
@@ -142,7 +193,12 @@ class Layout:
 
     def part(self, ranks: Iterable[int]) -> Layout:
         """The layout of some of the ranks, in this order."""
-        return Layout.of((self.hosts[rank] for rank in ranks), self.num_cpus, self.costs)
+        hosts = [self.hosts[rank] for rank in ranks]
+        costs = self.costs
+        if costs.rates is not None:
+            present = list(dict.fromkeys(hosts))
+            costs = costs._replace(rates=costs.rates.part(present) if len(present) > 1 else None)
+        return Layout.of(hosts, self.num_cpus, costs)
 
     @property
     def size(self) -> int:

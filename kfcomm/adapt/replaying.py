@@ -77,7 +77,7 @@ class _ReplayHost(PolicyHost):
     def start(self, line: Line) -> None:
         """Take over the ranks and hyperparameters of a line that begins a record."""
         layout = line["layout"]
-        self.comm.layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
+        self.comm.layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs.of_record(layout["costs"]))
         self.comm.outlives = line["can_change"]
         self.num_steps = line["begins"]
         self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])

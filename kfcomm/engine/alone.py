@@ -30,6 +30,7 @@ class Alone(Network):
 
     def __init__(self, settings: Settings, device: DeviceReport) -> None:
         self.layout = Layout((0,))
+        self.host_names: tuple[str, ...] = ()
         self.births = (0,)
         self.membership: Membership = AloneMembership()
         self.epoch = self.num_old = 0

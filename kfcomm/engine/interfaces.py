@@ -88,6 +88,9 @@ class Network(Protocol):
     layout: Layout
     """Hosts of all ranks."""
 
+    host_names: tuple[str, ...]
+    """Name of each rank's host, as kept probes know it; empty in memory."""
+
     births: tuple[int, ...]
     """The ranks that they had in the first epoch."""
 

@@ -17,10 +17,11 @@ from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.join import check_versions
 from kfcomm.rendezvous.keyvalue import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
+from kfcomm.rendezvous.saved_costs import rates_of_rows
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.registry import AUTO, named, selected
 from kfcomm.transports.sockets import Listener
-from kfcomm.types import Candidate, Costs, Layout, Wanted, override
+from kfcomm.types import Candidate, Costs, Layout, Rates, Wanted, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
@@ -232,5 +233,17 @@ def check_devices(peers: Sequence[PeerInfo]) -> None:
 
 def layout_of(peers: Sequence[PeerInfo]) -> Layout:
     """Hosts of all ranks, and what messages between them cost."""
-    costs = Costs.worst(peer.costs for peer in peers)
+    costs = Costs.worst(peer.costs for peer in peers)._replace(rates=kept_rates(peers)[0])
     return Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers), costs)
+
+
+def kept_rates(peers: Sequence[PeerInfo]) -> tuple[Rates | None, str]:
+    """Rates between the hosts, as kept on each; or None, and why, if something was kept.
+
+    Of each host the first rank that tells something counts, so that all ranks have the same rates.
+    """
+    firsts: dict[str, PeerInfo] = {}
+    for peer in peers:
+        if not firsts.setdefault(peer.host, peer).links and peer.links:
+            firsts[peer.host] = peer
+    return rates_of_rows([peer.host_name for peer in firsts.values()], [peer.links for peer in firsts.values()])

@@ -28,6 +28,7 @@ from kfcomm.engine.membership import (
     check_devices,
     check_reach,
     is_certain,
+    kept_rates,
     layout_of,
     listen,
     tls_of,
@@ -74,11 +75,17 @@ class SocketNetwork(Network):
         self.births = tuple(births)
         self.peers = tuple(peers)
         self.layout = layout_of(peers)
+        self.host_names = tuple(peer.host_name for peer in peers)
         self.reports = tuple(peer.device for peer in peers)
         self.device_transport = agree([peer.transport for peer in peers])
         # see ``interfaces.Network``: a digest of what the ranks have told each other
         self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
         self._me = self.peers[self.births.index(settings.rank)]
+        if self._me is self.peers[0] and (reason := kept_rates(peers)[1]):
+            logger.warning(
+                "rank 0: the links that kfcomm probe --keep measured are left out: %s; 'auto' takes all hosts as alike",
+                reason,
+            )
         self._meeting = meeting
         self._settings = settings
         self._listener = listener

@@ -79,7 +79,10 @@ _GRACE = 1.5
 class Prober:
     """The probes of one group, one after the other. Everything runs on the engine's loop."""
 
-    def __init__(self, engine: Engine, view: GroupView, layout: Layout, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, view: GroupView, layout: Layout, timeout_s: float, host_names: tuple[str, ...] = ()
+    ) -> None:
+        self._host_names = host_names
         self._group = Group(engine, view, layout, build("binary_tree", layout), timeout_s)
         self._slots = slots_of(layout)
         self._calls = 0
@@ -98,7 +101,7 @@ class Prober:
         async with self._turn:
             once = _Once(self._group, self._slots, number)
             try:
-                return await once.run(nbytes, rounds, timeout)
+                return replace(await once.run(nbytes, rounds, timeout), host_names=self._host_names)
             except BaseException as error:
                 once.fail(error)
                 raise

@@ -13,9 +13,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.host import save_costs
+from kfcomm.rendezvous.saved_costs import Link, save_costs
 from kfcomm.strategies import Strategy, bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
-from kfcomm.strategies.cost import NetworkModel, costs_of, network_of
+from kfcomm.strategies.cost import NetworkModel, costs_of, host_rates, network_of
 from kfcomm.strategies.matrices import checked_bandwidth, checked_latency
 from kfcomm.types import Costs, Layout
 
@@ -36,9 +36,11 @@ class Probe:
         overhead_s: float64[n, n], seconds of work for each message, of its sender or its receiver, whichever has more;
             0 on the diagonal. None if it was not measured.
         fold_s_per_byte: float64[n], seconds that each rank needs to fold one byte of float32; None likewise.
+        host_names: name and address of each host of the layout, for ``keep``; empty if they are not known.
 
     Raises:
-        ConfigError: a matrix does not have the layout's size, or an entry is not a latency or bandwidth.
+        ConfigError: a matrix does not have the layout's size, an entry is not a latency or bandwidth, or there is not
+            one name for each host.
     """
 
     layout: Layout
@@ -46,6 +48,7 @@ class Probe:
     bandwidth: Matrix
     overhead_s: Matrix | None = None
     fold_s_per_byte: Matrix | None = None
+    host_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         size = self.layout.size
@@ -60,6 +63,11 @@ class Probe:
                 # A frozen record is not changed through its arrays either.
                 checked.flags.writeable = False
                 object.__setattr__(self, name, checked)
+        if self.host_names and len(set(self.host_names)) != self.layout.num_hosts:
+            raise ConfigError(
+                f"host_names needs {self.layout.num_hosts} different names, one for each host of the layout, got "
+                f"{list(self.host_names)!r}"
+            )
 
     @property
     def size(self) -> int:
@@ -96,6 +104,10 @@ class Probe:
     def keep(self, busy: float | None = None) -> Path:
         """Keep the costs for all jobs of this user that start on this host after this: their ``auto`` counts with them.
 
+        With several hosts also the rates and latencies between every two of them, by name and address. A job uses them
+        if each of its hosts has kept its links to all others, in this probe or another. Call it on one rank of each
+        host.
+
         Args:
             busy: the share of the processors that was in use just before (0 to 1), which is kept with them.
 
@@ -105,7 +117,19 @@ class Probe:
         Raises:
             ConfigError: it cannot be written.
         """
-        return save_costs(self.costs(), busy)
+        return save_costs(self.costs(), busy, self._links())
+
+    def _links(self) -> dict[str, dict[str, Link]]:
+        """Rate and latency from host to host, by their names."""
+        if self.layout.num_hosts == 1 or not self.host_names:
+            return {}
+        rates = host_rates(self.layout, *self._lists()[:3])
+        return {
+            here: {
+                there: (rates.links[a][b], rates.latency_s[a][b]) for b, there in enumerate(self.host_names) if a != b
+            }
+            for a, here in enumerate(self.host_names)
+        }
 
     def hosts(self) -> Layout:
         """Hosts (or racks) as the distances show them; see ``kfcomm.strategies.hosts_of``."""
@@ -127,6 +151,7 @@ class Probe:
             "bandwidth": [[None if math.isinf(rate) else rate for rate in row] for row in self.bandwidth.tolist()],
             "overhead_s": None if self.overhead_s is None else self.overhead_s.tolist(),
             "fold_s_per_byte": None if self.fold_s_per_byte is None else self.fold_s_per_byte.tolist(),
+            "host_names": list(self.host_names),
         }
 
     @classmethod
@@ -141,7 +166,8 @@ class Probe:
         try:
             layout = Layout(tuple(map(int, record["hosts"])), int(record["num_cpus"]))
             bandwidth = [[math.inf if rate is None else rate for rate in row] for row in record["bandwidth"]]
-            rest: tuple[Any, ...] = (bandwidth, record.get("overhead_s"), record.get("fold_s_per_byte"))
+            names = tuple(map(str, record.get("host_names", ())))
+            rest: tuple[Any, ...] = (bandwidth, record.get("overhead_s"), record.get("fold_s_per_byte"), names)
             return cls(layout, record["latency_s"], *rest)  # it is checked there
         except KeyError as error:
             raise ConfigError(f"this is no probe: field {error} is missing") from error

@@ -19,7 +19,7 @@ from kfcomm.probe.record import Matrix, Probe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.builtin import ALGORITHMS
 from kfcomm.strategies.cost import predict_seconds
-from kfcomm.strategies.matrices import Rates
+from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.tree_packing import ports_of
 
 _SLOW: Final = 0.7
@@ -125,7 +125,7 @@ def _table(matrix: Matrix) -> Iterator[str]:
 
 def _slow_hosts(probe: Probe) -> Iterator[str]:
     nodes = ports_of(probe.layout)
-    rates = Rates.of(nodes, probe.bandwidth.tolist())
+    rates = rates_of(nodes, probe.bandwidth.tolist())
     for verb, ports in (("sends", rates.send), ("receives", rates.receive)):
         usual = statistics.median(ports)
         for host, rate in sorted(enumerate(ports), key=lambda one: one[1])[:_MOST_WORDS]:
@@ -138,7 +138,7 @@ def _slow_hosts(probe: Probe) -> Iterator[str]:
 
 def _slow_links(probe: Probe) -> Iterator[str]:
     nodes = ports_of(probe.layout)
-    rates = Rates.of(nodes, probe.bandwidth.tolist())
+    rates = rates_of(nodes, probe.bandwidth.tolist())
     slow = []
     for a in range(nodes.num_hosts):
         for b in range(nodes.num_hosts):

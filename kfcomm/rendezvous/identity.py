@@ -21,12 +21,13 @@ from kfcomm.arrays.devices import DeviceReport
 from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.rendezvous.host import hostname, is_plausible, saved_costs
+from kfcomm.rendezvous.host import hostname
+from kfcomm.rendezvous.saved_costs import host_name, is_plausible, is_row, row_of, saved
 from kfcomm.transports.registry import TRANSPORT_NAMES
 from kfcomm.types import Costs
 
 MAX_RANKS = 1 << 16
-MAX_WIRE_NBYTES = 8192
+MAX_WIRE_NBYTES = 16384
 HOW_TO_AGREE = "Install the same version on all hosts: kfcomm env tells which one a process finds"
 _REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 400}
 """Most characters of each text in a `DeviceReport`."""
@@ -45,7 +46,8 @@ class PeerInfo:
     hostname: str  # for messages only
     pid: int  # for messages only
     num_cpus: int  # number of processors of its host; 0 if unknown
-    costs: Costs  # measured costs of messages on its host
+    costs: Costs  # measured costs of messages on its host, without rates
+    links: bytes  # measured links from its host, see `saved_costs.row_of`
     versions: tuple[str, int]  # version of kfcomm, number of the protocol
     transport: str  # its setting, on which ranks must agree for device memory
     checksum: bool  # whether it verifies checksums over TCP
@@ -59,6 +61,7 @@ class PeerInfo:
 
         Texts of the device are made printable, and cut to a bounded length.
         """
+        kept = saved()
         return cls(
             rank=rank,
             uid=process_uid(rank),
@@ -69,7 +72,8 @@ class PeerInfo:
             hostname=hostname(),
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
-            costs=saved_costs(),
+            costs=kept.costs,
+            links=row_of(kept.links, host_name(hostname(), address)),
             versions=versions(),
             transport="auto",
             checksum=False,
@@ -79,6 +83,11 @@ class PeerInfo:
     def describe(self) -> str:
         """The process in a message: ``rank 3 (node7, pid 4242)``."""
         return f"rank {self.rank} ({self.hostname}, pid {self.pid})"
+
+    @property
+    def host_name(self) -> str:
+        """Its host, as measured links know it."""
+        return host_name(self.hostname, self.address)
 
     def to_wire(self) -> bytes:
         """At most `MAX_WIRE_NBYTES` bytes of msgpack."""
@@ -128,6 +137,11 @@ def _values(record: PeerInfo | DeviceReport) -> tuple[Any, ...]:
 def _check_costs(value: object) -> None:
     if not is_plausible(value):
         raise RemoteProtocolError("costs of a peer must be as many numbers of seconds as there are, or unknown")
+
+
+def _check_links(value: object) -> None:
+    if not is_row(value):
+        raise RemoteProtocolError("links of a peer must be rates above 0 and latencies, packed")
 
 
 def _check_versions(value: object) -> None:
@@ -206,6 +220,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "pid": lambda value: _check_integer("pid", value, 1, 2**31 - 1),
     "num_cpus": lambda value: _check_integer("number of processors", value, 0, 2**31 - 1),
     "costs": _check_costs,
+    "links": _check_links,
     "versions": _check_versions,
     "transport": _check_transport,
     "checksum": _check_checksum,

@@ -17,9 +17,9 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.auto import Profile, shares_of
 from kfcomm.strategies.base import AnyStrategy, Strategy
-from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
+from kfcomm.strategies.matrices import Matrix, checked_bandwidth, checked_latency, rates_of
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.types import Costs, Layout
+from kfcomm.types import Costs, Layout, Rates
 
 __all__ = ["Cost", "NetworkModel", "costs_of", "measure", "network_of", "predict_seconds"]
 
@@ -94,7 +94,12 @@ def network_of(
         ConfigError: a matrix is not square or of another size than the layout, or an entry is out of range.
     """
     costs = costs_of(layout, latency_s, bandwidth, overhead_s, fold_s_per_byte)
-    return replace(NetworkModel.of(costs), rates=Rates.of(layout, bandwidth, checked_latency(latency_s, layout.size)))
+    return replace(NetworkModel.of(costs), rates=host_rates(layout, latency_s, bandwidth, overhead_s))
+
+
+def host_rates(layout: Layout, latency_s: Matrix, bandwidth: Matrix, overhead_s: Matrix | None = None) -> Rates:
+    """Rates between hosts, arguments as in `network_of`; work is subtracted from latency."""
+    return rates_of(layout, bandwidth, _without_work(layout, latency_s, overhead_s))
 
 
 def costs_of(
@@ -102,25 +107,31 @@ def costs_of(
     fold_s_per_byte: Sequence[float] | None = None,
 ) -> Costs:  # fmt: skip
     """Medians of the measured values, arguments as in `network_of`; work is subtracted from latency."""
-    latencies, rates = checked_latency(latency_s, layout.size), checked_bandwidth(bandwidth, layout.size)
+    latencies, rates = _without_work(layout, latency_s, overhead_s), checked_bandwidth(bandwidth, layout.size)
     works = None if overhead_s is None else checked_latency(overhead_s, layout.size)
     pairs = [(a, b) for a in range(layout.size) for b in range(layout.size) if a != b]
     local = [(a, b) for a, b in pairs if layout.hosts[a] == layout.hosts[b]]
     cross = [(a, b) for a, b in pairs if layout.hosts[a] != layout.hosts[b]]
-
-    def alpha(a: int, b: int) -> float:
-        seconds = latencies[a][b]
-        # The model counts work by message: leaving it in the latency would count it twice.
-        return seconds if works is None else max(seconds - works[a][b], seconds * _LEAST_ALPHA)
-
     return Costs(
-        local_alpha_s=_median(alpha(a, b) for a, b in local),
+        local_alpha_s=_median(latencies[a][b] for a, b in local),
         local_beta_s_per_byte=_median(1 / rates[a][b] for a, b in local),
-        cross_alpha_s=_median(alpha(a, b) for a, b in cross),
+        cross_alpha_s=_median(latencies[a][b] for a, b in cross),
         cross_beta_s_per_byte=_median(1 / rates[a][b] for a, b in cross),
         overhead_s=None if works is None else _median(works[a][b] for a, b in cross or local),
         gamma_s_per_byte=None if fold_s_per_byte is None else _median(fold_s_per_byte),
     )
+
+
+def _without_work(layout: Layout, latency_s: Matrix, overhead_s: Matrix | None) -> list[list[float]]:
+    """Latencies without the work of a message, which the model counts by itself."""
+    latencies = checked_latency(latency_s, layout.size)
+    if overhead_s is None:
+        return latencies
+    works = checked_latency(overhead_s, layout.size)
+    return [
+        [max(seconds - work, seconds * _LEAST_ALPHA) for seconds, work in zip(row, worked, strict=True)]
+        for row, worked in zip(latencies, works, strict=True)
+    ]
 
 
 def _median(values: Iterable[float]) -> float | None:

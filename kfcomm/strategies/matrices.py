@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from kfcomm.errors import ConfigError
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Rates
 
 Matrix: TypeAlias = Sequence[Sequence[float]]
 
@@ -66,35 +65,21 @@ def _square(what: str, matrix: Matrix, size: int | None) -> list[list[float]]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of ports and links between hosts of a heterogeneous network.
+def rates_of(layout: Layout, bandwidth: Matrix, latency_s: Matrix | None = None) -> Rates:
+    """Rates of ports and links between hosts, from what was measured between ranks, one pair at a time.
 
-    The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
-    port of the one that receives it, and the link between the two.
+    Raises:
+        ConfigError: see `checked_bandwidth` and `checked_latency`; the size must be the layout's.
     """
-
-    send: tuple[float, ...]  # bytes/s that leave each host at most
-    receive: tuple[float, ...]  # bytes/s that each host takes at most
-    links: tuple[tuple[float, ...], ...]  # bytes/s from host (row) to host (column), infinite on the diagonal
-    latency_s: tuple[tuple[float, ...], ...] = ()  # from host to host, 0 on the diagonal; empty where it is not known
-
-    @classmethod
-    def of(cls, layout: Layout, bandwidth: Matrix, latency_s: Matrix | None = None) -> Self:
-        """From what was measured between ranks, one pair at a time.
-
-        Raises:
-            ConfigError: see `checked_bandwidth` and `checked_latency`; the size must be the layout's.
-        """
-        rows = checked_bandwidth(bandwidth, layout.size)
-        # A link is as fast as the fastest pair of ranks on its two hosts (negated, since the least entry is taken), a
-        # port as the fastest of its links: no pair can have gone faster than what it shares with others. A port that is
-        # faster than all ports at the other ends of its links goes unnoticed.
-        links = _between_hosts(layout, [[-rate for rate in row] for row in rows], -math.inf)
-        send = tuple(_fastest(row, host) for host, row in enumerate(links))
-        receive = tuple(_fastest(column, host) for host, column in enumerate(zip(*links, strict=True)))
-        latencies = () if latency_s is None else _between_hosts(layout, checked_latency(latency_s, layout.size), 0.0)
-        return cls(send, receive, tuple(tuple(-rate for rate in row) for row in links), latencies)
+    rows = checked_bandwidth(bandwidth, layout.size)
+    # A link is as fast as the fastest pair of ranks on its two hosts (negated, since the least entry is taken), a
+    # port as the fastest of its links: no pair can have gone faster than what it shares with others. A port that is
+    # faster than all ports at the other ends of its links goes unnoticed.
+    links = _between_hosts(layout, [[-rate for rate in row] for row in rows])
+    send = tuple(_fastest(row, host) for host, row in enumerate(links))
+    receive = tuple(_fastest(column, host) for host, column in enumerate(zip(*links, strict=True)))
+    latencies = () if latency_s is None else _between_hosts(layout, checked_latency(latency_s, layout.size))
+    return Rates(send, receive, tuple(tuple(abs(rate) for rate in row) for row in links), latencies)
 
 
 def _fastest(negative: Sequence[float], host: int) -> float:
@@ -102,10 +87,10 @@ def _fastest(negative: Sequence[float], host: int) -> float:
     return max((-rate for other, rate in enumerate(negative) if other != host), default=math.inf)
 
 
-def _between_hosts(layout: Layout, rows: list[list[float]], diagonal: float) -> tuple[tuple[float, ...], ...]:
-    """The least entry between any two ranks of two hosts."""
+def _between_hosts(layout: Layout, rows: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    """The least entry between any two ranks of two hosts; 0 on the diagonal."""
     hosts = layout.num_hosts
-    least = [[diagonal if a == b else math.inf for b in range(hosts)] for a in range(hosts)]
+    least = [[0.0 if a == b else math.inf for b in range(hosts)] for a in range(hosts)]
     for a, row in enumerate(rows):
         for b, entry in enumerate(row):
             here, there = layout.hosts[a], layout.hosts[b]

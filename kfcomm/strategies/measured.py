@@ -21,7 +21,7 @@ from typing import Final
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
+from kfcomm.strategies.matrices import Matrix, checked_bandwidth, checked_latency, rates_of
 from kfcomm.types import Layout
 
 _GAP: Final = 2.5
@@ -45,7 +45,7 @@ def hosts_of(latency_s: Matrix, bandwidth: Matrix) -> Layout:
     """
     latencies = checked_latency(latency_s)
     size = len(latencies)
-    rates = Rates.of(Layout.even(size, size), _of_size(bandwidth, size))
+    rates = rates_of(Layout.even(size, size), _of_size(bandwidth, size))
 
     def distance(a: int, b: int) -> float:
         # The latency, times how much slower the link is than the ports at its ends.

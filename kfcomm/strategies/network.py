@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kfcomm.strategies.matrices import Rates
-from kfcomm.types import Costs
+from kfcomm.types import Costs, Rates
 
 
 @dataclass(frozen=True, slots=True)

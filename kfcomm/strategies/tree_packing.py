@@ -39,8 +39,8 @@ from typing import Any, Final, NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.matrices import Matrix, Rates
-from kfcomm.types import Layout
+from kfcomm.strategies.matrices import Matrix, rates_of
+from kfcomm.types import Layout, Rates
 
 _ENOUGH: Final = 0.8  # of the bound's time may the ports of roots be busy where another host is what takes long
 _AS_GOOD: Final = 1.05  # times the bound: what measurements are about as exact as
@@ -86,7 +86,7 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
         each of a host's p ranks.
     """
     nodes = ports_of(layout)
-    rates = Rates.of(nodes, bandwidth)
+    rates = rates_of(nodes, bandwidth)
     packed = _packed(rates)
     largest = max(weight for _, weight in packed)
     packed = [(tree, weight) for tree, weight in packed if weight >= _LEAST_SHARE * largest]
@@ -112,7 +112,7 @@ def bound_seconds(layout: Layout, bandwidth: Matrix, nbytes: int) -> float:
     Raises:
         ConfigError: see `packed_trees`.
     """
-    return nbytes * _bound(Rates.of(ports_of(layout), bandwidth))
+    return nbytes * _bound(rates_of(ports_of(layout), bandwidth))
 
 
 def ports_of(layout: Layout) -> Layout:

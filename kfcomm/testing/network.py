@@ -226,7 +226,7 @@ class MemoryEpoch:
         # The first rank that enters makes the epoch; all others have to find the same one.
         if births not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
-            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
+            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs._replace(rates=None))
             self._next[births] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
             # These died while the epoch did not exist, so that it could not be told.
             for birth in self.world.dead:
@@ -297,6 +297,7 @@ class _RankNetwork:
 
     def __init__(self, rank: int, epoch: MemoryEpoch, num_old: int = 0) -> None:
         self.layout = epoch.layout
+        self.host_names: tuple[str, ...] = ()
         self.births = epoch.births
         self.epoch = epoch.number
         self.num_old = num_old

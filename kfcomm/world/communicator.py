@@ -467,7 +467,10 @@ class Communicator(Persistent):
         if self._prober is None:
             from kfcomm.probe import Prober
 
-            self._prober = Prober(self._session.engine, self._group.view, self.layout, self._session.timeout_s)
+            session, view, layout = self._session, self._group.view, self.layout
+            names = session.network.host_names
+            hosts = tuple(names[view.members[rank]] for rank in layout.masters) if names else ()
+            self._prober = Prober(session.engine, view, layout, session.timeout_s, hosts)
         return await self._prober.run(nbytes, rounds, timeout)
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from kfcomm.cli import main
 from kfcomm.probe import Probe
-from kfcomm.rendezvous.host import path_of_costs, saved_costs
+from kfcomm.rendezvous.saved_costs import path_of_costs, saved_costs
 from kfcomm.testing import world
 from kfcomm.types import UNMEASURED
 from tests.launch.launched import finished

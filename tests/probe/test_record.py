@@ -16,7 +16,7 @@ import pytest
 from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
 from kfcomm.probe.report import as_text, findings, forecasts, page
-from kfcomm.rendezvous.host import saved_costs
+from kfcomm.rendezvous.saved_costs import saved_costs
 from kfcomm.strategies import bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.cost import network_of
 from kfcomm.types import UNMEASURED, Layout

@@ -15,8 +15,8 @@ from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.launch.job import who_launches
 from kfcomm.rendezvous.backends.etcd.leases import _described, _myself
-from kfcomm.rendezvous.host import path_of_costs
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
+from kfcomm.rendezvous.saved_costs import path_of_costs
 from kfcomm.types import Costs
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
@@ -57,8 +57,12 @@ def test_it_survives_the_wire() -> None:
         ("versions", ["0.1", "1"]),
         ("costs", None),
         ("costs", [1e-6]),
-        ("costs", [None] * 5 + [1]),
-        ("costs", [None] * 5 + [-1.0]),
+        ("costs", [None] * 6 + [1]),
+        ("costs", [-1.0] + [None] * 6),
+        ("links", None),
+        ("links", b"12345678"),
+        ("links", b"1234567890"),
+        ("links", "rows"),
         ("transport", "pigeon"),
         ("transport", None),
         ("transport", ["tcp"]),
@@ -127,7 +131,7 @@ def test_the_longest_description_fits() -> None:
 
 
 def test_the_number_of_fields_is_that_of_the_protocol() -> None:
-    said = re.escape(f"14 fields, as of kfcomm {__version__} (protocol {PROTOCOL_VERSION})")
+    said = re.escape(f"15 fields, as of kfcomm {__version__} (protocol {PROTOCOL_VERSION})")
     with pytest.raises(RemoteProtocolError, match=rf"{said}\. Install the same version on all hosts"):
         PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
     with pytest.raises(RemoteProtocolError, match=rf"{said}; it runs kfcomm 0\.0\.9 \(protocol 3\)\. Install"):

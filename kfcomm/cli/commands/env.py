@@ -14,8 +14,9 @@ from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.joining import look_for_device
-from kfcomm.rendezvous.host import choose_address, describe_saved, host_and_port, hostname, interfaces
+from kfcomm.rendezvous.host import choose_address, host_and_port, hostname, interfaces
 from kfcomm.rendezvous.identity import host_id, versions
+from kfcomm.rendezvous.saved_costs import describe_saved
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.transports.registry import AUTO, LINKS, TCP, TRANSPORTS, named, selected
 

@@ -109,7 +109,7 @@ def probe(**options: Any) -> None:
 
 
 def _forget(given: _ProbeOptions) -> None:
-    from kfcomm.rendezvous.host import forget_costs, path_of_costs
+    from kfcomm.rendezvous.saved_costs import forget_costs, path_of_costs
 
     if given.keep or given.num_ranks is not None:
         raise ConfigError("--forget measures nothing: leave --keep and -n out")

@@ -79,7 +79,7 @@ def show(strategy: str, **options: Any) -> None:
       kfcomm topology show ring --hosts 2x4
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.rendezvous.host import saved_costs
+    from kfcomm.rendezvous.saved_costs import saved_costs
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
     from kfcomm.types import Layout
