@@ -4,21 +4,20 @@ Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_r
 out among the pairs. `predict_seconds` turns counts into time with a `NetworkModel`, which ``auto`` compares.
 Both look at graphs and layouts only, not at links, clocks, or how a message is really cut.
 
-The time model is that of `auto`.
+The time model is that of `price`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 
-from kfcomm.core.graph import GraphPair
-from kfcomm.errors import ConfigError
-from kfcomm.strategies.auto import Profile, shares_of
 from kfcomm.strategies.base import AnyStrategy, Strategy
 from kfcomm.strategies.matrices import Matrix, checked_bandwidth, checked_latency, rates_of
 from kfcomm.strategies.network import NetworkModel
+from kfcomm.strategies.price import Market, sends
+from kfcomm.strategies.profile import shares_of
 from kfcomm.types import Costs, Layout, Rates
 
 __all__ = ["Cost", "NetworkModel", "costs_of", "measure", "network_of", "predict_seconds"]
@@ -49,12 +48,12 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
     shares = shares_of(strategy)
-    sends = list(_sends(strategy.pairs, shares, goes_whole=strategy.goes_whole))
+    moves = list(sends(strategy.pairs, shares, goes_whole=strategy.goes_whole))
     num_parts = 1 if strategy.goes_whole else sum(shares)
-    between = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
+    between = [(hosts[a], hosts[b], parts) for a, b, parts in moves if hosts[a] != hosts[b]]
     return Cost(
         steps=max(pair.reduce.depth + (0 if strategy.goes_whole else pair.broadcast.depth) for pair in strategy.pairs),
-        bytes=Fraction(_busiest(strategy.size, sends), num_parts),
+        bytes=Fraction(_busiest(strategy.size, moves), num_parts),
         cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), num_parts),
     )
 
@@ -67,14 +66,7 @@ def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network:
     Raises:
         ConfigError: the network has rates of another number of hosts than the layout has.
     """
-    network = network or NetworkModel.of(layout.costs)
-    chosen = strategy.select(nbytes)
-    if network.rates is None:
-        return Profile.of(chosen, layout).seconds(nbytes, network)
-    if len(network.rates.send) != layout.num_hosts:
-        raise ConfigError(f"the network has {len(network.rates.send)} hosts, the layout {layout.num_hosts}")
-    ways = _alone(chosen) if chosen.is_whole else [chosen]
-    return max(_seconds_by_rates(way, layout, nbytes, network, network.rates) for way in ways)
+    return Market(layout, network or NetworkModel.of(layout.costs)).seconds(strategy.select(nbytes), nbytes)
 
 
 def network_of(
@@ -140,60 +132,9 @@ def _median(values: Iterable[float]) -> float | None:
     return ranked[len(ranked) // 2] if ranked else None
 
 
-def _seconds_by_rates(strategy: Strategy, layout: Layout, nbytes: int, network: NetworkModel, rates: Rates) -> float:
-    """The time model where hosts are unlike, of a strategy that shares messages out."""
-    profile, hosts, shares = Profile.of(strategy, layout), layout.hosts, shares_of(strategy)
-    part = nbytes / profile.num_parts
-    chunk = min(part * profile.largest, network.chunk_nbytes)
-
-    def alpha(a: int, b: int) -> float:
-        here, there = hosts[a], hosts[b]
-        if here == there:
-            return network.local_alpha_s
-        return rates.latency_s[here][there] if rates.latency_s else network.cross_alpha_s
-
-    def beta(a: int, b: int) -> float:
-        here, there = hosts[a], hosts[b]
-        if here == there:
-            return network.local_beta_s_per_byte
-        return 1 / min(rates.send[here], rates.receive[there], rates.links[here][there])
-
-    moved: dict[tuple[int, int], int] = {}
-    for a, b, parts in _sends(strategy.pairs, shares):
-        if hosts[a] != hosts[b]:
-            moved[hosts[a], hosts[b]] = moved.get((hosts[a], hosts[b]), 0) + parts
-    cross = [parts / rates.links[a][b] for (a, b), parts in moved.items()]
-    for host in range(layout.num_hosts):
-        cross.append(sum(parts for (a, _), parts in moved.items() if a == host) / rates.send[host])
-        cross.append(sum(parts for (_, b), parts in moved.items() if b == host) / rates.receive[host])
-    latency = max(_longest_way(pair, alpha) for pair in strategy.pairs)
-    chain = chunk * max(_longest_way(pair, beta) for pair in strategy.pairs)
-    return profile.sum_up(nbytes, network, latency, chain, part * max(cross))
-
-
-def _longest_way(pair: GraphPair, hop: Callable[[int, int], float]) -> float:
-    """From a leaf to the root and on to a leaf, if the way from ``a`` to ``b`` takes ``hop(a, b)``."""
-    up, down = [0.0] * pair.size, [0.0] * pair.size
-    for above, below in pair.reduce.edges:
-        up[below] = up[above] + hop(below, above)
-    for above, below in pair.broadcast.edges:
-        down[below] = down[above] + hop(above, below)
-    return max(up) + max(down)
-
-
 def _alone(strategy: Strategy) -> list[Strategy]:
     """Each pair as a strategy of its own."""
     return [Strategy(strategy.name, (pair,)) for pair in strategy.pairs]
-
-
-def _sends(
-    pairs: Sequence[GraphPair], shares: Sequence[int], *, goes_whole: bool = False
-) -> Iterator[tuple[int, int, int]]:
-    """``(from, to, parts)`` of everything that moves in an all_reduce."""
-    for pair, parts in zip(pairs, shares, strict=True):
-        yield from ((child, parent, parts) for parent, child in pair.reduce.edges)
-        if not goes_whole:
-            yield from ((parent, child, parts) for parent, child in pair.broadcast.edges)
 
 
 def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int], list[int]]:

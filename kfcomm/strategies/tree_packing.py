@@ -86,7 +86,16 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
         each of a host's p ranks.
     """
     nodes = ports_of(layout)
-    rates = rates_of(nodes, bandwidth)
+    return packed_by(nodes, rates_of(nodes, bandwidth), name=name)
+
+
+def packings(layout: Layout, rates: Rates) -> list[Strategy]:
+    """Candidates of `auto` for hosts with these rates."""
+    return [packed_by(layout, rates)]
+
+
+def packed_by(nodes: Layout, rates: Rates, *, name: str = "packed_trees") -> Strategy:
+    """As `packed_trees`, of the rates of hosts."""
     packed = _packed(rates)
     largest = max(weight for _, weight in packed)
     packed = [(tree, weight) for tree, weight in packed if weight >= _LEAST_SHARE * largest]

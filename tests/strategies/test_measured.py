@@ -373,14 +373,24 @@ def test_seconds_by_rates_counted_by_hand() -> None:
         rates=rates,
     )
     star = build("star", layout)
-    # Latency: 2 up and down. Host 0 receives 2 parts of 640 bytes at 8 bytes/s, and host 2 takes one at 4.
-    assert predict_seconds(star, layout, 640, network) == 41 + 6 * 10 * 0.25 + max(640 / 4, 2 * 640 / 8, 640 * 0.125)
-    # One chunk: host 2's way up and down, at 4 bytes/s each.
-    assert predict_seconds(star, layout, 16, network) == 41 + 6 * 0.25 + 2 * 16 / 4
+
+    def star_path(nbytes: int) -> float:
+        # Hosts 1 and 2 share host 0's port, at 8 bytes/s; host 2 sends 4, so that both take as long. Host 2 is farther.
+        up = 0.25 + 2 * nbytes / 8 + 21 + 0.25
+        return up + 3 * 0.25 + 2 * nbytes / 8 + 20 + 0.25
+
+    assert predict_seconds(star, layout, 16, network) == star_path(16)
+    # Host 0 receives 2 parts at 8 bytes/s, and host 2 takes one at 4.
+    assert predict_seconds(star, layout, 640, network) == star_path(64) + 9 / 10 * max(2 * 640 / 8, 640 / 4)
     chain = from_edges(4, [(0, 1), (0, 2), (2, 3)])
-    assert predict_seconds(chain, layout, 640, network) == 10 + 11 + 80 + 4 * 10 * 0.25 + 640 / 1
+
+    def chain_path(nbytes: int) -> float:
+        up = 0.25 + nbytes / 1 + 40 + 0.25 + 0.25 + nbytes / 8 + 11 + 0.25
+        return up + 2 * 0.25 + nbytes / 8 + 10 + 0.25 + 0.25 + nbytes / 1 + 40 + 0.25
+
+    assert predict_seconds(chain, layout, 640, network) == chain_path(64) + 9 / 10 * 640 / 1
     unknown = replace(network, rates=rates._replace(latency_s=()), cross_alpha_s=100.0)
-    assert predict_seconds(chain, layout, 0, unknown) == 400 + 4 * 0.25
+    assert predict_seconds(chain, layout, 0, unknown) == 400 + 9 * 0.25
     clique = build("clique", layout).select(0)
     alone = [predict_seconds(Strategy("one", (pair,)), layout, 640, network) for pair in clique.pairs]
     assert predict_seconds(replace(clique, is_whole=True), layout, 640, network) == max(alone)
