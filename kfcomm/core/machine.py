@@ -16,6 +16,10 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
 complete when all its chunks are and when nothing that it sent is still being read from its memory.
 
+In an exchange (`kfcomm.core.exchange`) each arriving chunk is a state of its own: a contribution of a later step is
+held until the steps before it are over, a result is stored at once. A step begins, and its messages are sent, when the
+last chunk of the one before has come.
+
 It owns no memory and knows no clock, socket or array: it takes events and decides what follows, and its *driver* does
 that at once. `EffectRecorder` is a driver that writes down *effects* instead: tuples that begin with their tag.
 """
@@ -25,7 +29,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Protocol
 
-from kfcomm.core.program import ABSENT, Lane, LaneRoute, Program
+from kfcomm.core.program import ABSENT, Lane, LaneRoute, Program, Step
 from kfcomm.types import override
 
 
@@ -68,11 +72,13 @@ class Do(IntEnum):
     """[machine, lane, index, payload, first]: as FOLD, but result = finished(...): it was the last."""
     FOLD_UP = 9
     """[machine, lane, index, payload, first]: as FOLD; it was the last, and SEND of the partial result comes next."""
+    BEGIN = 10
+    """[machine, lane, index]: partial = input."""
 
 
 UP, DOWN = int(Phase.UP), int(Phase.DOWN)
 INPUT, PARTIAL, RESULT, PAYLOAD = (int(source) for source in Source)
-SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE, FOLD_LAST, FOLD_UP = (int(do) for do in Do)
+SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE, FOLD_LAST, FOLD_UP, BEGIN = (int(do) for do in Do)
 
 Effect = tuple[Any, ...]
 Effects = list[Effect]
@@ -113,6 +119,9 @@ class CollectiveDriver(Protocol):
     def copy(self, lane: Lane, index: int) -> None:
         """Make result = input."""
 
+    def begin_partial(self, lane: Lane, index: int) -> None:
+        """Make partial = input."""
+
     def release(self, payload: Any) -> None:
         """Release a payload that is neither folded nor stored."""
 
@@ -125,6 +134,7 @@ class Machine:
 
     # Class attributes: most machines never change them, and pay neither time nor memory for them.
     sends = _gate = 0  # sends: chunks handed out, one for each destination, and not yet reported by ``was_read``
+    _step = 0  # of an exchange: the one that has begun, from 1 on
     _held: dict[tuple[int, int], Any] | None = None
     driver: CollectiveDriver
 
@@ -152,6 +162,8 @@ class Machine:
                     self._reduced(lane, index, INPUT)
             else:
                 self._begin(lane)
+        if program.steps:
+            self._begin_step()
         if not (self.remaining or self.sends):
             self.driver.completed()
 
@@ -212,6 +224,8 @@ class Machine:
 
     def _take_in_turn(self, route: LaneRoute, index: int, payload: Any) -> bool:
         """Take a chunk that is out of turn, or that others wait for: children are folded in their order."""
+        if route.step:
+            return self._take_of_step(route, index, payload)
         lane, position = route.lane, route.position
         slot = lane.base + index
         folded = self._folded[slot]
@@ -289,12 +303,85 @@ class Machine:
             self._passed()
 
     def _passed(self) -> None:
-        """Count a complete chunk; the last one that is not gated lets the gated lanes begin."""
+        """Count a complete chunk; the last one that is not gated lets the gated lanes begin, or the next step."""
+        if self._step:
+            self._next_steps()
+            return
         self._gate -= 1
         if not self._gate:
             for lane in self.program.lanes.values():
                 if lane.gated:
                     self._begin(lane)
+
+    # ---------------------------------------------------------------- exchanges
+
+    def _take_of_step(self, route: LaneRoute, index: int, payload: Any) -> bool:
+        """Take a contribution, or a result while contributions are held."""
+        slot = route.lane.base + index
+        if not self.accepts(route, index):
+            return False
+        if route.phase:
+            self._folded[slot] = route.position + 1
+            self.driver.store(route.lane, index, payload)
+            self.remaining -= 1
+        elif route.step > self._step:
+            if self._held is None:
+                self._held = {}
+            self._held[slot, route.position] = self.driver.hold(payload)
+            return True
+        else:
+            self._fold_of_step(route, index, payload)
+        self._next_steps()
+        if not (self.remaining or self.sends):
+            self.driver.completed()
+        return True
+
+    def _fold_of_step(self, route: LaneRoute, index: int, payload: Any) -> None:
+        lane = route.lane
+        self._folded[lane.base + index] = route.position + 1
+        if lane.count:
+            self.driver.fold(FOLD_LAST if route.is_last else FOLD, lane, index, payload, route.position == 1)
+        else:
+            self.driver.release(payload)
+        self.remaining -= 1
+
+    def _next_steps(self) -> None:
+        """Begin the next step if no chunk of this one is missing, and so on."""
+        steps = self.program.steps
+        while self._step < len(steps) and not self._is_awaited(steps[self._step - 1]):
+            self._begin_step()
+
+    def _is_awaited(self, step: Step) -> bool:
+        """Whether a chunk of a step is missing."""
+        if not step.arrivals:
+            return False
+        missing = self.program.no_folds[step.begin]
+        return bytes(self._folded[step.begin : step.end]).count(missing) > 0
+
+    def _begin_step(self) -> None:
+        step = self.program.steps[self._step]
+        self._step += 1
+        driver = self.driver
+        for lane in step.fresh:
+            for index in range(lane.num_chunks):
+                if lane.up:
+                    driver.begin_partial(lane, index)
+                else:
+                    driver.copy(lane, index)
+        for send in step.sends:
+            for index in range(send.lane.num_chunks):
+                driver.send((send.to,), send.lane, index, send.phase, send.source, None)
+        for route in step.arrivals if self._held else ():
+            self._fold_held(route)
+
+    def _fold_held(self, route: LaneRoute) -> None:
+        """Fold what came before its step."""
+        held = self._held or {}
+        for index in range(route.lane.num_chunks):
+            key = route.lane.base + index, route.position
+            if key in held:
+                self._fold_of_step(route, index, held.pop(key))
+        self._held = held or None
 
 
 class EffectRecorder(CollectiveDriver):
@@ -334,6 +421,10 @@ class EffectRecorder(CollectiveDriver):
     @override
     def copy(self, lane: Lane, index: int) -> None:
         self.effects.append((COPY, self.machine, lane, index))
+
+    @override
+    def begin_partial(self, lane: Lane, index: int) -> None:
+        self.effects.append((BEGIN, self.machine, lane, index))
 
     @override
     def release(self, payload: Any) -> None:

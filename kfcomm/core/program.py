@@ -59,6 +59,7 @@ class Lane:
     result_offset: int = 0
     base: int = 0  # number of its first chunk among all chunks of the program
     num_chunks: int = 1
+    forwards: bool = False  # its result is sent on in a later step
 
     @property
     def awaited(self) -> bool:
@@ -75,6 +76,28 @@ class LaneRoute:
     position: int  # how many of the lane's children are folded before it; all of them for direction down
     is_partial: bool = False  # the sender sends a partial result, not its input
     is_last: bool = False  # it comes from the last of the children
+    step: int = 0  # of an exchange, from 1 on; 0 along graphs
+
+
+@dataclass(frozen=True, slots=True)
+class StepSend:
+    """A message of a step."""
+
+    to: int
+    lane: Lane
+    phase: int
+    source: int  # memory that it is sent from
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an exchange; it begins when the last chunk of the one before has come, see `kfcomm.core.exchange`."""
+
+    sends: tuple[StepSend, ...]
+    arrivals: tuple[LaneRoute, ...]  # all up, which are folded in the order of the steps, or all down
+    begin: int  # number of the first chunk of the arrivals, and of the first one after them
+    end: int
+    fresh: tuple[Lane, ...] = ()  # of which the partial result, or the result, begins with this rank's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +109,7 @@ class Program:
     num_slots: int  # chunks of all lanes together, each of which must complete
     gate: int  # number of chunks that must complete before gated lanes begin; 0 if none begin here
     neighbours: frozenset[int] = field(default_factory=frozenset)  # ranks with which this rank exchanges chunks
+    steps: tuple[Step, ...] = ()  # if it is an exchange
     no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)  # a zero for each chunk, to copy
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)  # begin here at once
     # If the program begins by sending parts of the input up, and does nothing else at once: these chunks, each as
@@ -96,6 +120,9 @@ class Program:
 
     def __post_init__(self) -> None:
         # Derived once here, since every collective with this program reads them.
+        if self.steps:
+            self._derive_of_steps()
+            return
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         # A bytearray where it suffices: the garbage collector need not visit a copy of it, as it must a list.
         object.__setattr__(self, "no_folds", bytearray(self.num_slots) if most < MAX_BYTE else [0] * self.num_slots)
@@ -113,6 +140,21 @@ class Program:
             if lane.down and lane.awaited:
                 routes[number, 1, lane.source] = LaneRoute(lane, 1, len(lane.children))
         object.__setattr__(self, "routes", routes)
+
+    def _derive_of_steps(self) -> None:
+        arrivals = [route for step in self.steps for route in step.arrivals]
+        # Results are stored whenever they come: their chunks are open from the beginning, at their route's position.
+        no_folds = bytearray(self.num_slots)
+        for route in arrivals:
+            for slot in range(route.lane.base, route.lane.base + route.lane.num_chunks):
+                no_folds[slot] = route.position if route.phase else 0
+        senders = ((route, route.lane.children[0] if not route.phase else route.lane.source) for route in arrivals)
+        object.__setattr__(self, "no_folds", no_folds)
+        object.__setattr__(self, "first", ())
+        object.__setattr__(self, "first_sends", None)
+        object.__setattr__(
+            self, "routes", {(route.lane.number, route.phase, sender): route for route, sender in senders}
+        )
 
 
 class Builder:

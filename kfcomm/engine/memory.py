@@ -152,6 +152,12 @@ class OperationMemory:
             start, stop = self._bounds(lane, index)
             self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
 
+    def begin_partial(self, lane: Lane, index: int) -> None:
+        """Make the partial result of the input."""
+        if lane.count:
+            start, stop = self._bounds(lane, index)
+            self._part(lane, PARTIAL, start, stop)[:] = self._part(lane, INPUT, start, stop)
+
     def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
         """The elements of a chunk, counted from the beginning of its lane."""
         if lane.num_chunks == 1:

@@ -98,7 +98,7 @@ class WiredOperation(Operation):
     def write(self, lane: Lane, index: int, view: memoryview) -> None:
         """Make the result of what ``view`` holds, and keep its bytes if they are to be passed on."""
         start, stop = self._bounds(lane, index)
-        if lane.targets:
+        if lane.targets or lane.forwards:
             self._place(lane, start, stop)[:] = self._arrived(view)
         self._wire.decode(self._arrived(view), self._part(lane, RESULT, start, stop))
 
