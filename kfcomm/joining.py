@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, cast
 
 from kfcomm.arrays.devices import Device, DeviceReport, routes
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.common.imports import is_installed, lacking
 from kfcomm.common.tracebacks import bare, terse
 from kfcomm.engine.engine import SessionOptions

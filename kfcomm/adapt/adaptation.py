@@ -169,7 +169,7 @@ class Adaptation:
         """Whether a policy has asked for the end of training; the same on all ranks after each step."""
         return self._host.stopped is not None
 
-    def observe(self, **values: float) -> None:
+    def observe(self, /, **values: float) -> None:
         """Report numbers of this step to the policies of all ranks, at the next meeting.
 
         The values are in ``StepMetrics.observed`` by name and rank, for this one meeting. The last value of a name

@@ -16,7 +16,7 @@ from kfcomm.types import Candidate, Layout, Wanted, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
-    from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
 

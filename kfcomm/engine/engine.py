@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, RESUME, VIOLATION
 from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import Collective, GroupView, Post, Series

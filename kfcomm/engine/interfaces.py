@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
-    from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
     from kfcomm.transports.shm.heap import Heaps

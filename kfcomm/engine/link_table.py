@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.core.frame import Header
 from kfcomm.core.links import Incoming, Outgoing
 from kfcomm.core.router import Router

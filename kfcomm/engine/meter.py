@@ -19,7 +19,7 @@ from math import ceil, frexp
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.engine.observer import Observer
 from kfcomm.engine.traffic import Totals, added
 from kfcomm.types import override

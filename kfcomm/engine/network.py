@@ -18,7 +18,8 @@ import msgpack
 
 from kfcomm.arrays.devices.routes import agree
 from kfcomm.common.sockets import RESERVE, raise_limit
-from kfcomm.engine.control import ControlThread, World, addresses_of
+from kfcomm.engine.control import World, addresses_of
+from kfcomm.engine.control.thread import ControlThread
 from kfcomm.engine.interfaces import Door, Network
 from kfcomm.engine.membership import (
     Exchange,
@@ -48,7 +49,7 @@ from kfcomm.types import Candidate, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
-    from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor
 

@@ -23,7 +23,7 @@ from kfcomm.core.collective import GroupTable, GroupView
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
 from kfcomm.engine.closing import CLOSE_WITHIN_S, LEAVE_WITHIN_S, Closing, Drain, in_a_thread, let_go, sessions
-from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, StatusSource
+from kfcomm.engine.control import GOODBYE_S, ControlEvents, StatusSource
 from kfcomm.engine.engine import Engine, SessionOptions
 from kfcomm.engine.interfaces import Door, Network, Service
 from kfcomm.engine.meter import LoopLag

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.engine.executors import HubExecutor, OneStepExecutor, SlotExecutor
 from kfcomm.engine.memory import Array, Work
 from kfcomm.transports.shm.slots import Cut

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
-from kfcomm.common.callbacks import loop_now_s
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.authentication import (
@@ -33,7 +32,16 @@ from kfcomm.rendezvous.authentication import (
 )
 from kfcomm.rendezvous.host import host_and_port
 from kfcomm.rendezvous.http1 import HttpClient, Response
-from kfcomm.rendezvous.keyvalue import AGAIN_S, MAX_BODY_NBYTES, Exit, KeyValue, MeetRequest, NotSet, StoreClosed
+from kfcomm.rendezvous.keyvalue import (
+    AGAIN_S,
+    MAX_BODY_NBYTES,
+    Exit,
+    KeyValue,
+    MeetRequest,
+    NotSet,
+    StoreClosed,
+    loop_now_s,
+)
 from kfcomm.types import override
 
 if TYPE_CHECKING:

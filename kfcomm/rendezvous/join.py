@@ -17,12 +17,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kfcomm.common.callbacks import loop_now_s
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
-from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why
+from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.worlds import WorldSource
 

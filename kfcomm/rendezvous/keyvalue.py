@@ -249,3 +249,8 @@ def read_wanted(told: bytes) -> tuple[Wanted, bool]:
     is_held = b" " in told
     size, _, leavers = told.partition(b" " if is_held else b":")
     return Wanted(int(size), tuple(int(birth) for birth in leavers.split(b",") if birth)), is_held
+
+
+def loop_now_s() -> float:
+    """Return the time of the running event loop, in seconds."""
+    return asyncio.get_running_loop().time()

@@ -10,12 +10,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from kfcomm.adapt import Adaptation as Async
-from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetrics
-from kfcomm.adapt.guarded import ElasticStep, Exchange, GuardedCall, StepGuard
+from kfcomm.adapt import Hyperparameters, Policy, StepMeter
+from kfcomm.adapt.guarded import ElasticStep, Exchange, GuardedCall
 from kfcomm.errors import EpochChanged, KfcommError, PeerLost, StepVoid
-from kfcomm.sync.adapter import Adapter
+from kfcomm.sync.adapter import forward
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import outermost
+from kfcomm.sync.members import AdaptationMembers
+
+forward(
+    AdaptationMembers, Async, "policies", "decisions", "metrics", "num_steps", "hyperparameters", "batch_size",
+    "local_batch_size", "learning_rate", "agreement", "wire_dtype", "num_samples", "is_over", "value", "state_dict",
+    "load_state_dict", "observe", "guard",
+)  # fmt: skip
 
 
 class Step:
@@ -78,7 +85,7 @@ class Step:
         return False
 
 
-class Adaptation(Adapter[Async]):
+class Adaptation(AdaptationMembers):
     """Policies that watch a program's steps and change its communication. See ``kfcomm.adapt.Adaptation``.
 
     ::
@@ -104,88 +111,6 @@ class Adaptation(Adapter[Async]):
         super().__init__(comm._driver, inner, comm._inner)
         self._check_open = comm._check_open  # of each epoch, where there are several
         self._comm = comm
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """Policies in force: all but those that are switched off."""
-        return self._inner.policies
-
-    @property
-    def decisions(self) -> list[Decision]:
-        """Decisions so far, each with its evidence; the same on every rank."""
-        return self._inner.decisions
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Metrics of the latest step at whose end the ranks met; None before the first."""
-        return self._inner.metrics
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have ended."""
-        return self._inner.num_steps
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """Hyperparameters in force; the same object for as long as nothing changes."""
-        return self._inner.hyperparameters
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a step, over all ranks; None if the program gave no batch size."""
-        return self._inner.batch_size
-
-    @property
-    def local_batch_size(self) -> int | None:
-        """This rank's share of the batch."""
-        return self._inner.local_batch_size
-
-    @property
-    def learning_rate(self) -> float | None:
-        """Learning rate in force; None if the program gave no rate."""
-        return self._inner.learning_rate
-
-    @property
-    def agreement(self) -> str | None:
-        """Name of the algorithm by which the replicas agree; None if the program gave no name."""
-        return self._inner.agreement
-
-    @property
-    def wire_dtype(self) -> str | None:
-        """Dtype in which gradients travel."""
-        return self._inner.wire_dtype
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all steps that count. See ``kfcomm.adapt.Context.num_samples``."""
-        return self._inner.num_samples
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a policy has asked for the end of training; the same on all ranks after each step."""
-        return self._inner.is_over
-
-    def value(self, name: str) -> Any:
-        """Value of a hyperparameter by its name, also of a free one. See ``kfcomm.adapt.Adaptation.value``."""
-        return self._inner.value(name)
-
-    def state_dict(self) -> Any:
-        """State for a checkpoint. See ``kfcomm.adapt.Adaptation.state_dict``."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Continue with a state, from the next step on. See ``kfcomm.adapt.Adaptation.load_state_dict``."""
-        self._inner.load_state_dict(state)
-
-    @outermost
-    def observe(self, /, **values: float) -> None:
-        """Share values that this rank has measured with the other ranks. See ``kfcomm.adapt.Adaptation.observe``."""
-        self._inner.observe(**values)
-
-    @property
-    def guard(self) -> StepGuard:
-        """Guard of the steps, for algorithms that reduce gradients. See ``Step.guarded``."""
-        return self._inner.guard
 
     def step(self, step: ElasticStep | None = None) -> Step:
         """One step of the program. See ``kfcomm.adapt.Adaptation.step``."""

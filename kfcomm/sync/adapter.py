@@ -277,7 +277,7 @@ def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str
         if name.startswith("_") or name in by_hand:
             continue
         if isinstance(member, property):
-            setattr(cls, name, property(attrgetter(f"_inner.{name}"), doc=member.__doc__))
+            forward(cls, inner, name)
         elif name.endswith("_init"):
             setattr(cls, name, prepared(member))
         elif is_awaited(member):
@@ -287,6 +287,24 @@ def derive(cls: type[Adapter[Any]], inner: type[Any], *, by_hand: Collection[str
                 begins = cached(begins, SPECS[Verb(name)], is_awaited=False)
             setattr(cls, name, waits)
             setattr(cls, f"{name}_async", begins)
+
+
+def forward(cls: type[Any], inner: type[Any], *names: str) -> None:
+    """Give ``cls`` properties and methods of ``inner``, which it wraps, that neither wait nor need another result."""
+    for name in names:
+        member = inspect.getattr_static(inner, name)
+        if isinstance(member, property):
+            setattr(cls, name, property(attrgetter(f"_inner.{name}"), doc=member.__doc__))
+        else:
+            setattr(cls, name, _forwarded(member))
+
+
+def _forwarded(method: Callable[..., T]) -> Callable[..., T]:
+    @outermost
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
+        return method(self._inner, *args, **kwargs)
+
+    return _dressed(call, method.__name__, method, "Called at once, on the caller's thread.")
 
 
 def is_awaited(member: Any) -> bool:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
-
-import numpy as np
 
 from kfcomm.collectives.blobs import as_array
 from kfcomm.common.tracebacks import bare, terse
@@ -31,13 +28,11 @@ from kfcomm.sync.handle import Handle
 from kfcomm.sync.signals import Signals
 from kfcomm.sync.thread import IoThread
 from kfcomm.sync.verbs import BlockingVerbs, Queue
-from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Seconds
 from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
     from kfcomm.engine.membership import Exchange
-    from kfcomm.monitor import Statistics
     from kfcomm.rendezvous.settings import Settings
 
 
@@ -138,11 +133,6 @@ class Communicator(BlockingVerbs):
         return None if inner is None else Communicator(self._driver, inner)
 
     @outermost
-    def set_timeout(self, timeout: Seconds) -> None:
-        """Set the timeout of later calls of this group. See ``kfcomm.Communicator.set_timeout``."""
-        self._inner.set_timeout(timeout)
-
-    @outermost
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
         """Fail the next call of this name on every rank. See ``kfcomm.Communicator.refuse``."""
         self._check_open()
@@ -163,21 +153,7 @@ class Communicator(BlockingVerbs):
         """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
         return self._inner.outlives
 
-    # ---------------------------------------------------------------- memory, diagnosis and the end
-
-    @outermost
-    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-        """Return an array that the other ranks of this host can read in place. See ``kfcomm.Communicator.empty``."""
-        return self._inner.empty(shape, dtype)
-
-    @outermost
-    def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Record of this process's latest calls and waits, fit for JSON; written to ``path`` if given."""
-        return self._inner.dump(path)
-
-    def statistics(self) -> Statistics:
-        """Counts and times so far. See ``kfcomm.Communicator.statistics``."""
-        return self._inner.statistics()
+    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.

@@ -24,7 +24,7 @@ from weakref import WeakMethod
 
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import Over, SlotUse
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.common.tracebacks import terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.sync.signals import NUMBERS, getsignal

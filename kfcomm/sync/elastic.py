@@ -22,9 +22,10 @@ from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.walks import Walk, following
 from kfcomm.errors import KfcommError
-from kfcomm.sync.adapter import Adapter, begun, blocking
+from kfcomm.sync.adapter import Adapter, begun, blocking, forward
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver, outermost
+from kfcomm.sync.members import ElasticMembers
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session
@@ -180,61 +181,24 @@ for _verb in KINDS:
     setattr(ElasticCommunicator, f"{_verb}_async", begun(_inner))
 
 
-class Elastic:
+forward(
+    ElasticMembers, AsyncElastic, "is_released", "is_replaying", "num_changes", "paused_s", "heirs", "inherited",
+    "restore", "keep", "roll_back",
+)  # fmt: skip
+
+
+class Elastic(ElasticMembers):
     """The blocking ``kfcomm.elastic.Elastic``; made by that, over what ``kfcomm.sync.init(elastic=True)`` returns."""
 
     def __init__(self, comm: ElasticCommunicator, state: State, **options: Any) -> None:
         self._comm = comm
         self._driver, self._io = comm._driver, comm._io
-        self._inner: AsyncElastic = AsyncElastic(comm._inner, state, **options)
-
-    @property
-    def is_released(self) -> bool:
-        """Whether this rank was taken away by a change of size."""
-        return self._inner.is_released
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether earlier steps are being repeated. See ``kfcomm.elastic.Elastic.is_replaying``."""
-        return self._inner.is_replaying
-
-    @property
-    def num_changes(self) -> int:
-        """How often the ranks have changed while it was open."""
-        return self._inner.num_changes
-
-    @property
-    def paused_s(self) -> float:
-        """For how long calls have waited for that, in seconds."""
-        return self._inner.paused_s
-
-    @property
-    def heirs(self) -> dict[int, int | None]:
-        """New owner of each lost rank's own state. See ``kfcomm.elastic.Elastic.heirs``."""
-        return self._inner.heirs
-
-    @property
-    def inherited(self) -> dict[int, dict[str, Any]]:
-        """State that this rank has taken over from lost ranks, by uid. See ``kfcomm.elastic.Elastic.inherited``."""
-        return self._inner.inherited
+        self._inner = AsyncElastic(comm._inner, state, **options)
 
     @outermost
     def commit(self) -> bool:
         """Let other ranks keep a copy of this rank's ``own``. See ``kfcomm.elastic.Elastic.commit``."""
         return self._io.wait_for(self._inner.commit)
-
-    @outermost
-    def restore(self) -> None:
-        """Go back to the last complete ``commit``. See ``kfcomm.elastic.Elastic.restore``."""
-        self._inner.restore()
-
-    def keep(self) -> None:
-        """Copy the state in memory at the boundary after this step. See ``kfcomm.elastic.Elastic.keep``."""
-        self._inner.keep()
-
-    def roll_back(self) -> None:
-        """Return to the copy of ``keep``. See ``kfcomm.elastic.Elastic.roll_back``."""
-        self._inner.roll_back()
 
     @outermost
     def __enter__(self) -> Self:

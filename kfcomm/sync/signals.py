@@ -32,7 +32,7 @@ from threading import main_thread
 from types import FrameType
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 
 T = TypeVar("T")
 Handler: TypeAlias = Callable[[int, FrameType | None], Any]

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.errors import SessionClosed, WouldDeadlock
 from kfcomm.sync.signals import Signals
 from kfcomm.types import override

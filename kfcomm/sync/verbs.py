@@ -4,7 +4,7 @@ Type checkers, editors and the reference pages read ``verbs.pyi``, which ``pytho
 """
 
 from kfcomm.collectives.messages import Queue as AsyncQueue
-from kfcomm.sync.adapter import Adapter, derive
+from kfcomm.sync.adapter import Adapter, derive, forward
 from kfcomm.world.communicator import Communicator as Async
 
 
@@ -17,4 +17,5 @@ class Queue(Adapter[AsyncQueue]):
 
 
 derive(BlockingVerbs, Async, by_hand=("close", "group", "request", "shrink", "split"))
+forward(BlockingVerbs, Async, "dump", "empty", "set_timeout", "statistics")
 derive(Queue, AsyncQueue)

@@ -1,14 +1,19 @@
 # Written by `python -m tests.sync.stub` from the signatures of the asyncio verbs: change those, and run it.
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.collectives.messages import Tag
+from kfcomm.monitor import Statistics
 from kfcomm.probe import Probe
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.handle import Handle, PersistentCollective
+from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Op, Seconds
 from kfcomm.world.communicator import Communicator as Async
 
@@ -794,6 +799,18 @@ class BlockingVerbs(Adapter[Async]):
 
     def probe_async(self, *, nbytes: int = 1048576, rounds: int = 3, timeout: Seconds | None = None) -> Handle[Probe]:
         """Begin a ``probe``."""
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Record of this process's latest calls and waits, fit for JSON; written to ``path`` if given."""
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
+        """An array of unknown content that the other ranks of this host can read where it is (*symmetric memory*)."""
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """Calls of this group that follow have this timeout, unless they are given one; this rank's alone."""
+
+    def statistics(self) -> Statistics:
+        """Counts and times so far: bytes by peer and link, calls by key, waits by rank."""
 
 class Queue(Adapter[AsyncQueue]):
     """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.core.handshake import Keys
-from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.interfaces import Door, Membership, Network
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Link, Surroundings, Waiter

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 
 logger = logging.getLogger("kfcomm")
 

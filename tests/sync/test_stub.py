@@ -1,4 +1,4 @@
-"""The stub of the derived verbs is that of the verbs."""
+"""The stubs of derived blocking methods are those of the asyncio ones."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ from tests.sync import stub
 
 
 def test_stub_has_the_signatures_of_the_asyncio_verbs() -> None:
-    assert stub.FILE.read_text() == stub.text(), "run: python -m tests.sync.stub"
+    for file, content in stub.texts().items():
+        assert file.read_text() == content, "run: python -m tests.sync.stub"

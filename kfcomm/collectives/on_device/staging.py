@@ -35,7 +35,7 @@ from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Segment, SegmentPlace, segments_of
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.specs import SPECS
-from kfcomm.common.callbacks import do_nothing
+from kfcomm.common import do_nothing
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb

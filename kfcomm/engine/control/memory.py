@@ -1,6 +1,6 @@
 """The control plane of a world in one process: no sockets and no thread, and ranks that a test can kill.
 
-A `MemoryHub` joins the `MemoryControl` planes of all ranks. It keeps the promises of `kfcomm.engine.control.base`; news
+A `MemoryHub` joins the `MemoryControl` planes of all ranks. It keeps the promises of `kfcomm.engine.control`; news
 goes straight to every rank's loop. The ranks may share a loop or have one each. News for a rank that has not
 joined yet waits for it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.core.membership import Message
-from kfcomm.engine.control.base import (
+from kfcomm.engine.control import (
     GONE,
     Answer,
     ClockReader,
@@ -107,7 +107,7 @@ class MemoryHub:
 
 
 class MemoryControl(ControlPlane):
-    """The plane of one rank in a `MemoryHub`; implements `kfcomm.engine.control.base.ControlPlane`."""
+    """The plane of one rank in a `MemoryHub`; implements `kfcomm.engine.control.ControlPlane`."""
 
     def __init__(
         self, hub: MemoryHub, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource

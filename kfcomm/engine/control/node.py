@@ -26,9 +26,8 @@ from kfcomm.core.frame import Header, Kind
 from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, batches, clip
 from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
-from kfcomm.engine.control.base import GONE, Answer, StatusSource, Upcalls
+from kfcomm.engine.control import GONE, Answer, StatusSource, Upcalls, World
 from kfcomm.engine.control.links import ControlLinks
-from kfcomm.engine.control.world import World
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0

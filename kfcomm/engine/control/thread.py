@@ -23,7 +23,7 @@ from kfcomm.core.auth import MAX_UNAUTHENTICATED, Unauthenticated
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import Message
-from kfcomm.engine.control.base import (
+from kfcomm.engine.control import (
     GOODBYE_S,
     Answer,
     ClockReader,
@@ -32,11 +32,11 @@ from kfcomm.engine.control.base import (
     StatusSource,
     ToldClock,
     Upcalls,
+    World,
     answer_clock,
     measure_clock,
 )
 from kfcomm.engine.control.node import ControlNode
-from kfcomm.engine.control.world import World
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.handshake import UNAUTHENTICATED_S, serve
 from kfcomm.transports.handshake import answer as greet
@@ -55,7 +55,7 @@ _LOG = logging.getLogger("kfcomm.control")
 
 
 class ControlThread(ControlPlane):
-    """The control plane of a process; implements `kfcomm.engine.control.base.ControlPlane`.
+    """The control plane of a process; implements `kfcomm.engine.control.ControlPlane`.
 
     Args:
         world: the members.

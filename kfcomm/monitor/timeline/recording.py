@@ -45,8 +45,7 @@ from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Key
-    from kfcomm.engine.control import ControlPlane
-    from kfcomm.engine.control.base import ClockReader, ClockSample, ToldClock
+    from kfcomm.engine.control import ClockReader, ClockSample, ControlPlane, ToldClock
     from kfcomm.engine.executors import InSlot
     from kfcomm.engine.operation import Operation
     from kfcomm.engine.session import Session

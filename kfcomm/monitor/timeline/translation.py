@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.core.program import Program
     from kfcomm.core.signature import Signature
-    from kfcomm.engine.control.base import ClockSample
+    from kfcomm.engine.control import ClockSample
 
 
 POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED, SPAN = range(8)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kfcomm.core.membership import BEATS
-from kfcomm.engine.control.base import ControlEvents
+from kfcomm.engine.control import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.errors import RendezvousError
 from kfcomm.testing.network import MemoryStore, MemoryWelcome

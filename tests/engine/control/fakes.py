@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfcomm.core.handshake import Purpose
-from kfcomm.engine.control import ControlPlane, ControlThread, World
+from kfcomm.engine.control import ControlPlane, World
+from kfcomm.engine.control.thread import ControlThread
 from kfcomm.transports.handshake import HandshakeOptions, dial
 from kfcomm.transports.sockets import Connection, Listener
 

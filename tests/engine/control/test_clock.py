@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.handshake import Purpose
-from kfcomm.engine.control.base import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
+from kfcomm.engine.control import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
 from kfcomm.engine.control.memory import MemoryHub
 from kfcomm.errors import RemoteProtocolError, TransportError
 from tests.engine.control.fakes import Engine, Notes, planes

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kfcomm.engine.control.base import GONE
+from kfcomm.engine.control import GONE
 from kfcomm.engine.control.memory import MemoryHub
 from kfcomm.errors import LocalProtocolError
 from tests.engine.control.fakes import ABORT, LEAVE_S, Engine, Notes

@@ -11,10 +11,8 @@ import pytest
 from kfcomm.core.frame import Kind, make_encoder
 from kfcomm.core.gossip import Body
 from kfcomm.core.handshake import Identity, Keys, Purpose
-from kfcomm.engine.control import node
-from kfcomm.engine.control.base import GONE
+from kfcomm.engine.control import GONE, addresses_of, node
 from kfcomm.engine.control.links import ControlLinks
-from kfcomm.engine.control.world import addresses_of
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.sockets import DialRefused
 from tests.engine.control.fakes import ABORT, LEAVE_S, Info, planes

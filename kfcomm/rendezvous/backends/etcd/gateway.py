@@ -20,9 +20,9 @@ from typing import Any
 
 import aiohttp
 
-from kfcomm.common.callbacks import loop_now_s
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.backends.etcd import Address
+from kfcomm.rendezvous.keyvalue import loop_now_s
 
 ATTEMPT_S = 4.0
 """Timeout of one attempt."""
