@@ -108,6 +108,13 @@ async def test_verbs_give_numpys_result_whatever_their_segments(size: int, lengt
                 np.testing.assert_equal(interfaces.on_host(results), row.expected(xs), f"{row.name}, use {use}")
 
 
+@pytest.mark.asyncio
+async def test_a_rank_that_is_alone_gets_what_it_gives() -> None:
+    async with staged_world(1) as world:
+        for count in (0, 1, LONG):
+            assert_sums(world, await ended(world, begun(world, count=count)))
+
+
 def held(device: FakeDevice, given: Any) -> Any:
     if isinstance(given, dict):
         return {key: device.array(one) for key, one in given.items()}
