@@ -225,6 +225,7 @@ def adasum_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOption
         return reduce_mapping(verbs, arrays, name, options)
     key = many_key(names if name is None else (name,))
     with Checks(verbs._group, key):
+        options = verbs._group.checked(options)
         _check_host(verbs, arrays.values(), options.stream)
         outs = outs_by_name(out, arrays)
         items = [item_of(one, arrays[one], outs.get(one)) for one in names]

@@ -72,7 +72,7 @@ def average_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOptio
     title = names[0] if name is None else name
     out = options.out
     with Checks(verbs._group, many_key((title,))):
-        options = options.checked()
+        options = verbs._group.checked(options)
         _check_options(verbs, arrays.values(), options)
         counted, given = _checked(options.weight), {one: adapt(arrays[one]) for one in names}
         outs = outs_by_name(out, arrays)

@@ -184,6 +184,7 @@ def post_units(
     units = units_of(batch.items)
     handles: list[Handle[Any]] = []
     seq = None  # of the first unit, and then of all: a call that fails on one rank leaves all ranks in step
+    plans = group.plans_along(options.strategy)
     try:
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)
@@ -191,13 +192,13 @@ def post_units(
             # The first signature lists the arrays of all units, so that ranks that differ in any find out at once.
             told = unit.items if number else batch.items
             fields = listing_of([one.name for one in told], [one.array for one in told])
-            plan = batch.plan(group.plans, unit, key)
+            plan = batch.plan(plans, unit, key)
             plan = replace(plan, signature=plan.signature._replace(**fields))
             result, value, outcome = batch.room(plan, unit)
             operation = plan.operation(
                 handle, unit.source(), result, plan.work, value=value, finish=outcome, priority=options.priority
             )
-            post = plan.post(group.view, key, group.plans.generation, batch.overlapping, seq)
+            post = plan.post(group.view, key, plans.generation, batch.overlapping, seq)
             group.post(post, operation, handle, options.timeout_s)
             seq = whole.seq = handle.seq
             handles.append(handle)
@@ -233,7 +234,10 @@ def _begin_on_device(
         told = unit.items if number else batch.items
         counts = digest_of([one.name for one in told], [one.array for one in told])
         kind = PlanKey(batch.spec.verb, dtype, unit.shape, batch.ops[dtype], batch.root)
-        order = DeviceOrder(kind, batch.key(number), counts, batch.overlapping, handles[0] if handles else None)
+        first = handles[0] if handles else None
+        order = DeviceOrder(
+            kind, batch.key(number), counts, batch.overlapping, first, strategy=options.strategy
+        )  # fmt: skip
         given = [Given(one.array, batch.shape_of(one) if batch.gets else None, one.out) for one in unit.items]
         handles.append(devices.begin(order, given, partial(_note, found, names), options))
     join(devices.reactor, handles, whole, lambda: gathered(found) if batch.gets else None)
@@ -263,7 +267,7 @@ def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOpt
     with Checks(group, key):
         on_device = any(devices.takes(arrays[one], options.stream) for one in names)
     with Checks(group, key, devices=devices if on_device else None):
-        options = options.checked()
+        options = group.checked(options)
         outs, take = outs_by_name(out, arrays), _taking(devices, options, on_device=on_device)
         items = tuple(take(one, arrays[one], outs.get(one)) for one in names)
         if len({type(item.array) is HostArray for item in items}) > 1:
@@ -334,7 +338,9 @@ def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: 
             if not is_even:
                 raise ConfigError("the arrays of a list are of one shape, where they are on a device")
             kind = PlanKey(Verb.REDUCE_SCATTER, dtype, whole_shape, op)
-            order = DeviceOrder(kind, name or UNNAMED, overlapping=may_overlap(name))
+            order = DeviceOrder(
+                kind, name or UNNAMED, overlapping=may_overlap(name), strategy=options.strategy
+            )  # fmt: skip
             return devices.one(order, devices.stacked(read), shape, options)
         arrays = [adapt(one) for one in read]
         wire = None if options.wire_dtype is None else wire_dtype_of(options.wire_dtype, dtype)

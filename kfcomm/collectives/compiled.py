@@ -5,7 +5,7 @@ deadlines. Any other call, and any unusual state, takes the full path, which alo
 belongs to one strategy, and is found again when that strategy is set again.
 
 Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a
-priority or a wire dtype of their own.
+priority or a wire dtype of their own. Calls of one name with different strategies of their own have a plan each.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kfcomm.collectives.plans import Plan
 
 Begun: TypeAlias = "Operation | SlotUse | Over"
+CompiledKey: TypeAlias = "str | tuple[str | None, str, bytes] | None"
+"""Name of the calls of a cached plan; with name and digest of their strategy, if they have one of their own."""
 NO_ARRAY: Final = np.empty(0, np.uint8)
 """In place of the array of a verb that takes none."""
 

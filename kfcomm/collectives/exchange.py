@@ -27,6 +27,7 @@ from kfcomm.collectives.verbs import MakePlan, Posting, Verbs
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.core.signature import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
+from kfcomm.strategies import StrategySpec
 from kfcomm.types import Seconds, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -44,7 +45,7 @@ class Exchange(Verbs):
 
     def gather(
         self, x: Any, root: int = 0, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets the arrays of all ranks; the others get None.
 
@@ -58,33 +59,38 @@ class Exchange(Verbs):
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
+            strategy: see ``all_reduce``.
         """
-        options = CallOptions(None, root, out, timeout, priority, None, stream)
-        if concat:
-            return self._concatenated(GATHER, x, name, options)
-        if timeout is None and stream is None and not priority:
+        if timeout is None and stream is None and strategy is None and not (priority or concat):
             again = self._again(x, name, (GATHER, type(root), root), out)
             if again is not None:
                 return again
+        options = CallOptions(None, root, out, timeout, priority, None, stream, strategy=strategy)
+        if concat:
+            return self._concatenated(GATHER, x, name, options)
         return self._collective(GATHER, x, name, options)
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
-        options = CallOptions(None, None, out, timeout, priority, wire_dtype, stream)
-        if concat:
-            return self._concatenated(ALL_GATHER, x, name, options)
-        if timeout is None and wire_dtype is None and stream is None and not priority:
+        if (
+            timeout is None and wire_dtype is None and stream is None and strategy is None
+            and not (priority or concat)
+        ):  # fmt: skip
             again = self._again(x, name, (ALL_GATHER,), out)
             if again is not None:
                 return again
+        options = CallOptions(None, None, out, timeout, priority, wire_dtype, stream, strategy=strategy)
+        if concat:
+            return self._concatenated(ALL_GATHER, x, name, options)
         return self._collective(ALL_GATHER, x, name, options)
 
     def scatter(
         self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None, like: Any = None,
-        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th part, along the first axis, of the root's array.
 
@@ -99,11 +105,13 @@ class Exchange(Verbs):
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
+            strategy: see ``all_reduce``.
 
         Returns:
             A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` or ``like`` is given.
         """
-        size, options = self._group.view.size, CallOptions(None, root, out, timeout, priority, None, stream)
+        size = self._group.view.size
+        options = CallOptions(None, root, out, timeout, priority, None, stream, strategy=strategy)
         with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             array: HostArray | None = None
@@ -128,7 +136,7 @@ class Exchange(Verbs):
 
     def all_to_all(
         self, x: Any, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None, priority: int = 0,
-        stream: Any = None,
+        stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank i gets the i-th part of every rank's ``x``, in rank order.
 
@@ -141,12 +149,13 @@ class Exchange(Verbs):
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
+            strategy: see ``all_reduce``.
         """
-        if timeout is None and stream is None and not priority:
+        if timeout is None and stream is None and strategy is None and not priority:
             again = self._again(x, name, (ALL_TO_ALL,), out)
             if again is not None:
                 return again
-        options = CallOptions(None, None, out, timeout, priority, None, stream)
+        options = CallOptions(None, None, out, timeout, priority, None, stream, strategy=strategy)
         if not is_list(x):
             return self._collective(ALL_TO_ALL, x, name, options)
         size = self._group.view.size
@@ -175,10 +184,10 @@ class Exchange(Verbs):
 
     def broadcast_object(
         self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None,
-        priority: int = 0,
+        priority: int = 0, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the root's ``value``: anything that msgpack can carry. Tuples arrive as lists."""
-        options = CallOptions(root=root, timeout=timeout, priority=priority)
+        options = CallOptions(root=root, timeout=timeout, priority=priority, strategy=strategy)
         with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
@@ -193,24 +202,27 @@ class Exchange(Verbs):
         return self._two_steps(BROADCAST, record, name, options.but(root=root), second)
 
     def all_gather_object(
-        self, value: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
-    ) -> Handle[Any]:
+        self, value: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the list of all ranks' values."""
-        return self._gathered_objects(ALL_GATHER, value, name, CallOptions(timeout=timeout, priority=priority))
+        options = CallOptions(timeout=timeout, priority=priority, strategy=strategy)
+        return self._gathered_objects(ALL_GATHER, value, name, options)
 
     def gather_object(
-        self, value: Any, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
-    ) -> Handle[Any]:
+        self, value: Any, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
-        options = CallOptions(root=root, timeout=timeout, priority=priority)
+        options = CallOptions(root=root, timeout=timeout, priority=priority, strategy=strategy)
         return self._gathered_objects(GATHER, value, name, options)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
-        timeout: Seconds | None = None, priority: int = 0,
+        timeout: Seconds | None = None, priority: int = 0, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
-        options = CallOptions(timeout=timeout, priority=priority)
+        options = CallOptions(timeout=timeout, priority=priority, strategy=strategy)
         with self._checks(name, options, steps=2) as (name, options):
             root = self._check_rank("root", root)
             parts = None
@@ -218,7 +230,10 @@ class Exchange(Verbs):
                 if values is None or len(values) != self._group.view.size:
                     raise ConfigError(f"scatter_object needs one value for each of {self._group.view.size} ranks")
                 parts = [packed(value) for value in values]
-        return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=options.priority), unpacked)
+        scattered = self.scatter(
+            parts, root, name, timeout=timeout, priority=options.priority, strategy=options.strategy
+        )
+        return self._mapped(scattered, unpacked)
 
     def _gathered_objects(self, verb: Verb, value: Any, name: str | None, options: CallOptions) -> Handle[Any]:
         with self._checks(name, options, steps=2) as (name, options):
@@ -283,7 +298,10 @@ class Exchange(Verbs):
         device, if it has to.
         """
         group = self._group
-        step = CallOptions(root=options.root, timeout=options.timeout, priority=options.priority, is_step=True)
+        step = CallOptions(
+            root=options.root, timeout=options.timeout, priority=options.priority, strategy=options.strategy,
+            is_step=True,
+        )  # fmt: skip
         steps = LaterSteps(self, name, step, [later_key(name or UNNAMED)])
 
         def then(told: Array, key: str) -> None:

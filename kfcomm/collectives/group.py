@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.collectives.compiled import MAX_NAMES
+from kfcomm.collectives.compiled import MAX_NAMES, CompiledKey
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
+from kfcomm.common.arguments import plain_text
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, Post, shown
 from kfcomm.core.graph import GraphPair
 from kfcomm.engine.engine import Engine
 from kfcomm.engine.operation import Operation
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.chunks import ChunkSizes
+from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.specs import CallOptions
     from kfcomm.transports.shm.heap import Heaps
 
 
@@ -145,11 +148,56 @@ class Group:
         # By name. ``compiled`` is empty while a strategy is being agreed; ``former`` is that of the one in force then.
         self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
+        self._built: dict[Hashable, AnyStrategy] = {}
 
     @property
     def strategy(self) -> AnyStrategy:
         """The strategy in force."""
         return self.plans.planner.strategy
+
+    def build(self, spec: StrategySpec) -> AnyStrategy:
+        """The strategy that ``spec`` means for this group; names, and rules made of names, are built once.
+
+        Raises:
+            ConfigError: there is no such strategy, or it is for another number of ranks.
+        """
+        key = _key_of(spec)
+        if key is None:
+            return build(spec, self.layout)
+        built = self._built.get(key)
+        if built is None:
+            if len(self._built) >= MAX_STRATEGIES:
+                self._built.clear()
+            built = self._built[key] = build(spec, self.layout)
+        return built
+
+    def checked(self, options: CallOptions) -> CallOptions:
+        """The same options, with a plain priority, and with the strategy that they mean.
+
+        Raises:
+            ConfigError: the timeout, the priority or the strategy is not valid.
+        """
+        options = options.checked()
+        return options if options.strategy is None else options.but(strategy=self.build(options.strategy))
+
+    def plans_along(self, strategy: AnyStrategy | None) -> Plans:
+        """Plans of a call that is posted now: under its own strategy, or under the one in force.
+
+        They have the generation of the one in force, so a call with a strategy of its own meets calls of its place in
+        the program, before or after a ``set_strategy``.
+        """
+        return self.plans if strategy is None else self._generations.plans(strategy, self.plans.generation)
+
+    def compiled_key(self, name: str | None, strategy: StrategySpec | None) -> CompiledKey:
+        """Key in ``compiled`` of the calls of a name, with a strategy of their own or without.
+
+        Raises:
+            ConfigError: see ``build``.
+        """
+        if strategy is None:
+            return name
+        built = self.build(strategy)
+        return name, built.name, built.digest
 
     @property
     def waits(self) -> bool:
@@ -251,6 +299,16 @@ class Group:
                 verdict.set_result(None)
             else:
                 verdict.set_exception(error)
+
+
+def _key_of(spec: StrategySpec) -> Hashable:
+    """Key under which a strategy is cached; None for those that are made already, and for rules with such."""
+    if isinstance(spec, str):
+        return plain_text(spec)
+    if isinstance(spec, Mapping):
+        rules = tuple(spec.items())
+        return rules if all(isinstance(one, str) for rule in rules for one in rule) else None
+    return None
 
 
 def later_key(key: str) -> str:

@@ -20,6 +20,7 @@ from kfcomm.collectives.steps import Steps
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveTimeout, ConfigError
+from kfcomm.strategies import StrategySpec
 from kfcomm.types import Seconds
 
 Tag = int | str
@@ -189,7 +190,10 @@ class Messages(Exchange):
         kind = self._devices.kind_like(like)
         return name, self._check_rank("source", source), version, kind
 
-    def consensus(self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Steps:
+    def consensus(
+        self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> Steps:  # fmt: skip
         """Whether all ranks hold the same; a handle of a bool. Cost: 32 bytes per rank.
 
         Args:
@@ -198,8 +202,9 @@ class Messages(Exchange):
             name: see ``all_reduce``, also for the rest.
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
+            strategy: see ``all_reduce``.
         """
-        options = CallOptions(timeout=timeout, priority=priority, is_step=True)
+        options = CallOptions(timeout=timeout, priority=priority, strategy=strategy, is_step=True)
         with self._checks(name, options) as (name, options):
             mine = np.frombuffer(fingerprint(x), np.uint8)
         everyone = self._on_host(ALL_GATHER, mine, name, options)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
-from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledUse
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledKey, CompiledUse
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.messages import Messages
@@ -27,6 +27,7 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.common.sizes import seconds_of
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import ConfigError
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Op, Seconds, Verb, override
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class Timed(Handle[T]):
 
     __slots__ = ("_nbytes", "_posted_s", "_under")
 
-    def begin(self, group: Group, meter: Meter, nbytes: int) -> None:
-        """Note the time of the post, and the strategy in force."""
+    def begin(self, group: Group, meter: Meter, nbytes: int, strategy: AnyStrategy | None) -> None:
+        """Note the time of the post, and the strategy: that of the call, or else the one in force."""
         self._nbytes = nbytes
-        self._under = meter.throughput(group.view, group.strategy.name)
+        self._under = meter.throughput(group.view, (strategy or group.strategy).name)
         self._posted_s = time.monotonic()
 
     @override
@@ -60,29 +61,31 @@ class Monitored(Messages):
     def monitored_all_reduce(
         self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """The same as ``all_reduce``, whose calls it meets on other ranks; its throughput on this rank is recorded.
 
-        That is the bytes of ``x`` over the seconds from post to completion, under the strategy in force: see
-        ``StrategyStatistics``, also for the reference, which means something if monitored calls are of one size: one in
-        each step, say. Calls that fail are not recorded, and none are while monitoring is off. Cost: 1 µs more.
+        That is the bytes of ``x`` over the seconds from post to completion, under the strategy of the call, or else the
+        one in force: see ``StrategyStatistics``, also for the reference, which means something if monitored calls are
+        of one size: one in each step, say. Calls that fail are not recorded, and none are while monitoring is off.
+        Cost: 1 µs more.
         """
         group = self._group
         meter = group.engine.meter
         if meter is None:
             return self.all_reduce(
-                x, name, op=op, out=out, timeout=timeout, priority=priority, wire_dtype=wire_dtype, stream=stream
-            )
+                x, name, op=op, out=out, timeout=timeout, priority=priority, wire_dtype=wire_dtype, stream=stream,
+                strategy=strategy,
+            )  # fmt: skip
         handle: Timed[Any] = Timed(loop=group.engine.loop)
-        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream)
-        if type(x) is np.ndarray:
-            nbytes = x.nbytes
-        else:
-            with self._checks(name, options, on_device=True) as (name, options):
-                x = self._devices.read(x, stream)
-            nbytes = x.flat.nbytes
-        group.in_order(lambda: handle.begin(group, meter, nbytes))
-        if timeout is None and wire_dtype is None and stream is None and not priority:
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, strategy=strategy)
+        is_read = type(x) is np.ndarray
+        if strategy is not None or not is_read:
+            with self._checks(name, options, on_device=not is_read) as (name, options):
+                x = x if is_read else self._devices.read(x, stream)
+        nbytes = x.nbytes if is_read else x.flat.nbytes
+        group.in_order(lambda: handle.begin(group, meter, nbytes, options.strategy))
+        if timeout is None and wire_dtype is None and stream is None and strategy is None and not priority:
             again = self._again(x, name, (ALL_REDUCE, op), out, handle)
             if again is not None:
                 return again
@@ -115,7 +118,9 @@ class PersistentCollective(Generic[T]):
         rank knows by itself; else it costs what the verb does. With ``out`` nothing is allocated.
     """
 
-    __slots__ = ("_among", "_call", "_group", "_latest", "_new_handle", "_title", "_use", "_used", "name")
+    __slots__ = (
+        "_among", "_call", "_group", "_latest", "_new_handle", "_strategy", "_title", "_use", "_used", "name",
+    )  # fmt: skip
 
     def __init__(self, comm: Monitored, verb: Callable[..., Handle[T]], given: inspect.BoundArguments) -> None:
         self.name: str | None = given.arguments.get("name")
@@ -123,8 +128,9 @@ class PersistentCollective(Generic[T]):
         self._title = verb.__name__ if self.name is None else f"{verb.__name__} {self.name!r}"
         self._call: Callable[[], Handle[T]] = partial(verb, *given.args, **given.kwargs)
         self._used = _used(verb.__name__, given.arguments)
+        self._strategy: StrategySpec | None = given.arguments.get("strategy")
         self._use: CompiledUse | None = None
-        self._among: dict[str | None, Compiled] = {}
+        self._among: dict[CompiledKey, Compiled] = {}
         """Where the use was found: it holds for as long as the group has that dictionary."""
         self._new_handle: Callable[[], Handle[T] | None] = partial(Handle, loop=comm._group.engine.loop)
         """Makes None for a caller who looks at the operation itself, as in ``kfcomm.sync``."""
@@ -156,7 +162,7 @@ class PersistentCollective(Generic[T]):
         self._latest = self._call()
         if self._used is not None:
             self._among = self._group.compiled
-            compiled = self._among.get(self.name)
+            compiled = self._among.get(self._group.compiled_key(self.name, self._strategy))
             self._use = None if compiled is None else compiled.use(*self._used)
         return self
 

@@ -36,7 +36,7 @@ from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import Compiled
+    from kfcomm.collectives.compiled import Compiled, CompiledKey
 
 CHUNK_NBYTES = 1 << 19
 """Of a chunk, where depth does not count (see ``strategies.chunks``): large enough that its way through Python costs
@@ -321,7 +321,7 @@ class Plans:
         generation: number of the strategy in the group; 0 for the first.
         stamp: the generation as operations carry it; see ``core.collective``.
         first_word: word in a slot for the first window of a name's first use.
-        compiled: cached plans by name.
+        compiled: cached plans by name, and by strategy of calls that have one of their own.
     """
 
     __slots__ = ("_plans", "_ways", "compiled", "first_word", "generation", "planner", "stamp")
@@ -331,7 +331,7 @@ class Plans:
         self.generation = generation
         self.stamp = generation << 1
         self.first_word = word_of(0, generation)
-        self.compiled: dict[str | None, Compiled] = {}
+        self.compiled: dict[CompiledKey, Compiled] = {}
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
 

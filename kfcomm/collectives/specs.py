@@ -148,12 +148,19 @@ class CallOptions:
     stream: Any = None
     weight: float | None = None
     shared: bool = False
+    strategy: Any = None  # as given, until the call is checked; see ``Group.checked``
     is_step: bool = False  # a step of another verb, whose name it uses: its plan is not cached under that name
 
     @property
     def timeout_s(self) -> float | None:
         """The timeout in seconds; None for the communicator's."""
         return seconds_of(self.timeout)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a cached plan may serve: a caller has given no more than op, root, ``out`` and a strategy."""
+        is_asked = self.timeout is not None or self.wire_dtype is not None or self.stream is not None
+        return not (is_asked or self.weight is not None or self.priority or self.shared or self.is_step)
 
     def checked(self) -> Self:
         """Return the same options, with a plain priority.

@@ -38,6 +38,7 @@ from kfcomm.collectives.specs import (
 )
 from kfcomm.common.arguments import checked_name, whole_number
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.strategies import StrategySpec
 from kfcomm.types import Op, Seconds, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -106,7 +107,7 @@ class Verbs:
     def all_reduce(
         self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, shared: bool = False,
-        weight: float | None = None, stream: Any = None,
+        weight: float | None = None, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
 
@@ -141,6 +142,10 @@ class Verbs:
                 ``x``.
             stream: for arrays in the memory of a device, the caller's stream there: what was put on it before this call
                 is done before ``x`` is read. None: the one on which the calling thread works now. See "GPUs".
+            strategy: graphs of this call alone, as ``set_strategy`` takes them; the same on every rank. None: those in
+                force. On devices it also means that the call goes through the hosts, along these graphs, where it would
+                go by NCCL. A name, or rules made of names, costs nothing from the second call on; a ``Strategy`` is
+                best made once. See "Strategies".
 
         Returns:
             A handle whose result has the shape and dtype of ``x``. On a device it is done when the result is ready on
@@ -154,13 +159,13 @@ class Verbs:
         """
         # First the cached plan: a repeated call without options builds and checks nothing.
         if (
-            timeout is None and wire_dtype is None and weight is None and stream is None
+            timeout is None and wire_dtype is None and weight is None and stream is None and strategy is None
             and not (priority or shared)
         ):  # fmt: skip
             again = self._again(x, name, (ALL_REDUCE, op), out)
             if again is not None:
                 return again
-        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight, shared)
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight, shared, strategy)
         if weight is not None:
             from kfcomm.collectives.averages import average
 
@@ -184,7 +189,7 @@ class Verbs:
     def all_reduce_many(
         self, arrays: Mapping[str, Any], name: str | None = None, *, op: Any = Op.SUM,
         out: Mapping[str, Any] | None = None, timeout: Seconds | None = None, priority: int = 0,
-        wire_dtype: Any = None, weight: float | None = None, stream: Any = None,
+        wire_dtype: Any = None, weight: float | None = None, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
         """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
 
@@ -201,6 +206,7 @@ class Verbs:
             wire_dtype: see ``all_reduce``.
             weight: see ``all_reduce``; one for all of the arrays.
             stream: see ``all_reduce``.
+            strategy: see ``all_reduce``.
 
         Returns:
             A handle whose result is ``out``, or maps the same names to the results, in the order of ``arrays``; those
@@ -211,7 +217,7 @@ class Verbs:
 
         Cost: per array about 2 µs and two copies where it has up to 64 KiB; else as ``all_reduce``.
         """
-        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight)
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, weight, strategy=strategy)
         if weight is not None:
             from kfcomm.collectives.averages import average_many
 
@@ -227,21 +233,22 @@ class Verbs:
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``.
 
         With a ``wire_dtype`` the result, which does not travel, is not rounded to it.
         """
-        if timeout is None and wire_dtype is None and stream is None and not priority:
+        if timeout is None and wire_dtype is None and stream is None and strategy is None and not priority:
             again = self._again(x, name, (REDUCE, op, type(root), root), out)
             if again is not None:
                 return again
-        options = CallOptions(op, root, out, timeout, priority, wire_dtype, stream)
+        options = CallOptions(op, root, out, timeout, priority, wire_dtype, stream, strategy=strategy)
         return self._collective(REDUCE, x, name, options)
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None,
-        priority: int = 0, wire_dtype: Any = None, stream: Any = None,
+        priority: int = 0, wire_dtype: Any = None, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the ``x`` of rank ``root``.
 
@@ -256,17 +263,19 @@ class Verbs:
             wire_dtype: as in ``all_reduce``: every rank, the root included, gets each number rounded once, wrong by at
                 most abs(x)·u.
             stream: see ``all_reduce``.
+            strategy: see ``all_reduce``.
         """
-        if timeout is None and wire_dtype is None and stream is None and not priority:
+        if timeout is None and wire_dtype is None and stream is None and strategy is None and not priority:
             again = self._again(x, name, (BROADCAST, type(root), root), out)
             if again is not None:
                 return again
-        options = CallOptions(None, root, out, timeout, priority, wire_dtype, stream)
+        options = CallOptions(None, root, out, timeout, priority, wire_dtype, stream, strategy=strategy)
         return self._collective(BROADCAST, x, name, options)
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give.
 
@@ -275,20 +284,28 @@ class Verbs:
         the shape of one row takes a part of one row. See ``all_reduce``; with a ``wire_dtype`` the results, which do
         not travel, are not rounded to it.
         """
-        if timeout is None and wire_dtype is None and stream is None and not priority:
+        if timeout is None and wire_dtype is None and stream is None and strategy is None and not priority:
             again = self._again(x, name, (REDUCE_SCATTER, op), out)
             if again is not None:
                 return again
-        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream)
+        options = CallOptions(op, None, out, timeout, priority, wire_dtype, stream, strategy=strategy)
         return self._collective(REDUCE_SCATTER, x, name, options)
 
-    def barrier(self, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Handle[None]:
-        """Done when every rank has called it."""
-        if timeout is None and not priority:
+    def barrier(
+        self, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> Handle[None]:  # fmt: skip
+        """Done when every rank has called it; see ``all_reduce``."""
+        if timeout is None and strategy is None and not priority:
             again = self._again(NO_ARRAY, name, (BARRIER,), None)
             if again is not None:
                 return again
-        with self._checks(name, CallOptions(timeout=timeout, priority=priority)) as (name, options):
+        options = CallOptions(timeout=timeout, priority=priority, strategy=strategy)
+        if strategy is not None:
+            again = self._again_along(BARRIER, NO_ARRAY, name, options)
+            if again is not None:
+                return again
+        with self._checks(name, options) as (name, options):
             posting = Posting((Plans.barrier, name or UNNAMED), alike=(BARRIER,))
         return self._begin(name, posting, options)
 
@@ -301,6 +318,10 @@ class Verbs:
 
         ``handle``: to be returned; a new one if left out.
         """
+        if options.strategy is not None:
+            again = self._again_along(verb, x, name, options, handle)
+            if again is not None:
+                return again
         devices = self._devices
         # Looking into a list may raise, so it is done inside the checks; arrays are told apart by their type alone.
         if is_list(x):
@@ -319,7 +340,9 @@ class Verbs:
             op = checked_op(options.op, array.dtype) if spec.folds else None
             kind = PlanKey(verb, array.dtype, array.shape, op, root)
             alike = spec.arguments(options.op if isinstance(options.op, Hashable) else op, options.root)
-            order = DeviceOrder(kind, name or UNNAMED, overlapping=may_overlap(name), alike=alike)
+            order = DeviceOrder(
+                kind, name or UNNAMED, overlapping=may_overlap(name), alike=alike, strategy=options.strategy
+            )
             return devices.one(order, array, self._result_shape(spec, array.shape, root), options, handle)
 
     def _on_host(
@@ -370,9 +393,10 @@ class Verbs:
         name = checked_name(name)
         checks = Checks(self._group, name or UNNAMED, steps, self._devices if on_device else None)
         checks.name, checks.options = name, options
-        if options.timeout is not None or options.priority or type(options.priority) is not int:
+        is_asked = options.timeout is not None or options.strategy is not None
+        if is_asked or options.priority or type(options.priority) is not int:
             with checks:
-                checks.options = options.checked()
+                checks.options = self._group.checked(options)
         return checks
 
     def _again(
@@ -391,23 +415,44 @@ class Verbs:
                 return None
             made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
             return made if compiled.call(x, arguments, out, made) else None
-        if compiled is None and not group.waits:
-            return None
+        if compiled is None:
+            return self._when_agreed(x, name, arguments, out, handle) if group.waits else None
         if handle is None:
             handle = Handle(loop=group.engine.loop)
-        if compiled is None:
-            return self._when_agreed(x, name, arguments, out, handle)
         operation = compiled.start(x, arguments, out, handle)
         return None if operation is None else named(handle, operation)
 
+    def _again_along(
+        self, verb: Verb, x: Any, name: str | None, options: CallOptions, handle: Handle[Any] | None = None
+    ) -> Handle[Any] | None:
+        """As ``_again``, for a call with a strategy of its own; None also while another is being agreed."""
+        group = self._group
+        if not options.is_plain:
+            return None
+        try:
+            compiled = group.compiled.get(group.compiled_key(checked_name(name), options.strategy))
+        except KfcommError:  # all checks find the same again, and tell the other ranks
+            return None
+        if compiled is None:
+            return None
+        arguments = SPECS[verb].arguments(options.op, options.root)
+        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+        if type(x) is not np.ndarray:
+            if type(compiled) is not CompiledCall:
+                return None
+            return made if compiled.call(x, arguments, options.out, made) else None
+        operation = compiled.start(x, arguments, options.out, made)
+        return None if operation is None else named(made, operation)
+
     def _when_agreed(
-        self, x: Array, name: str | None, arguments: Arguments, out: Any, handle: Handle[Any]
+        self, x: Array, name: str | None, arguments: Arguments, out: Any, given: Handle[Any] | None
     ) -> Handle[Any] | None:
         """Make a cached call during an agreement on a strategy: one alike under the former needs no new check."""
         group = self._group
         former = group.former.get(name)
         if x is NO_ARRAY or former is None or not former.is_like(x, arguments, out):
             return None
+        handle: Handle[Any] = Handle(loop=group.engine.loop) if given is None else given
 
         def begin() -> None:
             if handle.cancelled():
@@ -444,7 +489,7 @@ class Verbs:
         def post() -> None:
             plan, array, shape, target, in_place, alike = posting
             if later is None:
-                key, seq, plans = name or UNNAMED, None, group.plans
+                key, seq, plans = name or UNNAMED, None, group.plans_along(options.strategy)
             else:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
@@ -461,10 +506,11 @@ class Verbs:
             one = chosen.post(group.view, key, plans.generation, may_overlap(name), seq)
             group.post(one, operation, made, options.timeout_s)
             if alike is not None and (array is None or array.is_view) and group.may_compile():
-                if array is None:
-                    group.compiled[name] = CompiledBarrier(group, name, alike, chosen)
-                else:
-                    group.compiled[name] = CompiledName(group, name, alike, chosen, (array.dtype, array.shape, shape))
+                group.compiled[group.compiled_key(name, options.strategy)] = (
+                    CompiledBarrier(group, name, alike, chosen)
+                    if array is None
+                    else CompiledName(group, name, alike, chosen, (array.dtype, array.shape, shape))
+                )
 
         # A later step never waits for a strategy that is being agreed: it runs under the plans of its first step, which
         # the other ranks may wait for before they call ``set_strategy``.

@@ -10,6 +10,8 @@ from kfcomm.collectives.batches import many_key, names_of
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.specs import SPECS, VerbSpec
 from kfcomm.common.arguments import checked_name
+from kfcomm.errors import ConfigError
+from kfcomm.strategies import StrategySpec
 from kfcomm.types import Verb
 from kfcomm.world.communicator import Communicator
 
@@ -79,11 +81,18 @@ class ElasticCall:
         names = names_of(self.get("arrays")) if name is None else [name]
         return many_key(names) if names else ""
 
-    def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
-        """Call the verb with another root and ``out``, and with another timeout, if one is given."""
+    def begin(
+        self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None, *, has_lost: bool = False
+    ) -> Handle[Any]:
+        """Call the verb with another root and ``out``, and with another timeout, if one is given.
+
+        ``has_lost``: these are not all ranks of the step; a strategy that is not for so few is left out.
+        """
         args, kwargs = self._args, self._kwargs
         places = _PLACES[self.verb]
-        changed = {}
+        changed: dict[str, Any] = {}
+        if has_lost and self.get("strategy") is not None and not _can_build(comm, self.get("strategy")):
+            changed["strategy"] = None
         if self.kind.is_rooted:
             changed["root"] = root
         if "out" in places:
@@ -98,3 +107,11 @@ class ElasticCall:
                 args = (*args[:place], changed.pop(name), *args[place + 1 :])
         begun: Handle[Any] = getattr(comm, self.verb)(*args, **(kwargs | changed))
         return begun
+
+
+def _can_build(comm: Communicator, strategy: StrategySpec) -> bool:
+    try:
+        comm._group.build(strategy)
+    except ConfigError:
+        return False
+    return True

@@ -83,7 +83,8 @@ class CallRunner:
             error, steps = entry.refusal
             self.log.comm.refuse(entry.call.get("name"), error, steps=steps)
             return
-        handle = entry.call.begin(self.log.comm, root, None)
+        log = self.log
+        handle = entry.call.begin(log.comm, root, None, has_lost=log.comm.births != log.shown)
         handle.cancel()
         handle.when_done(self.log.reactor, looked_at)
 
@@ -120,7 +121,9 @@ class CallRunner:
             elif root is not None:
                 # The first post leaves the timeout to the verb, which checks it; repeats get what is left of it.
                 left_s = None if is_first else entry.seconds_left(log.reactor.time())
-                self._follow(entry, entry.call.begin(log.comm, root, self._scratch_for(entry), left_s))
+                has_lost = log.comm.births != log.shown
+                scratch = self._scratch_for(entry)
+                self._follow(entry, entry.call.begin(log.comm, root, scratch, left_s, has_lost=has_lost))
 
     def _follow_others(self, entry: Entry, outcome: CallOutcome) -> None:
         """End a call as it has ended on other ranks."""

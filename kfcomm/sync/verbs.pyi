@@ -33,6 +33,7 @@ class BlockingVerbs(Adapter[Async]):
         shared: bool = False,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank."""
 
@@ -49,6 +50,7 @@ class BlockingVerbs(Adapter[Async]):
         shared: bool = False,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin an ``all_reduce``."""
 
@@ -64,6 +66,7 @@ class BlockingVerbs(Adapter[Async]):
         wire_dtype: Any = None,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> dict[str, Any]:
         """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together."""
 
@@ -79,6 +82,7 @@ class BlockingVerbs(Adapter[Async]):
         wire_dtype: Any = None,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[dict[str, Any]]:
         """Begin an ``all_reduce_many``."""
 
@@ -94,6 +98,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``."""
 
@@ -109,6 +114,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``reduce``."""
 
@@ -123,6 +129,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Every rank gets the ``x`` of rank ``root``."""
 
@@ -137,6 +144,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``broadcast``."""
 
@@ -151,6 +159,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give."""
 
@@ -165,11 +174,19 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``reduce_scatter``."""
 
-    def barrier(self, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> None:
-        """Done when every rank has called it."""
+    def barrier(
+        self,
+        name: str | None = None,
+        *,
+        timeout: Seconds | None = None,
+        priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> None:
+        """Done when every rank has called it; see ``all_reduce``."""
 
     def barrier_async(
         self,
@@ -177,6 +194,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[None]:
         """Begin a ``barrier``."""
 
@@ -191,6 +209,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank ``root`` gets the arrays of all ranks; the others get None."""
 
@@ -205,6 +224,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``gather``."""
 
@@ -219,6 +239,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
 
@@ -233,6 +254,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin an ``all_gather``."""
 
@@ -247,6 +269,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank r gets the r-th part, along the first axis, of the root's array."""
 
@@ -261,6 +284,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``scatter``."""
 
@@ -273,6 +297,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank i gets the i-th part of every rank's ``x``, in rank order."""
 
@@ -285,6 +310,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin an ``all_to_all``."""
 
@@ -296,6 +322,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Every rank gets the root's ``value``: anything that msgpack can carry. Tuples arrive as lists."""
 
@@ -307,6 +334,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``broadcast_object``."""
 
@@ -317,6 +345,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Every rank gets the list of all ranks' values."""
 
@@ -327,6 +356,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin an ``all_gather_object``."""
 
@@ -338,6 +368,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
 
@@ -349,6 +380,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``gather_object``."""
 
@@ -360,6 +392,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
 
@@ -371,6 +404,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``scatter_object``."""
 
@@ -506,7 +540,15 @@ class BlockingVerbs(Adapter[Async]):
     ) -> Handle[Any]:
         """Begin a ``recv_object``."""
 
-    def consensus(self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Any:
+    def consensus(
+        self,
+        x: Any,
+        name: str | None = None,
+        *,
+        timeout: Seconds | None = None,
+        priority: int = 0,
+        strategy: StrategySpec | None = None,
+    ) -> Any:
         """Whether all ranks hold the same; a handle of a bool. Cost: 32 bytes per rank."""
 
     def consensus_async(
@@ -516,6 +558,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``consensus``."""
 
@@ -530,6 +573,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Any:
         """The same as ``all_reduce``, whose calls it meets on other ranks; its throughput on this rank is recorded."""
 
@@ -544,6 +588,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> Handle[Any]:
         """Begin a ``monitored_all_reduce``."""
 
@@ -560,6 +605,7 @@ class BlockingVerbs(Adapter[Async]):
         shared: bool = False,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare an ``all_reduce``, to be started repeatedly."""
 
@@ -575,6 +621,7 @@ class BlockingVerbs(Adapter[Async]):
         wire_dtype: Any = None,
         weight: float | None = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[dict[str, Any]]:
         """Prepare an ``all_reduce_many``, to be started repeatedly."""
 
@@ -589,6 +636,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``monitored_all_reduce``, to be started repeatedly."""
 
@@ -604,6 +652,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``reduce``, to be started repeatedly."""
 
@@ -618,6 +667,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``broadcast``, to be started repeatedly."""
 
@@ -632,6 +682,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``gather``, to be started repeatedly."""
 
@@ -646,6 +697,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare an ``all_gather``, to be started repeatedly."""
 
@@ -660,6 +712,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``scatter``, to be started repeatedly."""
 
@@ -674,6 +727,7 @@ class BlockingVerbs(Adapter[Async]):
         priority: int = 0,
         wire_dtype: Any = None,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``reduce_scatter``, to be started repeatedly."""
 
@@ -686,6 +740,7 @@ class BlockingVerbs(Adapter[Async]):
         timeout: Seconds | None = None,
         priority: int = 0,
         stream: Any = None,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare an ``all_to_all``, to be started repeatedly."""
 
@@ -695,6 +750,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[None]:
         """Prepare a ``barrier``, to be started repeatedly."""
 
@@ -705,6 +761,7 @@ class BlockingVerbs(Adapter[Async]):
         *,
         timeout: Seconds | None = None,
         priority: int = 0,
+        strategy: StrategySpec | None = None,
     ) -> PersistentCollective[Any]:
         """Prepare a ``consensus``, to be started repeatedly."""
 

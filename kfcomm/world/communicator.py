@@ -20,7 +20,7 @@ import numpy as np
 from kfcomm.arrays import form_of
 from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.blobs import Blobs
-from kfcomm.collectives.group import MAX_STRATEGIES, STRATEGY_KEY, UNNAMED, Group
+from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device.calls import Paths
@@ -70,8 +70,7 @@ class Communicator(Persistent):
         self._final: Statistics | None = None
         layout = session.layout_of(view)
         self._births = tuple(session.network.births[rank] for rank in view.members)
-        self._named: dict[str, AnyStrategy] = {}
-        self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
+        self._group = Group(session.engine, view, layout, build(strategy, layout), session.timeout_s)
         heaps = session.network.heaps()
         self._group.heaps = heaps if len(set(layout.hosts)) == 1 else None
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
@@ -249,24 +248,12 @@ class Communicator(Persistent):
         self._check_open()
         try:
             timeout_s = seconds_of(timeout)
-            chosen = self._build(strategy, self._group.layout)
+            chosen = self._group.build(strategy)
         except Exception as error:
             # Else the other ranks, which may have given a valid one, would wait until their timeout.
             self._group.refuse(STRATEGY_KEY, error)
             raise
         return self._group.swap(chosen, timeout_s)
-
-    def _build(self, spec: StrategySpec, layout: Layout) -> AnyStrategy:
-        """Build a strategy; each name once."""
-        if not isinstance(spec, str):
-            return build(spec, layout)
-        spec = plain_text(spec)
-        built = self._named.get(spec)
-        if built is None:
-            if len(self._named) >= MAX_STRATEGIES:
-                self._named.clear()
-            built = self._named[spec] = build(spec, layout)
-        return built
 
     async def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
@@ -313,7 +300,7 @@ class Communicator(Persistent):
         """The name of the strategy in force, if another group can have it, too."""
         mine = self.strategy
         with contextlib.suppress(ConfigError):
-            if self._build(mine.name, self.layout).digest == mine.digest:
+            if self._group.build(mine.name).digest == mine.digest:
                 return mine.name
         return "auto"
 

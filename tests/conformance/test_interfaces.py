@@ -7,6 +7,7 @@ slots of shared memory, which small calls of a repeated name take by ``direct``.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +36,26 @@ BLOCKING = {
 
 
 class Setup(NamedTuple):
-    """One case. ``length``: elements of each rank's part; the largest array travels in two chunks."""
+    """One case.
+
+    Attributes:
+        set_by: ``init``, or ``call``: then each call has the strategy as an option, and another is in force.
+        length: elements of each rank's part; the largest array travels in two chunks.
+    """
 
     interface: str
     link: str
     memory: str
     strategy: str
+    set_by: str
     length: int
+
+    @property
+    def in_force(self) -> str:
+        """Strategy of the communicator."""
+        if self.set_by == "init":
+            return self.strategy
+        return "star" if self.strategy == "ring" else "ring"
 
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -49,6 +63,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "link": ["memory", "tcp", "unix", "shm"],
     "memory": ["host", *ROUTES],
     "strategy": strategies.names(),
+    "set_by": ["init", "call"],
     "length": [5, 3000, 45_000],
 }
 
@@ -59,7 +74,7 @@ def _is_possible(case: tuple[Any, ...]) -> bool:
     return setup.memory == "host" or setup.link in (("memory", "shm") if setup.interface in AWAITED else ("memory",))
 
 
-SLOTS = [Setup(interface, "shm", "host", "direct", 5) for interface in FACTORS["interface"]]
+SLOTS = [Setup(one, "shm", "host", "direct", by, 5) for one in FACTORS["interface"] for by in FACTORS["set_by"]]
 SETUPS = list(dict.fromkeys([*SLOTS, *(Setup(*case) for case in covering(FACTORS, _is_possible))]))
 
 
@@ -106,7 +121,10 @@ def _of(interfaces_: Container[str]) -> list[Any]:
 
 
 def _rows(setup: Setup) -> list[Row]:
-    return [row for row in VERBS if row.on_devices or setup.memory == "host"]
+    rows = [row for row in VERBS if row.on_devices or setup.memory == "host"]
+    if setup.set_by == "init":
+        return rows
+    return [replace(row, options={**row.options, "strategy": setup.strategy}) for row in rows]
 
 
 def _gifts(row: Row, rank: int, setup: Setup, memory: Memory) -> list[Any]:
@@ -132,7 +150,7 @@ def _check(row: Row, setup: Setup, memory: Memory, results: list[list[Any]]) -> 
 async def test_awaited_verbs_give_what_numpy_says(setup: Setup) -> None:
     memory = Memory(setup.memory)
     form, is_elastic = AWAITED[setup.interface], setup.interface == "elastic"
-    async with interfaces.awaited(setup.link, setup.strategy, memory, elastic=is_elastic) as comms:
+    async with interfaces.awaited(setup.link, setup.in_force, memory, elastic=is_elastic) as comms:
         for row in _rows(setup):
             results = await run_ranks(
                 comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, memory))
@@ -145,7 +163,7 @@ async def test_awaited_verbs_give_what_numpy_says(setup: Setup) -> None:
 def test_blocking_verbs_give_what_numpy_says(setup: Setup) -> None:
     memory = Memory(setup.memory)
     form, is_elastic = BLOCKING[setup.interface], setup.interface == "blocking elastic"
-    with interfaces.blocking(setup.link, setup.strategy, memory, elastic=is_elastic) as comms:
+    with interfaces.blocking(setup.link, setup.in_force, memory, elastic=is_elastic) as comms:
         for row in _rows(setup):
             results = run_threads(comms, lambda comm, row=row: form(comm, row, _gifts(row, comm.rank, setup, memory)))
             _check(row, setup, memory, results)

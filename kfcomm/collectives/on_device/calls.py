@@ -38,7 +38,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
-from kfcomm.strategies import build
+from kfcomm.strategies import AnyStrategy, build
 from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Layout, Verb
 
@@ -57,6 +57,7 @@ class DeviceOrder:
     first: Handle[Any] | None = None
     # common properties of calls under this name: if equal, the next one may use the cached plan
     alike: Arguments | None = None
+    strategy: AnyStrategy | None = None  # of this call alone: it goes through the host, along these graphs
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +118,7 @@ class DeviceCall:
         priority: see `Operation`.
 
     Attributes:
-        plans: those of the strategy in force when it was called.
+        plans: those of its own strategy, or of the one in force when it was called.
         signature: value that all ranks must agree on.
         head: its collective in the runtime.
         is_over: done, or failed: its memory is touched only by work that is on a stream already.
@@ -132,10 +133,11 @@ class DeviceCall:
     def __init__(
         self, group: Group, plan: CallPlan, buffers: DeviceBuffers, handle: Handle[Any], ended: Ended, priority: int = 0
     ) -> None:
+        order = plan.order
         self.group = group
-        self.kind, self.key = plan.order.kind, plan.order.key
+        self.kind, self.key = order.kind, order.key
         self.device, self.stream, self.ready, self.parts = buffers.device, buffers.stream, buffers.ready, buffers.parts
-        self.plans = group.plans
+        self.plans = group.plans_along(order.strategy)
         self.signature = plan.plan.signature
         self.memo = plan.memo
         self.priority = priority
@@ -288,9 +290,12 @@ class Paths:
 
     def plan(self, order: DeviceOrder) -> CallPlan:
         """Choose the path of an order. It depends on kind and name alone, and so is the same for the next call."""
-        path = self._made[self._route(order)]
+        route, strategy = self._route(order), order.strategy
+        # Graphs are followed on the way through the host alone, where the signatures of segments tell them.
+        path = self._made[route if strategy is None else Route.STAGED]
+        name = path.name if strategy is None or route is Route.STAGED else f"{strategy.name}, {path.name}"
         memory = "" if self.choice is not None and self.choice.mixed else "device"
-        plan = self.group.plans.plan(Planner.elsewhere, order.kind, path.name, order.counts, memory)
+        plan = self.group.plans.plan(Planner.elsewhere, order.kind, name, order.counts, memory)
         return CallPlan(order, path, plan)
 
     def never_began(self, key: str, seq: int) -> None:

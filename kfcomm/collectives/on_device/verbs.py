@@ -253,7 +253,8 @@ class DeviceVerbs:
             call, is_free = self.add(plan, buffers, made, options.priority)
             call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
             if order.alike is not None and group.may_compile():
-                group.compiled[order.key or None] = CompiledCall(group, order.alike, plan, self, given[0].shape)
+                key = group.compiled_key(order.key or None, order.strategy)
+                group.compiled[key] = CompiledCall(group, order.alike, plan, self, given[0].shape)
 
         group.in_order(post)
         return made
