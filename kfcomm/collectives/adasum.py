@@ -43,12 +43,12 @@ from kfcomm.collectives.batches import (
     outs_in_order,
     reduce_mapping,
 )
+from kfcomm.collectives.calling import Checks, Posting
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import PlanKey, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS, CallOptions
 from kfcomm.collectives.steps import LaterSteps, Steps
-from kfcomm.collectives.verbs import Checks, Posting
 from kfcomm.common.arguments import checked_name
 from kfcomm.core.cause import error_of
 from kfcomm.errors import ConfigError, RemoteProtocolError

@@ -25,19 +25,19 @@ from kfcomm.arrays import HostArray, adapt, adapt_out
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.arrays.reduce import wire_dtype_of
+from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op, room
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
 from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS, CallOptions, VerbSpec
-from kfcomm.collectives.verbs import Checks, MakePlan, Posting, checked_op, room
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.verbs import Verbs
+    from kfcomm.collectives.calling import Calls
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -248,7 +248,7 @@ def _note(found: dict[str, Any], names: Sequence[str], results: Sequence[Any]) -
     found.update(zip(names, results, strict=True))
 
 
-def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
+def reduce_mapping(verbs: Calls, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
     """``all_reduce`` of every array of a mapping; see ``Verbs.all_reduce_many``."""
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
@@ -286,7 +286,7 @@ def reduce_mapping(verbs: Verbs, arrays: Any, name: str | None, options: CallOpt
     return whole
 
 
-def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
+def of_list(verbs: Calls, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
     """Apply a verb to each array of a list; the result is a list, or a tuple, of the results."""
     if verb is Verb.REDUCE_SCATTER:
         return _reduce_scatter(verbs, xs, name, options)
@@ -317,7 +317,7 @@ def of_list(verbs: Verbs, verb: Verb, xs: Sequence[Any], name: str | None, optio
     return whole
 
 
-def _reduce_scatter(verbs: Verbs, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
+def _reduce_scatter(verbs: Calls, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
     """Reduce_scatter of a list: each rank gets the fold of all ranks' arrays for it."""
     group, devices = verbs._group, verbs._devices
     size, rank = group.view.size, group.view.rank

@@ -16,6 +16,7 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutList, adapt, is_list
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.reduce import wire_dtype_of
+from kfcomm.collectives.calling import MakePlan, Posting
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.objects import packed, unpacked
@@ -23,7 +24,7 @@ from kfcomm.collectives.on_device.through_host import Fetched, Out
 from kfcomm.collectives.plans import Planner, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, CallOptions, row_elements
 from kfcomm.collectives.steps import LaterSteps, Steps
-from kfcomm.collectives.verbs import MakePlan, Posting, Verbs
+from kfcomm.collectives.verbs import Verbs
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.core.signature import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError

@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from kfcomm.collectives.calling import Later, as_config_error
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.verbs import Later, as_config_error
 from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import CollectiveError, EpochChanged, InternalError, PeerLost
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.calling import Posting
     from kfcomm.collectives.group import Turn
     from kfcomm.collectives.plans import Plans
     from kfcomm.collectives.specs import CallOptions
-    from kfcomm.collectives.verbs import Posting, Verbs
+    from kfcomm.collectives.verbs import Verbs
     from kfcomm.transports.reactor import Reactor
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives.mailbox import EAGER_NBYTES, ROOM_MESSAGES, ROOM_NBYTES
+from kfcomm.collectives.eager import EAGER_NBYTES, ROOM_MESSAGES, ROOM_NBYTES
 from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from kfcomm.testing.worlds import run_threads, sync_world
 from tests.conformance.worlds import same_bits, turns, until, world

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives import verbs
+from kfcomm.collectives import calling
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 from tests.stubs import Broken, broken
@@ -211,15 +211,15 @@ async def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPat
     async with world(2) as comms:
         cut = comms[0].set_strategy("ring") if waits else None
         if not waits:
-            monkeypatch.setattr(verbs, "np", _NoMemory(5))
+            monkeypatch.setattr(calling, "np", _NoMemory(5))
         one = comms[0].all_gather(X)
         two = comms[0].all_gather(X, "c", concat=True)
         small = comms[0].all_reduce(X, "s")
-        monkeypatch.setattr(verbs, "np", _NoMemory(5))
+        monkeypatch.setattr(calling, "np", _NoMemory(5))
         if cut is not None:
             await asyncio.gather(cut, comms[1].set_strategy("ring"))
         await turns()
-        monkeypatch.setattr(verbs, "np", np)
+        monkeypatch.setattr(calling, "np", np)
         outcomes = await asyncio.gather(
             one,
             two,
