@@ -172,7 +172,7 @@ class Inquiry:
     def timed_out(self) -> Cause:
         """The cause of a timeout, with the ranks that arrived and those that are missing."""
         arrived, missing = self._arrived_and_missing()
-        waited_s = self._operation.waited_s()
+        waited_s = self._engine.reactor.time() - self._operation.posted_s
         group = self._collective.group
         where = f"did not finish on {group.called(group.rank)} within {waited_s:.1f} s"
         message = f"{self._collective.title} {where}: {self._words(arrived, missing)}"
@@ -194,7 +194,7 @@ class Inquiry:
         arrived, missing = self._arrived_and_missing()
         group = collective.group
         which = f"#{collective.seq}" if group.within is not None else f"#{collective.seq}, group of {group.size}"
-        waited_s, words = operation.waited_s(), self._words(arrived, missing)
+        waited_s, words = self._engine.reactor.time() - operation.posted_s, self._words(arrived, missing)
         logger.warning(
             "%s has waited %.1f s for %s (%s): %s", group.called(group.rank), waited_s, collective.title, which, words
         )

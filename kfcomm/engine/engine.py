@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.common import do_nothing
 from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, RESUME, VIOLATION
-from kfcomm.core.cause import Cause, CauseKind, error_of
+from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, Post, Series
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
@@ -27,6 +27,7 @@ from kfcomm.core.links import Incoming, credit_of
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
+from kfcomm.engine.failures import Failures
 from kfcomm.engine.link_table import LinkTable
 from kfcomm.engine.meter import Meter
 from kfcomm.engine.observer import Recorder
@@ -117,6 +118,7 @@ class Engine:
         self.on_wait: Callable[[], None] = do_nothing
         self.pool = BlockPool()
         self.receiver = Receiver(self)
+        self.failures = Failures(self)
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
 
@@ -141,7 +143,8 @@ class Engine:
             self.broke(operation.collective, error)
         else:
             if type(outcome) is Cause:
-                self._reject(operation, post.group, post.name, outcome, effects)
+                self.failures.rejected(operation, post, outcome)
+                self.perform(effects)
                 return
         if effects:
             self.perform(effects)
@@ -238,15 +241,12 @@ class Engine:
     def _cut_short(self, collective: Collective, reason: str) -> Cause:
         return Cause(CauseKind.CANCELLED, self.rank, f"{collective.title} failed: {reason}")
 
-    def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
-        """Abort the collectives in flight in some groups."""
+    def leave(self, group_ids: Collection[bytes], reason: str) -> None:
+        """Abort what is in flight in groups that this rank uses no more, and forget them. O(names on all links)."""
         self.enter_all()
         for collective in list(self.router.live):
             if collective.group.id in group_ids:
                 self.abort(collective, self._cut_short(collective, reason))
-
-    def leave(self, group_ids: Collection[bytes]) -> None:
-        """Forget groups that this rank uses no more, and in which nothing is in flight. O(names on all links)."""
         effects: Effects = []
         if self.meter is not None:
             self.meter.forget(group_ids)
@@ -317,16 +317,14 @@ class Engine:
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
         self.links.drop(peer)
         self.perform(effects)
-        self._tell_losses()
+        for listener in list(self.loss_listeners):
+            listener()
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
         """Fail later posts that need a leaving peer; what it has posted may still complete."""
         self.unusual.add("lost")
         self.router.on_peer_left(peer, cause)
         self.links.goodbye(peer)
-        self._tell_losses()
-
-    def _tell_losses(self) -> None:
         for listener in list(self.loss_listeners):
             listener()
 
@@ -359,13 +357,13 @@ class Engine:
                 link.send(effect[2])
                 self.links.flush_soon()
         elif tag == FAILED:
-            self._failed(effect[1], effect[2])
+            self.failures.failed(effect[1], effect[2])
         elif tag == FLOOD:
             if self.control is not None:
                 _, group_id, name, seq, cause = effect
                 self.control.abort(group_id, name, seq, cause.to_wire())
         elif tag == VIOLATION:
-            self._violated(effect[1], effect[2])
+            self.failures.violated(effect[1], effect[2])
         elif tag == EARLY:
             listener = self.early_listeners.get(effect[1])
             if listener is not None:
@@ -374,40 +372,3 @@ class Engine:
             effect[1].release(self.pool)
         elif tag == BROKEN:
             self.recovery.peer_says(effect[1], effect[2], effect[3])
-
-    # ---------------------------------------------------------------- failures
-
-    def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
-        for observer in self.all_observers():
-            observer.refused(group, name, cause.message, is_local=False)
-        operation.reject(error_of(cause, name, group.titled(name)))
-        self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
-        self.perform(effects)
-
-    def _failed(self, collective: Collective, cause: Cause) -> None:
-        operation = cast("Operation", collective.driver)
-        self.deadlines.inquiries.pop(operation, None)
-        is_last = not (self.router.live or self.slots.pending)
-        for observer in self.all_observers():
-            observer.failed(operation, cause.message, is_last=is_last)
-        for sender in self.links.by_peer.values():
-            for header in sender.withdraw(operation):
-                if header[7] & 1:  # it was charged to the credit, and never leaves
-                    sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
-        self.links.disown(operation)
-        story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
-        operation.reject(error_of(cause, collective.name, collective.title, story))
-        del collective.driver  # as at completion: one that has failed is in no cycle
-        self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
-
-    def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
-        listener = self.mismatch_listeners.get(group.id)
-        if listener is not None and cause.kind is CauseKind.MISMATCH:
-            listener(name, seq)
-
-    def _violated(self, incoming: Incoming, reason: str) -> None:
-        link = self.links.back(incoming)
-        if link is not None:
-            logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
-            link.abort()
-            self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")

@@ -286,10 +286,6 @@ class Operation(OperationMemory, CollectiveDriver):
         if not self.failed:
             self.collective.was_read()
 
-    def waited_s(self) -> float:
-        """Seconds since it was posted."""
-        return self.engine.reactor.time() - self.posted_s
-
     def result(self) -> Any:
         """The caller's result, once it is over.
 

@@ -82,8 +82,7 @@ class Session(ControlEvents, StatusSource):
 
     def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
         """Close a group: fail its collectives in flight, under any of its ids, and forget it."""
-        self.engine.abandon(ids, reason)
-        self.engine.leave(ids)
+        self.engine.leave(ids, reason)
         self.groups.leave(group_id)
 
     def layout_of(self, view: GroupView) -> Layout:

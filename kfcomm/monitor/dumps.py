@@ -246,7 +246,7 @@ def _waiting(operation: Operation) -> PendingCall:
         "name": collective.name,
         "seq": collective.seq,
         "verb": collective.signature[0],
-        "waited_s": round(operation.waited_s(), 3),
+        "waited_s": round(operation.engine.reactor.time() - operation.posted_s, 3),
         "arrived": [members[rank] for rank in collective.arrived_ranks()],
         "not_heard_from": [members[rank] for rank in collective.missing_ranks()],
         "chunks_missing": collective.remaining,

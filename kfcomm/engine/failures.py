@@ -1,0 +1,62 @@
+"""Failures of single calls: who hears of them, and what is taken back."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+from kfcomm.core.cause import Cause, CauseKind, error_of
+from kfcomm.core.collective import Collective, GroupView, Post
+from kfcomm.core.links import Incoming
+
+if TYPE_CHECKING:
+    from kfcomm.engine.engine import Engine
+    from kfcomm.engine.operation import Operation
+
+logger = logging.getLogger("kfcomm")
+
+
+class Failures:
+    """Ends the calls of an engine that have failed, and the links on which peers broke the protocol."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def rejected(self, operation: Operation, post: Post, cause: Cause) -> None:
+        """End a call that was refused when it was posted."""
+        engine, group, name = self._engine, post.group, post.name
+        for observer in engine.all_observers():
+            observer.refused(group, name, cause.message, is_local=False)
+        operation.reject(error_of(cause, name, group.titled(name)))
+        self._tell_mismatch(group, name, engine.router.num_uses(group.id, name) - 1, cause)
+
+    def failed(self, collective: Collective, cause: Cause) -> None:
+        """End a call in flight: its caller, the observers and the links are told."""
+        engine, operation = self._engine, cast("Operation", collective.driver)
+        engine.deadlines.inquiries.pop(operation, None)
+        is_last = not (engine.router.live or engine.slots.pending)
+        for observer in engine.all_observers():
+            observer.failed(operation, cause.message, is_last=is_last)
+        for sender in engine.links.by_peer.values():
+            for header in sender.withdraw(operation):
+                if header[7] & 1:  # it was charged to the credit, and never leaves
+                    sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
+        engine.links.disown(operation)
+        story = engine.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
+        operation.reject(error_of(cause, collective.name, collective.title, story))
+        del collective.driver  # as at completion: one that has failed is in no cycle
+        self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
+
+    def violated(self, incoming: Incoming, reason: str) -> None:
+        """Close a link on which a peer sent what it must not."""
+        engine = self._engine
+        link = engine.links.back(incoming)
+        if link is not None:
+            logger.warning("rank %d closes a link from rank %d, which sent %s", engine.rank, link.peer, reason)
+            link.abort()
+            engine.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
+
+    def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
+        listener = self._engine.mismatch_listeners.get(group.id)
+        if listener is not None and cause.kind is CauseKind.MISMATCH:
+            listener(name, seq)
