@@ -13,7 +13,6 @@ from kfcomm.adapt.metrics import Observed, StepMetrics
 from kfcomm.adapt.policy import Decision, Policy
 from kfcomm.adapt.requests import SIZE, STOP, STRATEGY, Request
 from kfcomm.adapt.runner import Runner
-from kfcomm.common.arguments import whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 
@@ -82,11 +81,6 @@ class PolicyHost:
         self.changes = RecentChanges(rest)
         self.holders: dict[str, Named] = {}  # by subject, the policy that has changed it last
         self._on_decision = on_decision  # called with each decision, and its level for the log
-
-    @property
-    def held(self) -> Held:
-        """Strategy and hyperparameters, for a later ``restore``."""
-        return Held(self.comm.strategy, self.hyperparameters)
 
     def decide(self, runner: Named, what: str, evidence: Mapping[str, Any], level: int = logging.INFO) -> None:
         """Keep a decision of a policy, log it and record it."""
@@ -165,6 +159,13 @@ class PolicyHost:
         self.changes.note(SIZE, self.num_steps, self.comm.size, size)
         self._hold(SIZE, runner, size)
 
+    def check_action(self, action: Action) -> None:
+        """Check that the program has what an action needs."""
+        if not self.comm.outlives:
+            raise ConfigError(f"{action} was asked for: that needs an open Elastic")
+        if action == "set_aside" and self.step is None and self.num_steps:
+            raise ConfigError("set_aside was asked for: that needs steps of an Elastic, adaptation.step(step)")
+
     def act(self, action: Action, samples: Sequence[int]) -> None:
         """Let the open ``Elastic`` keep or restore its state, or the sampler of the step set samples aside."""
         if action == "set_aside":
@@ -198,35 +199,6 @@ class PolicyHost:
             elif subject not in (SIZE, STOP):
                 await self.change_hyperparameter(subject, before.hyperparameters.value(subject), None)
             self.changes.forget(subject)
-
-    # ---------------------------------------------------------------- arguments of requests
-
-    def check_size(self, size: Any) -> int:
-        """Check a number of ranks that a policy asks for."""
-        number = whole_number(size)
-        if number is None or number < 1:
-            raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
-        if not self.comm.outlives:
-            raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
-        return number
-
-    def check_action(self, action: Action) -> None:
-        """Check that the program has what an action needs."""
-        if not self.comm.outlives:
-            raise ConfigError(f"{action} was asked for: that needs an open Elastic")
-        if action == "set_aside" and self.step is None and self.num_steps:
-            raise ConfigError("set_aside was asked for: that needs steps of an Elastic, adaptation.step(step)")
-
-    def check_rank(self, rank: Any) -> int:
-        """Check a rank that a policy asks to replace."""
-        number = whole_number(rank)
-        if number is None or not 0 <= number < self.comm.size:
-            raise ConfigError(f"a rank is a whole number from 0 to {self.comm.size - 1}, not {rank!r}")
-        if not self.comm.outlives:
-            raise ConfigError(
-                f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic"
-            )
-        return number
 
     # ---------------------------------------------------------------- helpers
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.requests import SIZE, STOP, STRATEGY, Request, sign_of, words_of
-from kfcomm.common.arguments import plain_text
+from kfcomm.common.arguments import plain_text, whole_number
+from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
@@ -257,7 +258,7 @@ class Context:
             ConfigError: it is not a whole number from 1 on, or the ranks of this program cannot change. A size outside
                 the job's range is an error of awaiting the request, on every rank.
         """
-        wanted = self._host.check_size(size)
+        wanted = _checked_size(self._host, size)
 
         async def change() -> bool:
             before = self.size
@@ -277,7 +278,7 @@ class Context:
         Raises:
             ConfigError: the rank is out of range, or the ranks of this program cannot change.
         """
-        checked = self._host.check_rank(rank)
+        checked = _checked_rank(self._host, rank)
 
         async def change() -> bool:
             await self._host.replace_rank(checked)
@@ -359,3 +360,21 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
     return str(value)
+
+
+def _checked_size(host: PolicyHost, size: Any) -> int:
+    number = whole_number(size)
+    if number is None or number < 1:
+        raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+    if not host.comm.outlives:
+        raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
+    return number
+
+
+def _checked_rank(host: PolicyHost, rank: Any) -> int:
+    number = whole_number(rank)
+    if number is None or not 0 <= number < host.comm.size:
+        raise ConfigError(f"a rank is a whole number from 0 to {host.comm.size - 1}, not {rank!r}")
+    if not host.comm.outlives:
+        raise ConfigError(f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic")
+    return number

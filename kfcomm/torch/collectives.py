@@ -47,9 +47,16 @@ class Collectives:
             is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
             buffers = self._buffers if is_shared else None
             buffer = None if buffers is None else buffers.filled(source)
-        if buffers is not None:
-            return self._reduce_bucket(buffers, buffer, opts, tensors, op)
-        return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
+        if buffers is None:
+            return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
+        # A reducer's bucket, which was copied to shared memory; see ``reducer``.
+        options: dict[str, Any] = {"op": op, "shared": True}
+        name, call = self._named("all_reduce", buffer, opts, options)
+        handle = self._comm.all_reduce_async(buffer, name, **options)
+        if call is not None:
+            call.handle = weakref.ref(handle)
+        buffers.lend(buffer, handle)
+        return BucketWork(handle, Ending(tensors, None, self._completers))
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_reduce_coalesced``: all tensors together, in few messages."""
@@ -115,7 +122,7 @@ class Collectives:
     def all_gather_single(self, output: Any, source: Any, opts: Any) -> Any:
         """Implement ``dist.all_gather_into_tensor``."""
         with _Reported(self):
-            (out, finish), x = self._rows(output), read(source, as_bytes=True)
+            (out, finish), x = _rows(output, self._comm.size), read(source, as_bytes=True)
         return self._run("all_gather", x, opts, [output], finish, out=out)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
@@ -123,7 +130,7 @@ class Collectives:
         with _Reported(self):
             xs = [read(one, as_bytes=True) for one in inputs]
             made = [torch.empty((self._comm.size, *one.shape), dtype=one.dtype) for one in inputs]
-            outs = [self._rows(whole)[0] for whole in made]
+            outs = [_rows(whole, self._comm.size)[0] for whole in made]
 
         def finish() -> None:
             for rank, row in enumerate(outputs):
@@ -135,7 +142,7 @@ class Collectives:
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
         """Several of ``all_gather_single``, in few messages."""
         with _Reported(self):
-            found = [self._rows(output) for output in outputs]
+            found = [_rows(output, self._comm.size) for output in outputs]
             xs = [read(one, as_bytes=True) for one in inputs]
         finish = together(step for _, step in found)
         return self._run("all_gather", xs, opts, outputs, finish, out=[out for out, _ in found])
@@ -153,7 +160,7 @@ class Collectives:
         """Rank ``opts.rootRank`` gets the tensors of all ranks, one after the other."""
         with _Reported(self):
             x = read(source, as_bytes=True)
-            out, finish = self._rows(output) if opts.rootRank == self._comm.rank else (None, None)
+            out, finish = _rows(output, self._comm.size) if opts.rootRank == self._comm.rank else (None, None)
         return self._run("gather", x, opts, [output], finish, root=opts.rootRank, out=out)
 
     # ---------------------------------------------------------------- scatter
@@ -221,19 +228,6 @@ class Collectives:
 
     # ---------------------------------------------------------------- shared by them
 
-    def _refuse(self, error: Exception, steps: int) -> None:
-        """Fail the call that this rank was about to make."""
-        name = next_name()
-        if name is None:
-            self._calls.refused(error)
-        else:
-            self._comm.refuse(name, error, steps=steps)
-
-    def _rows(self, output: Any) -> tuple[Any, Callable[[], object] | None]:
-        """The place of a result with one row for each rank."""
-        array, finish = place(output, as_bytes=True)
-        return array.reshape(self._comm.size, -1), finish
-
     def _run(
         self, verb: str, x: Any, opts: Any, gives: Sequence[Any], finish: Callable[[], object] | None = None, *,
         take: Callable[[Any], object] | None = None, **options: Any,
@@ -262,18 +256,6 @@ class Collectives:
             finish()
         return NOTHING
 
-    def _reduce_bucket(
-        self, buffers: SharedBuffers, buffer: Any, opts: Any, gives: Sequence[Any], op: Any
-    ) -> BucketWork:
-        """All-reduce a reducer's bucket, which was copied to shared memory; see ``reducer``."""
-        options: dict[str, Any] = {"op": op, "shared": True}
-        name, call = self._named("all_reduce", buffer, opts, options)
-        handle = self._comm.all_reduce_async(buffer, name, **options)
-        if call is not None:
-            call.handle = weakref.ref(handle)
-        buffers.lend(buffer, handle)
-        return BucketWork(handle, Ending(gives, None, self._completers))
-
     def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, TorchCall | None]:
         """The name of a call that is made now, and the record of one without a name; sets its timeout."""
         timeout = opts.timeout
@@ -300,7 +282,11 @@ class _Reported:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            self._of._refuse(error, self._steps)
+            name = next_name()
+            if name is None:
+                self._of._calls.refused(error)
+            else:
+                self._of._comm.refuse(name, error, steps=self._steps)
             if isinstance(error, KfcommError):
                 as_torch(error)
 
@@ -321,6 +307,12 @@ class Several(TorchWork):
     def is_completed(self) -> bool:
         """Whether all are complete."""
         return super().is_completed() and all(work.is_completed() for work in self._before)
+
+
+def _rows(output: Any, size: int) -> tuple[Any, Callable[[], object] | None]:
+    """The place of a result with one row for each rank."""
+    array, finish = place(output, as_bytes=True)
+    return array.reshape(size, -1), finish
 
 
 def _taken(handle: Any, take: Callable[[Any], object], finish: Callable[[], object] | None) -> None:

@@ -85,6 +85,7 @@ class GradientExchange:
             self._comm, self.places, f"{self.name}/marks", num_numbers=self._watch.num_numbers,
             is_shared=self.buckets[0].is_shared,
         )  # fmt: skip
+        self._parts: list[Bucket | Marks | Buffers] = [*self.buckets, self._marks, self._buffers]
         self.profile = GradientProfile(self._comm, self.name)
 
     @property
@@ -201,7 +202,7 @@ class GradientExchange:
 
     def clear(self) -> None:
         """Cancel the pass, and drop its gradients."""
-        for one in self._all():
+        for one in self._parts:
             if not one.done():
                 one.cancel()
         for place in self.places:
@@ -221,16 +222,8 @@ class GradientExchange:
     def drain(self) -> None:
         """Wait for the remains of a pass that has raised on this rank, whose error the program has."""
         if self.has_left:
-            self._wait_for_the_rest()
+            _wait_for(self._parts)
             self.close()
-
-    def _wait_for_the_rest(self) -> None:
-        for one in self._all():
-            with contextlib.suppress(CollectiveError):
-                one.wait()
-
-    def _all(self) -> list[Bucket | Marks | Buffers]:
-        return [*self.buckets, self._marks, self._buffers]
 
     def _check(self) -> None:
         words, world = self._marks.words, world_ranks(self._comm)
@@ -238,14 +231,14 @@ class GradientExchange:
         failed = [rank for rank, word in zip(members, words, strict=True) if word == FAILED]
         # All ranks read the same words, so all come here. They wait for the rest: the next pass reuses its memory.
         if failed:
-            self._wait_for_the_rest()
+            _wait_for(self._parts)
             raise CollectiveAborted(
                 f"the backward pass of {ranks_in_words(failed)} has raised an error, shown there: no rank has "
                 "gradients of this pass, and all ranks may continue with the next one",
                 key=self.name,
             )
         if len(set(words)) > 1:
-            self._wait_for_the_rest()
+            _wait_for(self._parts)
             # of fewer ranks, after another loss
             said = self._comm.all_gather_object(str(self.steps), aside(self._comm, f"{self.name}/steps"))
             raise CollectiveMismatch(
@@ -255,6 +248,13 @@ class GradientExchange:
                 "the same on all ranks, such as a loss averaged by comm.all_reduce",
                 key=self.name,
             )
+
+
+def _wait_for(parts: Sequence[Bucket | Marks | Buffers]) -> None:
+    """Wait for the parts of a pass, failed ones included."""
+    for one in parts:
+        with contextlib.suppress(CollectiveError):
+            one.wait()
 
 
 def _number(value: Any) -> Any:
