@@ -37,7 +37,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.calling import Calls
+    from kfcomm.collectives.calling import VerbCalls
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -248,7 +248,7 @@ def _note(found: dict[str, Any], names: Sequence[str], results: Sequence[Any]) -
     found.update(zip(names, results, strict=True))
 
 
-def reduce_mapping(verbs: Calls, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
+def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: CallOptions) -> Handle[dict[str, Any]]:
     """``all_reduce`` of every array of a mapping; see ``Verbs.all_reduce_many``."""
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
@@ -286,7 +286,7 @@ def reduce_mapping(verbs: Calls, arrays: Any, name: str | None, options: CallOpt
     return whole
 
 
-def of_list(verbs: Calls, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
+def of_list(verbs: VerbCalls, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
     """Apply a verb to each array of a list; the result is a list, or a tuple, of the results."""
     if verb is Verb.REDUCE_SCATTER:
         return _reduce_scatter(verbs, xs, name, options)
@@ -317,7 +317,7 @@ def of_list(verbs: Calls, verb: Verb, xs: Sequence[Any], name: str | None, optio
     return whole
 
 
-def _reduce_scatter(verbs: Calls, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
+def _reduce_scatter(verbs: VerbCalls, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:
     """Reduce_scatter of a list: each rank gets the fold of all ranks' arrays for it."""
     group, devices = verbs._group, verbs._devices
     size, rank = group.view.size, group.view.rank

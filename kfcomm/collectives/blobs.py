@@ -20,7 +20,7 @@ from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.receives import Message, Wanted
+from kfcomm.collectives.receives import Message, MessageForm
 from kfcomm.collectives.specs import CallOptions
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import GroupView
@@ -133,7 +133,7 @@ class Blobs:
         options = CallOptions(timeout=timeout_s)
         asked = self._mailbox.send(_message([name, version, slot]), source, ASK_TAG, options)
         answers = {
-            tag: self._mailbox.recv(source, tag, options, Wanted(kind=of))
+            tag: self._mailbox.recv(source, tag, options, MessageForm(kind=of))
             for tag, of in zip(_reply_tags(slot), (NUMPY, kind), strict=True)
         }
         told, blob = answers.values()

@@ -1,6 +1,6 @@
 """How a call of a verb is made: its checks, its plan, the memory of its result and its post.
 
-`Calls` is the common part of all verbs; `Posting` is what a call leaves to be posted.
+`VerbCalls` is the common part of all verbs; `Posting` is what a call leaves to be posted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Checks:
             raise told from error
 
 
-class Calls:
+class VerbCalls:
     """Calls of one group. ``_group``, ``_devices`` and ``_check_open`` come from the communicator."""
 
     _group: Group

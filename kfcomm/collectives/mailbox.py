@@ -28,7 +28,16 @@ from kfcomm.arrays.dtypes import dtype_of, fits
 from kfcomm.collectives.eager import Eager
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.plans import chunk_elements
-from kfcomm.collectives.receives import Message, Receive, Received, Streams, Transfer, Wanted, shape_of, signature_of
+from kfcomm.collectives.receives import (
+    Message,
+    MessageForm,
+    Receive,
+    Received,
+    Streams,
+    Transfer,
+    shape_of,
+    signature_of,
+)
 from kfcomm.collectives.specs import PLAIN, CallOptions
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, error_of
@@ -48,7 +57,7 @@ Shape: TypeAlias = tuple[int, ...]
 Service = Callable[[int, Handle[Message]], Awaitable[None]]
 MAX_ELEMENTS = 1 << 44
 MAX_DIMENSIONS = 64
-ARRAY_AND_SOURCE = Wanted()
+ARRAY_AND_SOURCE = MessageForm()
 _SENDER = 0
 """Of the two ranks of a pair; the other is the receiver."""
 
@@ -98,7 +107,7 @@ class Mailbox:
         self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(
-        self, source: int | None, tag: str, options: CallOptions = PLAIN, wanted: Wanted = ARRAY_AND_SOURCE
+        self, source: int | None, tag: str, options: CallOptions = PLAIN, form: MessageForm = ARRAY_AND_SOURCE
     ) -> Received[Any]:
         """Receive the next message of ``source`` (None: any) with this tag.
 
@@ -107,7 +116,7 @@ class Mailbox:
         """
         handle: Received[Any] = Received(loop=self._engine.loop)
         timeout_s = self.timeout_s if options.timeout_s is None else options.timeout_s
-        receive = Receive(source, tag, wanted, handle, timeout_s, options.priority, self._on_end)
+        receive = Receive(source, tag, form, handle, timeout_s, options.priority, self._on_end)
         if self._waiting:
             self._match_waiting(source, tag)  # those before it come first, also where their message is not yet told
         if not self._match(receive):
@@ -232,7 +241,7 @@ class Mailbox:
 
     def _receive(self, receive: Receive, source: int, pair: GroupView, found: Any) -> None:
         """Post the receive of a message that a peer announces."""
-        form, out = _announced(found), receive.wanted.out
+        form, out = _announced(found), receive.form.out
         if isinstance(found, Cause):
             form = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
         elif out is not None:
@@ -251,7 +260,7 @@ class Mailbox:
         receive.handle.seq = transfer.seq = self._engine.router.num_uses(pair.id, receive.tag)
         self._streams.add(transfer)
         self._post(
-            pair, receive.tag, HostArray(flat, shape, receive.wanted.kind, True), transfer, (NEVER, receive.priority)
+            pair, receive.tag, HostArray(flat, shape, receive.form.kind, True), transfer, (NEVER, receive.priority)
         )
 
     def _post(

@@ -14,7 +14,7 @@ from kfcomm.collectives.exchange import Exchange
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
-from kfcomm.collectives.receives import Outcome, Received, Wanted, both
+from kfcomm.collectives.receives import MessageForm, Outcome, Received, both
 from kfcomm.collectives.specs import ALL_GATHER, PLAIN, CallOptions
 from kfcomm.collectives.steps import Steps
 from kfcomm.common.arguments import checked_name, whole_number
@@ -266,7 +266,7 @@ class Messages(Exchange):
         if out is not None:
             like = self._devices.read(out, stream)
             target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
-        return self._mailbox.recv(source, key, options, Wanted(target, kind, outcome))
+        return self._mailbox.recv(source, key, options, MessageForm(target, kind, outcome))
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)

@@ -59,7 +59,7 @@ def both(array: Any, source: int) -> Message:
     return array, source
 
 
-class Wanted(NamedTuple):
+class MessageForm(NamedTuple):
     """Form in which the caller of a receive gets its message."""
 
     out: Out | None = None  # the caller's memory; else the result is an array of this ``kind``
@@ -121,7 +121,7 @@ class Receive:
 
     source: int | None  # group rank; None for any
     tag: str
-    wanted: Wanted
+    form: MessageForm
     handle: Received[Any]
     timeout_s: float  # from its post to its end; ``NEVER`` for a receive that ends with its message
     priority: int
@@ -156,7 +156,7 @@ class Receive:
             return
         self.stop()
         try:
-            outcome = self.wanted.outcome(self._array(transfer), transfer.source)
+            outcome = self.form.outcome(self._array(transfer), transfer.source)
         except Exception as error:  # noqa: BLE001  of the caller's array library, or of the peer's data
             if isinstance(error, CollectiveError) and not error.key:
                 error.key = self.tag
@@ -166,9 +166,9 @@ class Receive:
             self.handle.set_result(outcome)
 
     def _array(self, transfer: Transfer) -> Any:
-        out = self.wanted.out
+        out = self.form.out
         if out is None:
-            return self.wanted.kind.restore(transfer.flat.reshape(transfer.shape))
+            return self.form.kind.restore(transfer.flat.reshape(transfer.shape))
         if not transfer.is_lent:
             out.flat[:] = transfer.flat
         return out.finish()
@@ -198,7 +198,7 @@ class Transfer:
         self.seq = -1
         self.flat = flat
         self.shape = shape
-        self.is_lent = receive.wanted.out is not None
+        self.is_lent = receive.form.out is not None
         self.receive: Receive | None = receive
         self.operation: Operation | None = None
         self.error: BaseException | None = None
@@ -324,7 +324,7 @@ class Streams:
                 receive.transfer = transfer
                 receive.handle.seq = transfer.seq
         for transfer, receive in pairs:
-            out = None if receive is None or transfer.error is not None else receive.wanted.out
+            out = None if receive is None or transfer.error is not None else receive.form.out
             if out is None or (out.flat.dtype == transfer.flat.dtype and fits(shape_of(out), transfer.shape)):
                 continue
             self._disagree(transfer, out)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.collectives.calling import Calls, Posting
+from kfcomm.collectives.calling import Posting, VerbCalls
 from kfcomm.collectives.compiled import NO_ARRAY
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
@@ -32,7 +32,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 OPS = frozenset(Op)
 
 
-class Verbs(Calls):
+class Verbs(VerbCalls):
     """The collectives of one group."""
 
     def all_reduce(

@@ -27,7 +27,7 @@ from kfcomm.core.links import Incoming, credit_of
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
-from kfcomm.engine.failures import Failures
+from kfcomm.engine.failures import CallFailures
 from kfcomm.engine.link_table import LinkTable
 from kfcomm.engine.meter import Meter
 from kfcomm.engine.observer import Recorder
@@ -118,7 +118,7 @@ class Engine:
         self.on_wait: Callable[[], None] = do_nothing
         self.pool = BlockPool()
         self.receiver = Receiver(self)
-        self.failures = Failures(self)
+        self.failures = CallFailures(self)
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm")
 
 
-class Failures:
+class CallFailures:
     """Ends the calls of an engine that have failed, and the links on which peers broke the protocol."""
 
     def __init__(self, engine: Engine) -> None:
