@@ -41,7 +41,7 @@ Second: TypeAlias = "tuple[Posting, Callable[[Any], Any] | None]"
 """What a call posts in its second step, and what its caller gets of the result, if that is something else."""
 
 
-class Exchange(Verbs):
+class ExchangeVerbs(Verbs):
     """gather, all_gather, scatter and all_to_all in all their forms, and the verbs for objects."""
 
     def gather(

@@ -10,7 +10,7 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.arrays.kinds import ArrayKind
 from kfcomm.collectives.blobs import Blobs, checked_version
-from kfcomm.collectives.exchange import Exchange
+from kfcomm.collectives.exchange import ExchangeVerbs
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
@@ -26,7 +26,7 @@ from kfcomm.types import Seconds
 Tag = int | str
 
 
-class Messages(Exchange):
+class Messages(ExchangeVerbs):
     """The verbs that are not of the whole group, and ``consensus``."""
 
     _mailbox: Mailbox

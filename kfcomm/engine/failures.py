@@ -31,7 +31,7 @@ class CallFailures:
         self._tell_mismatch(group, name, engine.router.num_uses(group.id, name) - 1, cause)
 
     def failed(self, collective: Collective, cause: Cause) -> None:
-        """End a call in flight: its caller, the observers and the links are told."""
+        """End a call in flight: reject it, and take back what links hold of it."""
         engine, operation = self._engine, cast("Operation", collective.driver)
         engine.deadlines.inquiries.pop(operation, None)
         is_last = not (engine.router.live or engine.slots.pending)

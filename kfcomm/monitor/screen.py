@@ -17,7 +17,7 @@ from enum import Enum, auto
 from typing import TextIO
 
 from kfcomm.common.sizes import ranks_in_words
-from kfcomm.monitor.top import Change, KeyChange, LinkRate, RankChange
+from kfcomm.monitor.top import JobChange, KeyChange, LinkRate, RankChange
 
 MIN_ROWS = 3
 """Of every table, where there are so many."""
@@ -65,7 +65,7 @@ MAX_NAME = 40
 BAR = 20
 
 
-def view(change: Change, width: int, height: int | None = None) -> list[Line]:
+def view(change: JobChange, width: int, height: int | None = None) -> list[Line]:
     """Lines of at most ``width`` characters, at most ``height`` of them (None: as many as there are)."""
     program = [Line(change.program)] if change.program else []
     lines = [Line(title(change), Style.TITLE), *program, *map(Line, summary(change)), *alarms(change), Line("")]
@@ -86,7 +86,7 @@ def view(change: Change, width: int, height: int | None = None) -> list[Line]:
     return shown if height is None else shown[:height]
 
 
-def title(change: Change) -> str:
+def title(change: JobChange) -> str:
     """Job, ranks and strategy."""
     strategies = " / ".join(dict.fromkeys(answer.strategy for answer in change.answers)) or "?"
     elsewhere = change.size - len(change.ranks) - len(change.gone)
@@ -97,7 +97,7 @@ def title(change: Change) -> str:
     return f"kfcomm top  {change.job}  {ranks}{changed}  strategy {strategies}"
 
 
-def summary(change: Change) -> list[str]:
+def summary(change: JobChange) -> list[str]:
     """The job as a whole."""
     calls = max((one.calls_per_s for one in change.ranks.values()), default=0.0)
     sent = sum(one.sent_rate for one in change.ranks.values())
@@ -114,7 +114,7 @@ def summary(change: Change) -> list[str]:
     return [*lines, f"slowest: rank {slowest}, with {share:.0%} of all waiting ({span(waited[slowest])}{since})"]
 
 
-def alarms(change: Change) -> list[Line]:
+def alarms(change: JobChange) -> list[Line]:
     """Warnings, one line each."""
     silent = [rank for rank, one in change.ranks.items() if one.now is None]
     lines = []
@@ -185,12 +185,12 @@ def clipped(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"[:width]
 
 
-def _rate(change: Change, per_s: float, digits: int = 0) -> str:
+def _rate(change: JobChange, per_s: float, digits: int = 0) -> str:
     """Columns that need two looks."""
     return f"{per_s:,.{digits}f}" if change.passed_s else "-"
 
 
-def _rank(change: Change, rank: int, one: RankChange) -> Row:
+def _rank(change: JobChange, rank: int, one: RankChange) -> Row:
     now = one.now
     if now is None:
         return (str(rank), "no answer", "", "", "", "", "", ""), Style.ALARM
@@ -215,7 +215,7 @@ def _links(links: Sequence[LinkRate]) -> list[Row]:
     ]
 
 
-def _key(change: Change, key: KeyChange) -> Row:
+def _key(change: JobChange, key: KeyChange) -> Row:
     cells = (
         clipped(key.name or "(unnamed)", MAX_NAME), _rate(change, key.calls_per_s, 1),
         size(key.nbytes_per_s) if change.passed_s else "-",

@@ -56,7 +56,7 @@ class LinkRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class JobChange:
     """A job, and what it did since the last look."""
 
     job: str
@@ -105,7 +105,7 @@ class JobWatcher:
         self._met: dict[str, _Process] = {}
         self._size = self._epoch = 0
 
-    def look(self) -> Change:
+    def look(self) -> JobChange:
         """Change of the job since the last look. Takes as long as its slowest rank to answer, some 5 s at most."""
         found = next((job for job in self._find() if job.name == self.job), Job(self.job, ()))
         met = self._met
@@ -122,7 +122,7 @@ class JobWatcher:
         said = [one for one in shown if one.now is not None]
         gone = {one.rank for name, one in met.items() if name not in here and one.epoch in (None, self._epoch)}
         answers = [one.now for one in said if one.now is not None]
-        change = Change(
+        change = JobChange(
             job=self.job, size=self._size, ranks=changes, gone=sorted(gone - changes.keys()),
             passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
             has_ended=not here, program=found.program,

@@ -36,7 +36,7 @@ from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.calls import DeviceCall, Path
+from kfcomm.collectives.on_device.calls import DeviceCall, DevicePath
 from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
@@ -72,7 +72,7 @@ class BackedState(StrEnum):
     CLOSED = "closed"
 
 
-class BackendPath(Path):
+class BackendPath(DevicePath):
     """The calls of one group on this rank. Everything runs on the engine's loop.
 
     Args:

@@ -65,7 +65,7 @@ class CallPlan:
     """Common properties of all calls of one kind under one name, whatever arrays they have."""
 
     order: DeviceOrder
-    path: Path
+    path: DevicePath
     plan: Plan
     # derived by the path: by the key of a step, or "" for the call itself
     memo: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class DeviceBuffers:
     outcome: Callable[[], Any]  # makes the caller's result, once the caller's stream waits for the data
 
 
-class Path(Protocol):
+class DevicePath(Protocol):
     """Way in which the calls of one group are carried out on this rank. Everything runs on the engine's loop."""
 
     @property
@@ -282,7 +282,7 @@ class Paths:
     choice: Choice | None  # None where no rank has a device
     new_group: NewGroup  # makes the groups inside of hosts, and across them
     pool_of: Callable[[Device], PinnedPool]  # pinned memory for a device
-    _made: dict[Route, Path] = field(init=False, default_factory=dict)
+    _made: dict[Route, DevicePath] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.choice is not None:
@@ -325,7 +325,7 @@ class Paths:
         is_even = kind.verb is not Verb.REDUCE_SCATTER or kind.shape[0] % self.group.view.size == 0
         return Route.BACKEND if is_even else Route.STAGED
 
-    def _make(self, route: Route) -> Path:
+    def _make(self, route: Route) -> DevicePath:
         from kfcomm.collectives.on_device.backed import BackendPath
         from kfcomm.collectives.on_device.staged import StagedPath
 

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.calls import Path
+from kfcomm.collectives.on_device.calls import DevicePath
 from kfcomm.collectives.plans import PlanKey
 from kfcomm.transports.base import Part
 from kfcomm.types import Verb, override
@@ -119,7 +119,7 @@ class _UnderWay:
     is_in_place: bool = False
 
 
-class HierarchicalPath(Path):
+class HierarchicalPath(DevicePath):
     """All_reduces of one group on this rank.
 
     Args:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.collectives.group import Group, GroupTurns
-from kfcomm.collectives.on_device.calls import Path
+from kfcomm.collectives.on_device.calls import DevicePath
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
 from kfcomm.collectives.on_device.staging import Staging, StagingStreams
 from kfcomm.core.collective import GroupView
@@ -41,7 +41,7 @@ MAX_GATES = 16
 of ours may cost the device a thread."""
 
 
-class StagedPath(Path):
+class StagedPath(DevicePath):
     """The calls of one group on this rank. Everything runs on the engine's loop.
 
     Args:
