@@ -100,7 +100,7 @@ class Compiled(ABC):
                     is_over = slot.look(word, result)
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
                     use = SlotUse(self, slot, (seq, word, posted_s), None, source, result, value)
-                    engine.broke(use.enter().collective, error)
+                    engine.failures.broke(use.enter().collective, error)
                     return use
                 if not is_over:
                     return SlotUse(self, slot, (seq, word, posted_s), None, source, result, value)

@@ -89,7 +89,7 @@ class SlotUse(InSlot):
         try:
             is_over = slot.look(self.word, self._out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self.enter().collective, error)
+            engine.failures.broke(self.enter().collective, error)
             return True
         if slot.has_news or (is_over and slot.late):
             slots.told(slot, self, is_over=is_over)

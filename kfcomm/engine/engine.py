@@ -23,7 +23,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, Post, Series
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Kind
-from kfcomm.core.links import Incoming, credit_of
+from kfcomm.core.links import credit_of
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
@@ -140,7 +140,7 @@ class Engine:
         except Exception as error:
             if operation not in self.router.live.values():  # it has no number: the error concerns this caller alone
                 raise
-            self.broke(operation.collective, error)
+            self.failures.broke(operation.collective, error)
         else:
             if type(outcome) is Cause:
                 self.failures.rejected(operation, post, outcome)
@@ -171,7 +171,7 @@ class Engine:
         except Exception as error:
             if operation not in self.router.live.values():
                 raise
-            self.broke(operation.collective, error)
+            self.failures.broke(operation.collective, error)
         if effects:
             self.perform(effects)
         if operation.is_over:
@@ -235,18 +235,15 @@ class Engine:
             listener()
         self.enter_all()
         for collective in list(self.router.live):
-            self.abort(collective, cause or self._cut_short(collective, reason))
+            self.abort(collective, cause or _cut_short(self.rank, collective, reason))
         self._ended = reason
-
-    def _cut_short(self, collective: Collective, reason: str) -> Cause:
-        return Cause(CauseKind.CANCELLED, self.rank, f"{collective.title} failed: {reason}")
 
     def leave(self, group_ids: Collection[bytes], reason: str) -> None:
         """Abort what is in flight in groups that this rank uses no more, and forget them. O(names on all links)."""
         self.enter_all()
         for collective in list(self.router.live):
             if collective.group.id in group_ids:
-                self.abort(collective, self._cut_short(collective, reason))
+                self.abort(collective, _cut_short(self.rank, collective, reason))
         effects: Effects = []
         if self.meter is not None:
             self.meter.forget(group_ids)
@@ -259,12 +256,6 @@ class Engine:
                     self.links.dirty[sender] = None
         self.perform(effects)
         self.links.flush_soon()
-
-    def peer_left_group(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
-        """Note that a peer has left a group."""
-        self.slots.look()  # what the peer stored before it left may complete uses
-        self.slots.peer_left(incoming.peer, group_id, self.router.names.of_group(group_id))
-        self.router.on_left(incoming, group_id, effects)
 
     def in_flight(self) -> list[Operation]:
         """Operations that are posted and not over, to be read; on any thread."""
@@ -303,12 +294,6 @@ class Engine:
 
     # ---------------------------------------------------------------- what the control plane tells
 
-    def on_abort(self, group: bytes, name: str, seq: int, cause: Cause) -> None:
-        """Fail a collective that another rank has aborted."""
-        effects: Effects = []
-        self.router.on_abort(group, name, seq, cause, effects)
-        self.perform(effects)
-
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """Fail everything that a lost peer takes part in, now and later."""
         effects: Effects = []
@@ -339,15 +324,7 @@ class Engine:
                 try:
                     effect[1].resume(effect[2])
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
-                    self.broke(effect[1], error)
-
-    def broke(self, collective: Collective | None, error: Exception) -> None:
-        """Fail a collective everywhere after an error in its own work; called while the error is handled."""
-        if collective is None:
-            raise error
-        logger.error("rank %d could not carry out %s", self.rank, collective.title, exc_info=error)
-        message = f"{type(error).__name__} on rank {self.rank}: {error}"
-        self.abort(collective, Cause(CauseKind.INTERNAL, self.rank, message))
+                    self.failures.broke(effect[1], error)
 
     def _tell(self, effect: Effect) -> None:
         tag = effect[0]
@@ -372,3 +349,7 @@ class Engine:
             effect[1].release(self.pool)
         elif tag == BROKEN:
             self.recovery.peer_says(effect[1], effect[2], effect[3])
+
+
+def _cut_short(rank: int, collective: Collective, reason: str) -> Cause:
+    return Cause(CauseKind.CANCELLED, rank, f"{collective.title} failed: {reason}")

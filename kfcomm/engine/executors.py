@@ -144,7 +144,7 @@ class SlotExecutor(InSlot, Shortcut):
         try:
             is_over = slot.look(self.word, operation.out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self.collective, error)
+            engine.failures.broke(self.collective, error)
             return True
         if slot.has_news or (is_over and slot.late):
             engine.slots.told(slot, self, is_over=is_over)
@@ -240,7 +240,7 @@ class OneStepExecutor(SlotExecutor):
             try:
                 self.work.combine(operation.out.reshape(self.work.size, -1), result)
             except Exception as error:  # noqa: BLE001  as in ``look``
-                self.engine.broke(self.collective, error)
+                self.engine.failures.broke(self.collective, error)
                 return False
         return True
 
@@ -280,7 +280,7 @@ class HubExecutor(SlotExecutor):
             self._host_slot, self.slot, self.collective.shortcut = slot, None, None
             self._take_shown(slot)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            engine.broke(self.collective, error)
+            engine.failures.broke(self.collective, error)
         if engine.links.dirty:
             engine.links.flush()
         return True

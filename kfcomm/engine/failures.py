@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from kfcomm.core.cause import Cause, CauseKind, error_of
 from kfcomm.core.collective import Collective, GroupView, Post
 from kfcomm.core.links import Incoming
+from kfcomm.core.machine import Effects
 
 if TYPE_CHECKING:
     from kfcomm.engine.engine import Engine
@@ -21,6 +22,22 @@ class CallFailures:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def broke(self, collective: Collective | None, error: Exception) -> None:
+        """Fail a collective everywhere after an error in its own work; called while the error is handled."""
+        if collective is None:
+            raise error
+        rank = self._engine.rank
+        logger.error("rank %d could not carry out %s", rank, collective.title, exc_info=error)
+        self._engine.abort(
+            collective, Cause(CauseKind.INTERNAL, rank, f"{type(error).__name__} on rank {rank}: {error}")
+        )
+
+    def aborted_elsewhere(self, group_id: bytes, name: str, seq: int, cause: Cause) -> None:
+        """Fail a collective that another rank has aborted."""
+        effects: Effects = []
+        self._engine.router.on_abort(group_id, name, seq, cause, effects)
+        self._engine.perform(effects)
 
     def rejected(self, operation: Operation, post: Post, cause: Cause) -> None:
         """End a call that was refused when it was posted."""

@@ -77,7 +77,7 @@ class Receiver:
                 raise  # it ends this link alone
             except Exception as error:  # noqa: BLE001  it ends this collective alone
                 key = link.state.keys.get(header[1])
-                self._engine.broke(None if key is None else key.live.get(header[2]), error)
+                self._engine.failures.broke(None if key is None else key.live.get(header[2]), error)
                 return
             if meter is not None and whose is not None:
                 meter.arrived(link.peer, whose)
@@ -120,7 +120,7 @@ class Receiver:
         try:
             self._router.arrived(placement.ticket, placement, effects)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            self._engine.broke(None if type(whose) is Early else whose, error)
+            self._engine.failures.broke(None if type(whose) is Early else whose, error)
             return
         if type(whose) is not Early and self._meter is not None:
             self._meter.arrived(link.peer, whose)
@@ -183,7 +183,9 @@ class Receiver:
         elif kind == NO_SLOT:
             self.slots.taken_back(state, header)
         elif kind == LEFT:
-            self._engine.peer_left_group(state, header[1], effects)
+            self.slots.look()  # what the peer stored before it left may complete uses
+            self.slots.peer_left(state.peer, header[1], self._router.names.of_group(header[1]))
+            self._router.on_left(state, header[1], effects)
         elif kind == VACANT:
             self.slots.vacated(state, header, link.slots)
         else:

@@ -112,7 +112,7 @@ class Session(ControlEvents, StatusSource):
 
     @override
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
-        self.engine.on_abort(group, key, seq, Cause.from_wire(cause))
+        self.engine.failures.aborted_elsewhere(group, key, seq, Cause.from_wire(cause))
 
     @override
     def on_ended(self, rank: int) -> None:
