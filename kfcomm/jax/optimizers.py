@@ -31,13 +31,11 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
-from kfcomm.jax.collectives import all_reduce, broadcast, called
-from kfcomm.sync.adapter import Adapter
-from kfcomm.train.agreement import introduction, refuse
+from kfcomm.jax.collectives import called
+from kfcomm.jax.compared import ComparedAlgorithm
 from kfcomm.train.asynchronous import PairAveraging, pairs_problem
-from kfcomm.train.procedure import Pending, is_elastic
+from kfcomm.train.procedure import is_elastic
 from kfcomm.train.rules import (
     Accumulators,
     Mean,
@@ -129,7 +127,7 @@ def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transfor
 
     Cost: an ``all_reduce`` of the gradients, S bytes, at each step.
     """
-    algorithm = _Algorithm(comm, name, f"synchronous_sgd(op={op!r})", op_problem(op))
+    algorithm = ComparedAlgorithm(comm, name, f"synchronous_sgd(op={op!r})", op_problem(op))
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
         algorithm.meet(updates)
@@ -177,7 +175,7 @@ def local_adaalter(
     `kfcomm.train.LocalAdaAlter`; errors as ``synchronous_sgd``.
     """
     rule = Accumulators(every, epsilon, initial)
-    algorithm = _Algorithm(comm, name, _said("local_adaalter", rule.numbers), rule.problem)
+    algorithm = ComparedAlgorithm(comm, name, _said("local_adaalter", rule.numbers), rule.problem)
 
     def update(updates: Tree, state: Accumulated, params: Tree = None) -> tuple[Tree, Accumulated]:
         num_local = state.count % every + 1
@@ -207,7 +205,7 @@ def adasgd(comm: Any, optimizer: Optimizer, alpha: float = 0.1, *, after: int, n
     at the change are equal up to rounding; ``kfcomm.jax.broadcast`` makes them equal to the bit.
     """
     problem = alpha_problem(alpha) or count_problem("after", after)
-    algorithm = _Algorithm(comm, name, f"adasgd(alpha={alpha!r}, after={after!r})", problem)
+    algorithm = ComparedAlgorithm(comm, name, f"adasgd(alpha={alpha!r}, after={after!r})", problem)
 
     def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
         count = state.count + 1
@@ -238,7 +236,7 @@ def pair_averaging(
     ``synchronous_sgd``. Ranks wait for each other once at the end, since each may be asked for its model until then.
     """
     problem = pairs_problem(comm, weights, max_staleness)
-    algorithm = _Algorithm(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
+    algorithm = ComparedAlgorithm(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
     begun: list[PairAveraging] = []  # made by the first call, as it publishes a model, which needs values
 
     def call(model: list[Any]) -> list[Any]:
@@ -322,7 +320,7 @@ def _of_models(
     ``alpha`` was given for any number of ranks, where the rule depends on it.
     """
     numbers = rule.numbers if alpha is None else rule.numbers | {"alpha": alpha}
-    algorithm = _Algorithm(comm, name, _said(title, numbers), rule.problem)
+    algorithm = ComparedAlgorithm(comm, name, _said(title, numbers), rule.problem)
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         count, kept = (state[0] + 1, state[1 : 1 + rule.num_kept]) if state else (0, ())
@@ -346,81 +344,6 @@ def _of_models(
 
 def _said(title: str, numbers: Mapping[str, Any]) -> str:
     return f"{title}({', '.join(f'{one}={value!r}' for one, value in numbers.items())})"
-
-
-class _Algorithm:
-    """An algorithm on this rank: its description, its comparison with the other ranks, and its collectives."""
-
-    def __init__(self, comm: Any, name: str, said: str, problem: str | None) -> None:
-        if not isinstance(comm, Adapter):
-            raise ConfigError(f"optimizers of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
-        self._comm: Any = comm
-        self._name = checked_name(name)
-        self._said = said
-        self._is_elastic = is_elastic(comm)
-        self._epoch: int | None = None
-        if problem is not None:
-            refuse(comm, said, problem, self._introduction)
-
-    @property
-    def _introduction(self) -> str:
-        return f"{self._name}/introduction"
-
-    def meet(self, tree: Tree) -> Any:
-        """Compare the ranks of an elastic job when they have changed; returns their number, maybe a traced one."""
-        if not self._is_elastic:
-            return self._comm.size
-
-        def number(given: list[Any]) -> list[Any]:
-            epoch = self._comm.epoch
-            if epoch != self._epoch:
-                self._introduce()
-                self._epoch = epoch
-            return [np.full_like(given[0], self._comm.size)]
-
-        # Of the tree only whether it is traced matters.
-        (found,) = called(self._comm, number, [jnp.asarray(jax.tree.leaves(tree)[0]).ravel()[:1].sum()])
-        return found
-
-    def _introduce(self) -> None:
-        Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
-
-    def starting(self, start: Callable[[Tree], T]) -> Callable[[Tree], T]:
-        """An ``init`` that first compares this rank with the others."""
-
-        def init(params: Tree) -> T:
-            if self._is_elastic:
-                return start(params)
-            self._introduce()
-            leaves = jax.tree.leaves(params)
-            # Traced params have no values that could be compared.
-            is_there = not any(isinstance(x, jax.core.Tracer) for x in leaves)
-            if is_there and not self._comm.consensus(leaves, name=f"{self._name}/params"):
-                raise ConfigError(
-                    f"{self._said} begins with the same params on all ranks, and these differ: kfcomm.jax.broadcast"
-                )
-            return start(params)
-
-        return init
-
-    def on_models(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """An ``update`` that needs ``params``."""
-
-        def checked(updates: Tree, state: Any, params: Tree = None) -> Any:
-            if params is None:
-                raise ConfigError(f"{self._said} agrees on models: update(updates, state, params) needs params")
-            self.meet(params)
-            return update(updates, state, params)
-
-        return checked
-
-    def reduced(self, tree: Tree, what: str, op: str = "avg") -> Tree:
-        """The tree, reduced over all ranks."""
-        return all_reduce(tree, self._comm, name=f"{self._name}/{what}", op=op)
-
-    def of_first(self, tree: Tree, what: str) -> Tree:
-        """The tree of rank 0."""
-        return broadcast(tree, self._comm, name=f"{self._name}/{what}")
 
 
 def _moved(updates: Tree, params: Tree, target: Tree) -> Tree:
