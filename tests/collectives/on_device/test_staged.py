@@ -235,7 +235,7 @@ async def test_unnamed_calls_of_any_lengths_go_in_their_order() -> None:
 
 @pytest.mark.asyncio
 async def test_ranks_whose_strategies_have_another_generation() -> None:
-    async with staged_world(2, strategy="star", tombstones=True) as world:
+    async with staged_world(2, strategy="star") as world:
         one, other = world.comms
         early = one.all_reduce(world.array(one, [1.0]), "k")
         await asyncio.gather(*(comm.set_strategy("ring") for comm in world.comms))
@@ -267,7 +267,7 @@ async def test_segments_have_the_priority_of_their_call(monkeypatch: pytest.Monk
 @pytest.mark.asyncio
 @pytest.mark.parametrize("turn", [0, 1, 2, 3, 5, 8, 12])
 async def test_cancelled_after_so_many_turns(turn: int, make: Any) -> None:
-    async with staged_world(3, make=make, tombstones=True) as world:
+    async with staged_world(3, make=make) as world:
         handles = begun(world, count=40 * PER_SEGMENT)
         await turns(turn)
         handles[1].cancel()
@@ -281,7 +281,7 @@ async def test_cancelled_after_so_many_turns(turn: int, make: Any) -> None:
 @pytest.mark.parametrize("held", ["caller", "copies"])
 async def test_cancelled_while_the_device_is_slow(held: str, make: Any) -> None:
     """Blocks go back when the copies are done, and not before; then nothing is written any more."""
-    async with staged_world(2, make=make, tombstones=True) as world:
+    async with staged_world(2, make=make) as world:
         slow = world.devices[1]
         outs = [world.array(comm, np.zeros(LONG)) for comm in world.comms]
         arrays = [world.array(comm, np.ones(LONG)) for comm in world.comms]
@@ -309,7 +309,7 @@ async def test_cancelled_while_the_device_is_slow(held: str, make: Any) -> None:
 @pytest.mark.parametrize("which", [0, 1, 2])
 async def test_one_of_several_unnamed_calls_is_cancelled(which: int) -> None:
     """The others go on, whether they are before it or behind it."""
-    async with staged_world(2, tombstones=True) as world:
+    async with staged_world(2) as world:
         arrays = [[world.array(comm, np.full(LONG, comm.rank + 1.0)) for _ in range(3)] for comm in world.comms]
         world.devices[1].hold(world.devices[1].default_stream)
         calls = [[comm.all_reduce(arrays[comm.rank][n]) for comm in world.comms] for n in range(3)]
@@ -326,7 +326,7 @@ async def test_one_of_several_unnamed_calls_is_cancelled(which: int) -> None:
 
 @pytest.mark.asyncio
 async def test_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with staged_world(2, tombstones=True) as world:
+    async with staged_world(2) as world:
         pool = path_of(world.comms[1]).pool_of(world.devices[1])
         take, requests = PinnedPool.take, iter(range(100))
 
@@ -346,7 +346,7 @@ async def test_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("step", ["stream", "wait", "fetch", "put", "mark", "notify"])
 @pytest.mark.parametrize("number", [0, 1, 4])
 async def test_the_device_refuses(step: str, number: int) -> None:
-    async with staged_world(2, tombstones=True) as world:
+    async with staged_world(2) as world:
         device = world.devices[1]
         arrays = [world.array(comm, np.full(LONG, comm.rank + 1.0)) for comm in world.comms]
         usual, left = getattr(device, step), [number]
