@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,84 +19,6 @@ def given(rank: int) -> Any:
 
 
 WANTED = sum(given(rank) for rank in range(SIZE))
-
-
-def _strided(x: Any) -> Any:
-    return np.empty((4, 3), np.float32).T
-
-
-def _read_only(x: Any) -> Any:
-    out = np.empty_like(x)
-    out.flags.writeable = False
-    return out
-
-
-PLACES = {
-    "nowhere": lambda x: None,
-    "the input": lambda x: x,
-    "another array": np.empty_like,
-    "a view of the input": lambda x: x[:],
-    "a strided array": _strided,
-    "the other byte order": lambda x: np.empty(x.shape, ">f4"),
-}
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("place", PLACES)
-async def test_the_result_goes_where_it_should_each_time(place: str) -> None:
-    async with world(SIZE) as comms:
-        for _ in range(3):
-            xs = [given(rank) for rank in range(SIZE)]
-            outs = [PLACES[place](x) for x in xs]
-            results = await everywhere(
-                comms, lambda comm, xs=xs, outs=outs: comm.all_reduce(xs[comm.rank], "x", out=outs[comm.rank])
-            )
-            for result, out, x, rank in zip(results, outs, xs, range(SIZE), strict=True):
-                assert same_bits(np.asarray(result, np.float32), WANTED)
-                assert out is None or result is out
-                assert place in ("the input", "a view of the input") or same_bits(x, given(rank))
-
-
-@pytest.mark.asyncio
-async def test_an_out_that_overlaps_its_input_is_right_each_time() -> None:
-    async with world(SIZE) as comms:
-        for _ in range(3):
-            memory = [np.arange(13, dtype=np.float32) + rank for rank in range(SIZE)]
-            results = await everywhere(
-                comms,
-                lambda comm, memory=memory: comm.all_reduce(memory[comm.rank][:12], "x", out=memory[comm.rank][1:]),
-            )
-            for result in results:
-                assert same_bits(result, SIZE * np.arange(12, dtype=np.float32) + 3)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        (np.empty((4, 3), np.float32), "has shape"),
-        (np.empty((3, 4)), "has dtype"),
-        (_read_only(given(0)), "read-only"),
-        ("text", "str"),
-    ],
-    ids=["shape", "dtype", "read-only", "no array"],
-)
-async def test_an_out_that_cannot_be_is_refused_each_time(out: Any, message: str) -> None:
-    async with world(1) as comms:
-        for _ in range(3):
-            await comms[0].all_reduce(given(0), "x")
-            with pytest.raises(ConfigError, match=message):
-                await comms[0].all_reduce(given(0), "x", out=out)
-
-
-@pytest.mark.asyncio
-async def test_an_input_that_is_read_only_is_no_out() -> None:
-    x = _read_only(given(0))
-    async with world(1) as comms:
-        for _ in range(3):
-            await comms[0].all_reduce(x, "x")
-            with pytest.raises(ConfigError, match="read-only"):
-                await comms[0].all_reduce(x, "x", out=x)
 
 
 # ---------------------------------------------------------------- every verb that can be compiled
@@ -149,36 +70,6 @@ async def test_a_call_like_the_one_before_goes_the_short_way(verb: str) -> None:
             assert_got(verb, await everywhere(comms, lambda comm: called(verb, comm)))
         with pytest.raises(AssertionError, match="long way"):
             called(verb, comms[0], timeout=5)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "barrier"])
-@pytest.mark.parametrize("make", [np.empty_like, lambda x: np.empty(x.shape[::-1], x.dtype).T], ids=["new", "strided"])
-async def test_the_result_of_every_verb_goes_where_it_should(verb: str, make: Callable[[Any], Any]) -> None:
-    async with world(SIZE) as comms:
-        for _ in range(3):
-            outs = [None if wanted is None else make(wanted) for wanted in VERBS[verb][1]]
-            results = await everywhere(comms, lambda comm, outs=outs: called(verb, comm, out=outs[comm.rank]))
-            assert_got(verb, results)
-            assert all(result is out for result, out in zip(results, outs, strict=True))
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce"])
-async def test_a_result_may_overlap_the_input(verb: str) -> None:
-    """An ``out`` that overlaps the input is written after the input was read."""
-    async with world(SIZE) as comms:
-        for shift in (0, 0, 0, 1, 1, 1):
-            memory = [np.zeros(40, np.float32) for _ in comms]
-
-            def call(comm: Communicator, memory: list[Any] = memory, shift: int = shift) -> Any:
-                x = memory[comm.rank][:12].reshape(3, 4)
-                x[...] = XS[comm.rank]
-                wanted = VERBS[verb][1][comm.rank]
-                out = memory[comm.rank][shift : shift + wanted.size].reshape(wanted.shape)
-                return getattr(comm, verb)(x, name="x", out=out, **VERBS[verb][0])
-
-            assert_got(verb, await everywhere(comms, call))
 
 
 @pytest.mark.asyncio

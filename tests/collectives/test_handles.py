@@ -147,45 +147,6 @@ def test_errors_that_were_heard_leave_nothing_to_report() -> None:
     assert heard == []
 
 
-# ---------------------------------------------------------------- many at once
-
-
-@pytest.mark.asyncio
-async def test_many_at_once() -> None:
-    async with world(3) as comms:
-        arrays = {f"g/{number}": np.full(number, number) for number in range(50)}
-        for many in await everywhere(comms, lambda comm: comm.all_reduce_many(arrays, op="prod")):
-            assert list(many) == list(arrays)
-            assert all(many[name].tolist() == [number**3] * number for number, name in enumerate(arrays))
-        assert await everywhere(comms, lambda comm: comm.all_reduce_many({})) == [{}] * 3
-
-
-@pytest.mark.asyncio
-async def test_one_of_many_fails() -> None:
-    """The whole fails, everywhere, and all names work afterwards."""
-    async with world(3) as comms:
-        for bad, kinds in (
-            (X[:2], (CollectiveMismatch,) * 3),
-            (np.array(["x"]), (CollectiveAborted, ConfigError, CollectiveAborted)),
-        ):
-            outcomes = await ends(
-                comms, lambda comm, bad=bad: comm.all_reduce_many({"a": X, "b": bad if comm.rank == 1 else X, "c": X})
-            )
-            assert_kinds(outcomes, *kinds)
-            for many in await everywhere(comms, lambda comm: comm.all_reduce_many({"a": X, "b": X, "c": X})):
-                assert [one.tolist() for one in many.values()] == [[3.0] * 3] * 3
-
-
-@pytest.mark.asyncio
-async def test_many_cancelled_on_one_rank() -> None:
-    async with world(2) as comms:
-        many = [comm.all_reduce_many({"a": X, "b": X}) for comm in comms]
-        many[0].cancel()
-        outcomes = await asyncio.gather(*many, return_exceptions=True)
-        assert_kinds(outcomes, asyncio.CancelledError, CollectiveAborted)
-        await works(comms, "a")
-
-
 # ---------------------------------------------------------------- what goes wrong on one rank
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
@@ -18,9 +18,12 @@ SCALARS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=5)
 )
 KEYS = st.text(max_size=5) | st.integers(-9, 9) | st.binary(max_size=5)
-OBJECTS = st.recursive(SCALARS | st.binary(max_size=5), lambda some: st.lists(some) | st.dictionaries(KEYS, some))
+OBJECTS = st.recursive(
+    SCALARS | st.binary(max_size=5), lambda some: st.lists(some) | st.dictionaries(KEYS, some), max_leaves=8
+)
 
 
+@settings(max_examples=50)
 @given(OBJECTS)
 def test_an_object_arrives_as_it_was(value: Any) -> None:
     assert unpacked(packed(value)) == value
@@ -58,40 +61,6 @@ def test_an_object_that_holds_itself_is_refused() -> None:
 def test_bytes_of_a_peer_that_are_no_object_are_an_error_of_the_collective(data: bytes) -> None:
     with pytest.raises(CollectiveError, match="cannot be read"):
         unpacked(np.frombuffer(data, np.uint8))
-
-
-CALLS: dict[str, Any] = {
-    "broadcast_object": lambda comm, x: comm.broadcast_object(x, 0, "o"),
-    "all_gather_object": lambda comm, x: comm.all_gather_object(x, "o"),
-    "gather_object": lambda comm, x: comm.gather_object(x, 1, "o"),
-    "scatter_object": lambda comm, x: comm.scatter_object([x] * comm.size, 0, "o"),
-}
-
-
-@pytest.mark.parametrize("verb", CALLS)
-@pytest.mark.asyncio
-async def test_the_other_ranks_are_told(verb: str) -> None:
-    async with world(3) as comms:
-        for value in ({(1, 2): 3}, [{1}]):
-            outcomes = await ends(
-                comms, lambda comm, value=value: CALLS[verb](comm, value if comm.rank == 0 else "fine")
-            )
-            assert_kinds(outcomes, ConfigError, CollectiveAborted, CollectiveAborted)
-        await everywhere(comms, lambda comm: CALLS[verb](comm, "fine"))
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.asyncio
-async def test_a_receiver_is_told_of_an_object_that_cannot_be_sent(early: bool) -> None:
-    async with world(2) as comms:
-        waiting = None if early else comms[1].recv_object(0)
-        with pytest.raises(ConfigError, match="a set: give sorted"):
-            comms[0].send_object({1, 2}, 1)
-        with pytest.raises(CollectiveAborted, match="a set: give sorted"):
-            await (waiting or comms[1].recv_object(0))
-        sent = comms[0].send_object("fine", 1)
-        assert await comms[1].recv_object(0) == "fine"
-        await sent
 
 
 ALIKE: list[tuple[Any, Any]] = [
@@ -139,6 +108,7 @@ def test_fingerprints_of_others_are_not(one: Any, other: Any) -> None:
     assert fingerprint(one) != fingerprint(other)
 
 
+@settings(max_examples=50)
 @given(OBJECTS, OBJECTS)
 def test_fingerprints_tell_any_two_apart(one: Any, other: Any) -> None:
     is_same = packed(one).tobytes() == packed(other).tobytes()

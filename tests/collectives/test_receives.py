@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives import plans
-from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.conformance.worlds import same_bits, turns, world
 
 X = np.arange(5)
@@ -264,24 +264,6 @@ async def test_a_sender_that_gives_up_amid_a_message_tells_the_next_receive() ->
         sent = b.send(X, 0)
         assert same_bits(await a.recv(1), X)
         await sent
-
-
-@pytest.mark.asyncio
-async def test_a_request_that_was_given_up_leaves_nothing() -> None:
-    async with world(2, tombstones=True) as (a, b):
-        b.save("blob", BIG)
-        for when in range(0, 60, 3):
-            task = asyncio.create_task(a.request("blob", 1))
-            await turns(when)
-            task.cancel()
-            await _end(task)
-        with pytest.raises(CollectiveTimeout):
-            await a.request("not asked for before", 1, timeout=AT_ONCE)
-        with pytest.raises(CollectiveError, match="has saved nothing"):
-            await a.request("none", 1)
-        assert same_bits(await a.request("blob", 1), BIG)
-        await turns(200)
-        assert not a._mailbox._streams
 
 
 @pytest.mark.asyncio

@@ -13,51 +13,10 @@ from kfcomm.core import deadlines
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, SessionClosed, WouldDeadlock
 from kfcomm.sync import Communicator
 from kfcomm.testing import run_threads, sync_world
-from tests.collectives.test_persistent import CASES, OUTS, _never, assert_same, change
+from tests.collectives.test_persistent import CASES, OUTS, _never, assert_same
 from tests.sync.worlds import TRANSPORTS, Call, joined, until
 
 SIZE = 3
-
-
-@pytest.mark.parametrize("name", ["x", None])
-@pytest.mark.parametrize("case", CASES)
-def test_each_start_gives_what_the_verb_gives_with_what_the_arrays_hold(case: str, name: str | None) -> None:
-    one = CASES[case]
-
-    def main(comm: Communicator) -> None:
-        arrays = one.arrays(comm.rank)
-        prepared = one.prepared(comm, arrays, name)
-        for number in range(5):
-            change(arrays)
-            wanted = one.plain(comm, arrays, "plain")
-            is_plain = name is not None and number == 1 + comm.rank
-            start = prepared.run if number % 2 else lambda: prepared.start().wait()
-            got = one.plain(comm, arrays, name) if is_plain else start()
-            assert_same(got, wanted)
-            assert is_plain or (prepared.done() and prepared.result() is prepared.wait(0))
-
-    with sync_world(SIZE) as comms:
-        run_threads(comms, main)
-
-
-@pytest.mark.parametrize("case", OUTS)
-def test_a_given_out_takes_the_result_of_every_start(case: str) -> None:
-    one = OUTS[case]
-
-    def main(comm: Communicator) -> None:
-        arrays = one.arrays(comm.rank)
-        like = one.plain(comm, arrays, "plain")
-        out = None if like is None else np.empty_like(like)
-        prepared = one.prepared(comm, arrays, "x", out=out)
-        for _ in range(3):
-            change(arrays)
-            wanted = one.plain(comm, arrays, "plain")
-            result = prepared.start().wait()
-            assert result is out
-            assert_same(result, wanted)
-
-    with sync_world(SIZE) as comms:
-        run_threads(comms, main)
 
 
 @pytest.mark.parametrize("case", [*sorted(OUTS.keys() - {"scatter", "all_gather, concat"}), "barrier"])
