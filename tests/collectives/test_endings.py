@@ -20,6 +20,7 @@ from kfcomm.errors import (
     SessionClosed,
 )
 from kfcomm.transports.memory import MemoryLink
+from tests.collectives.calls import SINGLE, X
 from tests.conformance.worlds import (
     assert_kinds,
     ends,
@@ -31,30 +32,11 @@ from tests.conformance.worlds import (
     world,
 )
 
-X = np.arange(6, dtype=np.float64)
 SHORT_S = 0.05
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda comm, **more: comm.all_reduce(X, "k", **more),
-    "reduce": lambda comm, **more: comm.reduce(X, 1, "k", **more),
-    "broadcast": lambda comm, **more: comm.broadcast(X, 1, "k", **more),
-    "gather": lambda comm, **more: comm.gather(X, 1, "k", **more),
-    "gather concat": lambda comm, **more: comm.gather(X, 1, "k", concat=True, **more),
-    "all_gather": lambda comm, **more: comm.all_gather(X, "k", **more),
-    "all_gather concat": lambda comm, **more: comm.all_gather(X, "k", concat=True, **more),
-    "scatter": lambda comm, **more: comm.scatter(X, 1, "k", **more),
-    "reduce_scatter": lambda comm, **more: comm.reduce_scatter(X, "k", **more),
-    "all_to_all": lambda comm, **more: comm.all_to_all(X[: comm.size], "k", **more),
-    "all_to_all of lists": lambda comm, **more: comm.all_to_all([X] * comm.size, "k", **more),
-    "broadcast_object": lambda comm, **more: comm.broadcast_object("x", 1, "k", **more),
-    "all_gather_object": lambda comm, **more: comm.all_gather_object("x", "k", **more),
-    "consensus": lambda comm, **more: comm.consensus(X, "k", **more),
-    "barrier": lambda comm, **more: comm.barrier("k", **more),
-}
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 @pytest.mark.parametrize("missing", [0, 1, 3])
 async def test_timeout(verb: str, missing: int) -> None:
     """Every rank that waits gets the same story; the one that comes late gets it, too; then the name works."""
@@ -65,9 +47,9 @@ async def test_timeout(verb: str, missing: int) -> None:
         # One rank waits for a short time: its timeout ends the call everywhere.
         impatient = present[0].rank
         outcomes = await ends(
-            present, lambda comm: CALLS[verb](comm, timeout=SHORT_S if comm.rank == impatient else None)
+            present, lambda comm: SINGLE[verb](comm, timeout=SHORT_S if comm.rank == impatient else None)
         )
-        late = await ends([comms[missing]], CALLS[verb])
+        late = await ends([comms[missing]], SINGLE[verb])
         assert_kinds([*outcomes, *late], CollectiveTimeout)
         for outcome in (*outcomes, *late):
             assert isinstance(outcome, TimeoutError)
@@ -76,7 +58,7 @@ async def test_timeout(verb: str, missing: int) -> None:
             assert "'k'" in str(outcome)
             assert f"rank {missing} last" in str(outcome) or f"rank {missing} has not posted" in str(outcome)
         assert X.tobytes() == before
-        await everywhere(comms, CALLS[verb])
+        await everywhere(comms, SINGLE[verb])
         await works(comms, "k")
 
 
@@ -198,7 +180,7 @@ async def test_a_receive_that_waits_is_reported(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 @pytest.mark.parametrize("when", ["before the others", "after some", "last but one"])
 async def test_cancelled_on_one_rank(verb: str, when: str) -> None:
     """CancelledError there, CollectiveAborted elsewhere: for those that wait, and for those that are still to post."""
@@ -206,36 +188,36 @@ async def test_cancelled_on_one_rank(verb: str, when: str) -> None:
     async with world(size) as comms:
         others: list[Any] = []
         if when == "after some":
-            others.append(CALLS[verb](comms[1]))
+            others.append(SINGLE[verb](comms[1]))
             await turns()
-        mine = CALLS[verb](comms[0])
+        mine = SINGLE[verb](comms[0])
         if when == "last but one":
-            others.append(CALLS[verb](comms[1]))
+            others.append(SINGLE[verb](comms[1]))
             await turns()
         assert mine.cancel()
         assert mine.cancelled()
         assert not mine.cancel()
         await turns()
-        others += [CALLS[verb](comm) for comm in comms[1 + len(others) :]]
+        others += [SINGLE[verb](comm) for comm in comms[1 + len(others) :]]
         outcomes = await asyncio.gather(mine, *others, return_exceptions=True)
         assert_kinds(outcomes, asyncio.CancelledError, CollectiveAborted, CollectiveAborted)
         assert all("cancelled" in str(one) and "rank 0" in str(one) for one in outcomes[1:])
-        await everywhere(comms, CALLS[verb])
+        await everywhere(comms, SINGLE[verb])
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 async def test_cancelling_the_task_that_awaits(verb: str) -> None:
     async with world(3) as comms:
-        tasks = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
+        tasks = [asyncio.ensure_future(_awaited(SINGLE[verb], comm)) for comm in comms[:2]]
         await turns()
         tasks[1].cancel()
-        outcomes = await asyncio.gather(*tasks, CALLS[verb](comms[2]), return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, SINGLE[verb](comms[2]), return_exceptions=True)
         assert_kinds(outcomes, CollectiveAborted, asyncio.CancelledError, CollectiveAborted)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(CALLS[verb](comms[0]), SHORT_S)
-        assert_kinds(await ends(comms[1:], CALLS[verb]), CollectiveAborted)
-        await everywhere(comms, CALLS[verb])
+            await asyncio.wait_for(SINGLE[verb](comms[0]), SHORT_S)
+        assert_kinds(await ends(comms[1:], SINGLE[verb]), CollectiveAborted)
+        await everywhere(comms, SINGLE[verb])
 
 
 async def _awaited(call: Callable[..., Any], comm: Any) -> Any:
@@ -246,7 +228,7 @@ async def _awaited(call: Callable[..., Any], comm: Any) -> Any:
 async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
     """After any number of turns of the loop one rank cancels: every rank ends, and the next use works."""
     async with world(3, strategy="ring") as comms:
-        for verb, call in CALLS.items():
+        for verb, call in SINGLE.items():
             for count in range(0, 30, 3):
                 handles = [call(comm) for comm in comms]
                 await turns(count)
@@ -262,7 +244,7 @@ async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 @pytest.mark.parametrize("strategy", ["ring", "star", "clique"])
 async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
     size, dead = 4, 2
@@ -271,22 +253,22 @@ async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
         sub, other = [comm for comm in comms if comm.rank != dead], comms[dead]
         groups = await everywhere(sub, lambda comm: comm.group([0, 1, 3]))
         pair = await everywhere([comms[2], comms[3]], lambda comm: comm.group([2, 3], "pair"))
-        waiting = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in (comms[0], comms[3])]
+        waiting = [asyncio.ensure_future(_awaited(SINGLE[verb], comm)) for comm in (comms[0], comms[3])]
         # The dead rank has posted, and some may have completed a step.
-        last = CALLS[verb](other)
+        last = SINGLE[verb](other)
         await turns(3)
         comms.kill(dead)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        outcomes += await ends([comms[1]], CALLS[verb])
+        outcomes += await ends([comms[1]], SINGLE[verb])
         assert_kinds(outcomes, PeerLost)
         for outcome in outcomes:
             assert isinstance(outcome, ConnectionError)
             assert outcome.rank == dead
         assert_kinds(await ends(sub, lambda comm: comm.all_reduce(X)), PeerLost)
-        assert_kinds(await ends(sub, CALLS[verb]), PeerLost)
+        assert_kinds(await ends(sub, SINGLE[verb]), PeerLost)
         assert_kinds(await ends(pair[1:], lambda comm: comm.barrier()), PeerLost)
         await works(groups, "k")
-        await everywhere(groups, CALLS[verb])
+        await everywhere(groups, SINGLE[verb])
         last.cancel()
 
 
@@ -339,11 +321,11 @@ async def test_a_rank_that_is_unplugged_again_and_again() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
     async with world(3, tombstones=True) as comms:
         await works(comms)
-        waiting = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
+        waiting = [asyncio.ensure_future(_awaited(SINGLE[verb], comm)) for comm in comms[:2]]
         await turns()
         with pytest.MonkeyPatch.context() as patch:
             cut_off: list[int] = []
@@ -353,7 +335,7 @@ async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert_kinds(outcomes, PeerLost)
         assert all("has left" in str(one) for one in outcomes)
-        assert_kinds(await ends(comms[:2], CALLS[verb]), PeerLost)
+        assert_kinds(await ends(comms[:2], SINGLE[verb]), PeerLost)
 
 
 @pytest.mark.asyncio
@@ -370,19 +352,19 @@ async def test_posts_of_a_leaving_rank_complete_or_fail() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("verb", SINGLE)
 async def test_closed_with_things_in_flight(verb: str) -> None:
     async with world(2, tombstones=True) as comms:
-        mine = CALLS[verb](comms[0])
+        mine = SINGLE[verb](comms[0])
         receive = comms[0].recv(1)
         await comms[0].close()
         outcomes = await asyncio.gather(mine, receive, return_exceptions=True)
         assert_kinds(outcomes, CollectiveAborted, SessionClosed)
-        for call in CALLS.values():
+        for call in SINGLE.values():
             with pytest.raises(SessionClosed, match="rank 0 is closed"):
                 call(comms[0])
         await comms[0].close()
-        outcomes = await ends([comms[1]], CALLS[verb])
+        outcomes = await ends([comms[1]], SINGLE[verb])
         assert type(outcomes[0]) in (CollectiveAborted, PeerLost)
 
 

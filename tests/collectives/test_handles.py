@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from kfcomm.collectives import calling
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
+from tests.collectives.calls import CALLS, TAKE_ARRAYS
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 from tests.stubs import Broken, broken
 
@@ -194,6 +194,20 @@ async def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPat
         await everywhere(comms, lambda comm: comm.all_gather(X, "c", concat=True))
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", TAKE_ARRAYS)
+@pytest.mark.parametrize("where", ["__array__", "__cuda_array_interface__", "__dlpack_device__", "*"])
+async def test_an_array_that_breaks_while_it_is_read(where: str, call: str) -> None:
+    """If an object raises anything, anywhere, the other rank gets an abort, and the names stay in step."""
+    verb = CALLS[call]
+    async with world(2) as comms:
+        outcomes = await ends(comms, lambda comm: verb(comm, x=broken(where)) if comm.rank else verb(comm))
+        assert isinstance(outcomes[1], (Broken, ConfigError))
+        assert_kinds(outcomes[:1], CollectiveAborted)
+        assert "rank 1 refused its call of" in str(outcomes[0])
+        await everywhere(comms, verb)
+
+
 class _Mapping(dict[str, Any]):
     """A mapping that fails in its own way."""
 
@@ -201,34 +215,16 @@ class _Mapping(dict[str, Any]):
         raise Broken("the device is on fire")
 
 
-BROKEN_CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "all_reduce": lambda comm, x: comm.all_reduce(x, "k"),
-    "all_reduce without a name": lambda comm, x: comm.all_reduce(x),
-    "all_reduce shared": lambda comm, x: comm.all_reduce(x, "k", shared=True),
-    "reduce": lambda comm, x: comm.reduce(x, 1, "k"),
-    "broadcast": lambda comm, x: comm.broadcast(x, 1, "k"),
-    "gather": lambda comm, x: comm.gather(x, 1, "k"),
-    "all_gather": lambda comm, x: comm.all_gather(x, "k"),
-    "all_gather concat": lambda comm, x: comm.all_gather(x, "k", concat=True),
-    "scatter": lambda comm, x: comm.scatter(x, 0, "k"),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "k"),
-    "all_to_all": lambda comm, x: comm.all_to_all(x[:2] if x is X else x, "k"),
-    "all_to_all of lists": lambda comm, x: comm.all_to_all([x] * comm.size, "k"),
-    "many": lambda comm, x: comm.all_reduce_many({"k": x, "l": X}),
-    "a mapping": lambda comm, x: comm.all_reduce_many({"k": X} if x is X else _Mapping(k=X)),
-    "consensus": lambda comm, x: comm.consensus(x, "k"),
-}
-
-
 @pytest.mark.asyncio
-@pytest.mark.parametrize("call", BROKEN_CALLS)
-@pytest.mark.parametrize("where", ["__array__", "__cuda_array_interface__", "__dlpack_device__", "*"])
-async def test_an_array_that_breaks_while_it_is_read(where: str, call: str) -> None:
-    """If an object raises anything, anywhere, the other rank gets an abort, and the names stay in step."""
-    verb = BROKEN_CALLS[call]
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, is_bad: comm.all_reduce(broken("*") if is_bad else X),
+        lambda comm, is_bad: comm.all_reduce_many(_Mapping(k=X) if is_bad else {"k": X}),
+    ],
+    ids=["unnamed", "a mapping"],
+)
+async def test_an_unnamed_array_or_a_mapping_that_breaks(call: Any) -> None:
     async with world(2) as comms:
-        outcomes = await ends(comms, lambda comm: verb(comm, X if comm.rank else broken(where)))
-        assert isinstance(outcomes[0], (Broken, ConfigError))
-        assert_kinds(outcomes[1:], CollectiveAborted)
-        assert "rank 0 refused its call of" in str(outcomes[1])
-        await everywhere(comms, lambda comm: verb(comm, X))
+        assert_kinds(await ends(comms, lambda comm: call(comm, comm.rank == 0)), Broken, CollectiveAborted)
+        await everywhere(comms, lambda comm: call(comm, False))

@@ -14,9 +14,9 @@ import pytest
 
 from kfcomm.common.arguments import checked_name, plain_text, whole_number
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
+from tests.collectives.calls import CALLS, X
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, world
 
-X = np.arange(6, dtype=np.float64)
 SIZE = 5
 ROWS = [[1.0]] * SIZE
 
@@ -65,33 +65,6 @@ KINDS: tuple[Callable[[str], Any], ...] = (
     lambda text: enum.StrEnum("Name", {"ONE": text})["ONE"],
     lambda text: enum.Enum("Mixed", {"ONE": text}, type=str)["ONE"],
 )
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda comm, name, **more: comm.all_reduce(X, name, **more),
-    "shared": lambda comm, name, **more: comm.all_reduce(X, name, shared=True, **more),
-    "weighted": lambda comm, name, **more: comm.all_reduce(X, name, op="avg", weight=1.0, **more),
-    "monitored": lambda comm, name, **more: comm.monitored_all_reduce(X, name, **more),
-    "adasum": lambda comm, name, **more: comm.all_reduce(X, name, op="adasum", **more),
-    "list": lambda comm, name, **more: comm.all_reduce([X, X], name, **more),
-    "many": lambda comm, name, **more: comm.all_reduce_many({"a": X}, name, **more),
-    "many by its arrays": lambda comm, name, **more: comm.all_reduce_many({name: X}, **more),
-    "reduce": lambda comm, name, **more: comm.reduce(X, 1, name, **more),
-    "broadcast": lambda comm, name, **more: comm.broadcast(X, 1, name, **more),
-    "gather": lambda comm, name, **more: comm.gather(X, 1, name, **more),
-    "gather concat": lambda comm, name, **more: comm.gather(X, 1, name, concat=True, **more),
-    "all_gather": lambda comm, name, **more: comm.all_gather(X, name, **more),
-    "scatter": lambda comm, name, **more: comm.scatter(X, 1, name, **more),
-    "reduce_scatter": lambda comm, name, **more: comm.reduce_scatter(X, name, **more),
-    "reduce_scatter of lists": lambda comm, name, **more: comm.reduce_scatter([X] * comm.size, name, **more),
-    "all_to_all": lambda comm, name, **more: comm.all_to_all(X[: comm.size], name, **more),
-    "all_to_all of lists": lambda comm, name, **more: comm.all_to_all([X] * comm.size, name, **more),
-    "broadcast_object": lambda comm, name, **more: comm.broadcast_object("x", 1, name, **more),
-    "all_gather_object": lambda comm, name, **more: comm.all_gather_object("x", name, **more),
-    "gather_object": lambda comm, name, **more: comm.gather_object("x", 1, name, **more),
-    "scatter_object": lambda comm, name, **more: comm.scatter_object(["x"] * comm.size, 1, name, **more),
-    "consensus": lambda comm, name, **more: comm.consensus(X, name, **more),
-    "barrier": lambda comm, name, **more: comm.barrier(name, **more),
-}
 
 
 def of(comm: Any, text: str) -> Any:
@@ -232,7 +205,7 @@ async def test_roots_are_whole_numbers_of_any_kind(verb: str) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
 async def test_priorities_and_timeouts_are_numbers_of_any_kind(verb: str) -> None:
-    async with world(SIZE, tombstones=verb == "adasum") as comms:
+    async with world(SIZE, tombstones="adasum" in verb) as comms:
         right = [{"priority": one} for one in (np.int64(3), Rank.THIRD, np.int8(-3))]
         right += [{"timeout": one} for one in (np.float32(60), Rank.THIRD * 30, timedelta(minutes=1), Fraction(60))]
         for more in right:

@@ -17,33 +17,12 @@ from kfcomm.engine.link_table import PeerSender
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.transports.memory import MemoryLink
 from kfcomm.transports.shm.sender import ShmSender
+from tests.collectives.calls import CALLS, X, verb_of
 from tests.conformance.worlds import ends, everywhere, same_bits, turns, world
 
-X = np.arange(6.0)
 LARGE = np.ones(32 << 20, np.uint8)
 """Far more than any link has under way."""
 
-CALLS: dict[str, Any] = {
-    "all_reduce": lambda comm, **how: comm.all_reduce(X, "k", **how),
-    "monitored_all_reduce": lambda comm, **how: comm.monitored_all_reduce(X, "k", **how),
-    "all_reduce_many": lambda comm, **how: comm.all_reduce_many({"k": X, "l": X}, **how),
-    "reduce": lambda comm, **how: comm.reduce(X, 1, "k", **how),
-    "broadcast": lambda comm, **how: comm.broadcast(X, 1, "k", **how),
-    "gather": lambda comm, **how: comm.gather(X, 1, "k", **how),
-    "gather, joined": lambda comm, **how: comm.gather(X[comm.rank :], 1, "k", concat=True, **how),
-    "all_gather": lambda comm, **how: comm.all_gather(X, "k", **how),
-    "all_gather, joined": lambda comm, **how: comm.all_gather(X[comm.rank :], "k", concat=True, **how),
-    "scatter": lambda comm, **how: comm.scatter(X, 1, "k", **how),
-    "reduce_scatter": lambda comm, **how: comm.reduce_scatter(X, "k", **how),
-    "all_to_all": lambda comm, **how: comm.all_to_all(X, "k", **how),
-    "all_to_all of lists": lambda comm, **how: comm.all_to_all([X] * comm.size, "k", **how),
-    "barrier": lambda comm, **how: comm.barrier("k", **how),
-    "consensus": lambda comm, **how: comm.consensus(X, "k", **how),
-    "broadcast_object": lambda comm, **how: comm.broadcast_object([1, "a"], 1, "k", **how),
-    "all_gather_object": lambda comm, **how: comm.all_gather_object([1, "a"], "k", **how),
-    "gather_object": lambda comm, **how: comm.gather_object([1, "a"], 1, "k", **how),
-    "scatter_object": lambda comm, **how: comm.scatter_object([comm.rank] * comm.size, 1, "k", **how),
-}
 MESSAGES: dict[str, Any] = {
     "send": (lambda comm, **how: comm.send(X, 1, **how), lambda comm, **how: comm.recv(0, **how)),
     "recv_any": (lambda comm, **how: comm.send(X, 1, **how), lambda comm, **how: comm.recv_any(**how)),
@@ -58,7 +37,7 @@ def test_every_verb_is_tried() -> None:
         for name, verb in inspect.getmembers(Communicator, inspect.isfunction)
         if "priority" in inspect.signature(verb).parameters and not name.startswith("_") and not name.endswith("_init")
     }
-    tried = {name.split(",")[0].split(" of")[0] for name in CALLS}
+    tried = set(map(verb_of, CALLS))
     assert takes == tried | {"send", "send_object", "recv", "recv_any", "recv_object"}
 
 
@@ -106,7 +85,7 @@ async def test_every_chunk_of_a_message_has_the_priority_of_its_sender_or_receiv
 @pytest.mark.asyncio
 @pytest.mark.parametrize("bad", BAD, ids=repr)
 async def test_a_priority_that_is_none(bad: Any) -> None:
-    async with world(2) as comms:
+    async with world(2, tombstones=True) as comms:
         for verb, call in CALLS.items():
             handles = [call(comms[0])]
             with pytest.raises(ConfigError, match="whole number from -32768 to 32767"):
