@@ -176,43 +176,6 @@ async def test_all_reduce_many_has_a_name_and_an_out() -> None:
 
 
 X = np.ones(3)
-UNLIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "shape": (
-        lambda c: c.all_reduce([X, X], "k"),
-        lambda c: c.all_reduce([X, X[:2]], "k"),
-        "'x[1]' is float64 (",
-    ),
-    "length": (lambda c: c.all_reduce([X, X], "k"), lambda c: c.all_reduce([X], "k"), "'x[1]' is given by rank"),
-    "dtype": (
-        lambda c: c.broadcast([X, X], 0, "k"),
-        lambda c: c.broadcast([X, X.astype(int)], 0, "k"),
-        "'x[1]' is",
-    ),
-    "array": (lambda c: c.all_reduce([X], "k"), lambda c: c.all_reduce(X, "k"), "all_reduce of a list of 1"),
-    "op": (
-        lambda c: c.all_reduce([X, X], "k"),
-        lambda c: c.all_reduce([X, X], "k", op="max"),
-        "(op): rank",
-    ),
-    "parts": (
-        lambda c: c.reduce_scatter([X, X, X[:1]], "k"),
-        lambda c: c.reduce_scatter([X, X[:1], X], "k"),
-        "counts",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", UNLIKE)
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.asyncio
-async def test_lists_that_differ_fail_everywhere_and_say_in_what(what: str, odd: int) -> None:
-    usual, other, words = UNLIKE[what]
-    async with world(SIZE, tombstones=what == "dtype") as comms:  # some ranks have one collective more
-        outcomes = await ends(comms, lambda comm: (other if comm.rank == odd else usual)(comm))
-        assert_kinds(outcomes, CollectiveMismatch)
-        assert all(words in str(one) and one.key == "k" for one in outcomes)
-        await works(comms, "k")
-        await everywhere(comms, lambda comm: comm.all_reduce([X, X], "k"))
 
 
 @pytest.mark.asyncio

@@ -435,15 +435,6 @@ async def test_after_a_failure_results_are_ordinary_ones(who: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_shared_on_some_ranks_only_is_a_mismatch() -> None:
-    async with world(2, strategy="direct") as comms:
-        x = np.ones(LENGTH, np.float32)
-        outcomes = await ends(comms, lambda comm: comm.all_reduce(x, "x", shared=comm.rank == 0))
-        assert_kinds(outcomes, CollectiveMismatch)
-        assert all("memory" in str(one) for one in outcomes)
-
-
-@pytest.mark.asyncio
 async def test_a_shared_result_has_no_out() -> None:
     async with world(2, strategy="direct") as comms:
         x = np.ones(LENGTH, np.float32)
