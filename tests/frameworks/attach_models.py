@@ -43,7 +43,8 @@ class Model(nn.Module):
             x = self.second(x).tanh()
         else:
             # the state of chance is of the process, and torch's lock on it is not made for ranks that are threads
-            x = checkpoint(lambda y: self.second(y).tanh(), x, use_reentrant=how, preserve_rng_state=False)
+            options = {"use_reentrant": how, "preserve_rng_state": False}
+            x = checkpoint(lambda y: checkpoint(self.second, y, **options).tanh(), x, **options)
         if branch:
             x = self.sometimes(x).tanh()
         return self.last(x) * self.scale + self.hidden

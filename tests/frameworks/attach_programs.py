@@ -292,7 +292,7 @@ class Program:
     def written(self) -> None:
         own = list(self.model.parameters())
         with torch.no_grad():
-            match self.chance.randrange(5):
+            match self.chance.randrange(6):
                 case 0:
                     self.model.first.weight.clamp_(-0.3, 0.3)
                 case 1:
@@ -304,6 +304,9 @@ class Program:
                     torch._foreach_mul_(own, 0.95)
                 case 4:
                     self.model.last.bias.data = self.model.last.bias.data * 0.5
+                case 5:
+                    numbers = self.model.first.weight.detach().numpy()
+                    numbers.clip(-0.4, 0.4, out=numbers)
 
     def save(self) -> None:
         self.saved.append(copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())))
@@ -324,8 +327,18 @@ class Program:
         self.note(*other.parameters())
 
     def torch_saved(self) -> None:
+        """On one rank alone; nothing of what is read is attached."""
         if self.comm is None or self.comm.rank == 0:
-            torch.save(self.model, io.BytesIO())
+            file = io.BytesIO()
+            torch.save(self.model, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+            other(self.data()[0]).sum().backward()
+            assert all(map(torch.equal, other.parameters(), self.model.parameters()))
+            assert (
+                copy.deepcopy(self.optimizer).state_dict()["state"].keys()
+                == self.optimizer.state_dict()["state"].keys()
+            )
 
     def evaluated(self) -> None:
         """On one rank alone."""

@@ -19,3 +19,14 @@ def each(main: Callable[[Any], Any], size: int = 2) -> list[Any]:
 
     with testing.sync_world(size) as comms:
         return testing.run_threads(comms, rank)
+
+
+def filled(model: Any, seed: int, scale: float = 1.0) -> Any:
+    """The model with random parameters that are the same in each thread, which torch's own generator does not give."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(scale * torch.randn(one.shape, generator=generator, dtype=one.dtype))
+    return model

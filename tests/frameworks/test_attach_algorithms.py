@@ -12,7 +12,7 @@ import kfcomm.torch
 from kfcomm.errors import ConfigError
 from kfcomm.torch import optimizers
 from kfcomm.train import Agreement, Algorithm
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 
@@ -86,11 +86,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 def made(seed: int = 0) -> Any:
     """A model whose numbers are the same wherever it is made."""
     model = Net()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator) / 2)
-    return model
+    return filled(model, seed, 0.5)
 
 
 def batches(rank: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -197,7 +193,7 @@ def test_buffers_of_replicas_stay_each_ranks_own() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("former", [*KINDS, "pair-averaging"])
+@pytest.mark.parametrize("former", ["ssgd", "ea-sgd", "adasgd", "pair-averaging"])
 @pytest.mark.parametrize("latter", [*KINDS, "pair-averaging"])
 def test_switch_leaves_the_model_that_the_next_algorithm_needs(former: str, latter: str) -> None:
     first, second = (KINDS[one][0] if one in KINDS else one for one in (former, latter))

@@ -13,7 +13,7 @@ from kfcomm import testing
 from kfcomm.compression import PowerSGD, TopK
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.torch import Compression
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 
@@ -24,12 +24,7 @@ SIZE, STEPS = 2, 5
 
 def made(dtype: Any = torch.float64) -> Any:
     """The same on every rank, whichever is first."""
-    generator = torch.Generator().manual_seed(1)
-    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8)).to(dtype)
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator) * 0.2)
-    return model
+    return filled(nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8)).to(dtype), 1, 0.2)
 
 
 def loss(model: Any, rank: int, step: int) -> Any:

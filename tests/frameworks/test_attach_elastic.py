@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kfcomm.torch
+from kfcomm import testing
+from kfcomm.elastic import ElasticSampler
+from kfcomm.errors import ConfigError
+from kfcomm.train import Algorithm
 from tests.launch.launched import environ
 
 torch = pytest.importorskip("torch")
@@ -69,120 +75,65 @@ def test_all_algorithms_over_joins_and_a_kill_equal_one_process(tmp_path: Path) 
             np.testing.assert_allclose(found[uid]["found"][name], wanted[uid], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-LOSS = """
-import json, os, signal, sys, time
-from pathlib import Path
-import numpy as np
-import torch
-import kfcomm, kfcomm.torch
-from kfcomm.elastic import ElasticSampler
+def made(width: int = 8) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(0.1)
+    return model
 
-folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
-torch.set_num_threads(1)
-torch.set_default_dtype(torch.float64)
-x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
-torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports that take long
-with kfcomm.sync.init(elastic=True) as comm:
-    me = comm.births[comm.rank]
-    torch.manual_seed(me)
-    # The gradients of the last layers have left when that of the first comes.
-    width = 9 if me in told.get("others", ()) else 8
-    model = torch.nn.Sequential(
-        torch.nn.BatchNorm1d(4), torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
-    )
+
+def trained(comm: Any, model: Any, algorithm: Any, elastic: Any, passes: int, before_step: Any = None) -> Any:
+    """Numbers of the steps, and the model."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = {"sampler": ElasticSampler(96, batch=24), **told.get("elastic", {})}
-    attached = kfcomm.torch.attach(
-        model, optimizer, comm, bucket_nbytes=100, elastic=options, algorithm=told["algorithm"],
-        compression=told.get("compression"),
-    )
-    (folder / f"attached-{me}").touch()
-    number = 0
-    def look(_):
-        if [me, number] == told["kill"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-    model[1].weight.register_hook(look)
-    used = []
-    for step in attached.steps(passes=told["passes"]):
-        number = step.number
-        if told.get("others") and number == 2 and comm.rank == 0:
-            comm.propose_size(3)
-        if told.get("others") and number > 2 and len(list(folder.glob("attached-*"))) < 3:
-            time.sleep(0.2)  # a rank joins between two steps
-        restarts = options.get("on_loss") == "restart_step"
-        with step if restarts else torch.enable_grad():
-            optimizer.zero_grad()
-            (model(x[step.indices]) - x[step.indices]).square().mean().backward()
-            optimizer.step()
-        used.append([number, comm.size, step.batch.tolist(), bool(step.is_void)])
-        if told.get("stops") == number:
-            os._exit(0)
-    values = [*model.parameters(), model[0].running_mean]
-    out = {"used": used, "values": [float(n) for one in values for n in one.detach().reshape(-1)]}
-    (folder / f"{me}.json").write_text(json.dumps(out))
-"""
+    attached = kfcomm.torch.attach(model, optimizer, comm, algorithm=algorithm, elastic=elastic)
+    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    numbers = []
+    for step in attached.steps(passes=passes):
+        if before_step is not None:
+            before_step(comm, step.number)
+        optimizer.zero_grad()
+        (model(x[step.indices]) - x[step.indices]).square().mean().backward()
+        optimizer.step()
+        numbers.append(step.number)
+    return numbers, torch.nn.utils.parameters_to_vector(model.parameters()).tolist(), str(attached.algorithm)
 
 
-def trained(
-    folder: Path, told: dict[str, Any], *options: str
-) -> tuple[dict[int, Any], subprocess.CompletedProcess[str]]:
-    (folder / "train.py").write_text(LOSS)
-    program = [sys.executable, "train.py", str(folder), json.dumps(told)]
-    command = [sys.executable, "-m", "kfcomm", "run", *options, *program]
-    done = subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=300)
-    return {int(one.stem): json.loads(one.read_text()) for one in folder.glob("*.json")}, done
+def test_checkpoint_continues_with_its_algorithm_on_another_number_of_ranks(tmp_path: Path) -> None:
+    def part(comm: Any, algorithm: Any, passes: int) -> Any:
+        elastic = {"sampler": ElasticSampler(96, 24), "checkpoint": tmp_path / "train.npz", "checkpoint_every": 2}
+        return trained(comm, made(), algorithm, elastic, passes)
+
+    diloco = Algorithm("diloco", every=2)
+    for size, algorithm, passes in ((2, diloco, 3), (3, diloco, 5), (2, "ssgd", 7)):
+        with testing.sync_world(size, elastic=True) as comms:
+            found = testing.run_threads(list(comms), lambda comm: part(comm, algorithm, passes))  # noqa: B023
+        assert {used for _, _, used in found} == {str(diloco)}, "the checkpoint's algorithm is the one in force"
+        numbers = found[0][0]
+        assert numbers[-1] == 4 * passes - 1
+        assert (numbers[0] == 0) == (passes == 3)
+    assert numbers[0] > 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"algorithm": "ssgd"},
-        {"algorithm": "adasum"},
-        {"algorithm": "ssgd", "compression": "powersgd"},
-        {"algorithm": "ssgd", "elastic": {"on_loss": "restart_step"}},
-    ],
-    ids=["ssgd", "adasum", "powersgd", "restart"],
-)
-def test_kill_amid_a_backward_pass_leaves_equal_models(tmp_path: Path, told: dict[str, Any], victim: int) -> None:
-    found, done = trained(
-        tmp_path, {**told, "kill": [victim, 6], "passes": 4}, "-n", "3", "--elastic", "2:3", "--restart-limit", "0"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(found) == sorted({0, 1, 2} - {victim})
-    first, second = found.values()
-    assert first == second  # bits too
-    assert np.isfinite(first["values"]).all()
-    counts = np.bincount(np.concatenate([batch for _, _, batch, is_void in first["used"] if not is_void]), minlength=96)
-    # What the lost rank would have trained on is given again, at most once.
-    assert set(counts) <= {4, 5}
-    if "elastic" in told:
-        assert set(counts) == {4}
+def test_joining_rank_with_another_model_is_refused_alone() -> None:
+    with testing.sync_world(2, elastic=True, timeout=60) as comms:
+        refused: list[str] = []
+        done = threading.Event()
 
+        def other() -> None:
+            with pytest.raises(ConfigError) as caught, comms.join(9) as comm:
+                trained(comm, made(9), "ssgd", ElasticSampler(96, 24), 1)
+            refused.append(str(caught.value))
+            done.set()
 
-@pytest.mark.slow
-def test_checkpoint_continues_with_algorithm_and_optimizer_on_another_number_of_ranks(tmp_path: Path) -> None:
-    elastic = {"checkpoint": str(tmp_path / "train.npz"), "checkpoint_every": 2}
-    told = {"algorithm": "diloco", "kill": [], "passes": 6, "elastic": elastic}
-    _, done = trained(tmp_path, {**told, "stops": 13}, "-n", "2")
-    assert (tmp_path / "train.npz").exists(), done.stdout + done.stderr
-    found, done = trained(tmp_path, told, "-n", "3")
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = found[0]["used"]
-    assert 0 < first[0][0] <= 14
-    assert first[-1][0] == 23
-    # A rank that would begin with a state of another form says so.
-    (tmp_path / "0.json").unlink()
-    _, done = trained(tmp_path, {**told, "algorithm": "ssgd", "passes": 7}, "-n", "2")
-    assert done.returncode == 0, done.stdout + done.stderr  # the checkpoint's algorithm is the one in force
+        def before_step(comm: Any, number: int) -> None:
+            if comm.rank == 0 and number == 3:
+                threading.Thread(target=other).start()
+            if number == 60:
+                done.wait()
 
-
-@pytest.mark.slow
-def test_joining_rank_with_another_model_is_refused_alone(tmp_path: Path) -> None:
-    told = {"algorithm": "ssgd", "kill": [], "passes": 80, "others": [2]}
-    found, done = trained(tmp_path, told, "-n", "2", "--elastic", "2:3", "--restart-limit", "0")
-    text = done.stdout + done.stderr
-    assert re.search(r"1\.weight is \(9, 4\) here and \(8, 4\) in the state", text), text
-    assert sorted(found) == [0, 1], text
+        found = testing.run_threads(
+            list(comms), lambda comm: trained(comm, made(), "ssgd", ElasticSampler(96, 24), 20, before_step)
+        )
     assert found[0] == found[1]
+    assert re.search(r"0\.weight is \(9, 4\) here and \(8, 4\) in the state", refused[0]), refused

@@ -10,7 +10,7 @@ import pytest
 import kfcomm.torch
 from kfcomm.errors import ConfigError
 from kfcomm.torch import Compression, CompressionState
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -32,12 +32,7 @@ class Model(nn.Module):
 
 
 def made(dtype: Any) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    model = Model().to(dtype)
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator) * 0.2)
-    return model
+    return filled(Model().to(dtype), 1, 0.2)
 
 
 def batch(rank: int, step: int, dtype: Any, count: int) -> Any:

@@ -16,7 +16,7 @@ from kfcomm import testing
 from kfcomm.adapt import GuardSteps
 from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError, GuardFailed
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 
@@ -27,12 +27,7 @@ ALGORITHMS = pytest.mark.parametrize("algorithm", ["ssgd", "sma"])
 
 
 def made(seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator, dtype=one.dtype))
-    return model
+    return filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).double(), seed)
 
 
 def data(rank: int, step: int) -> Any:

@@ -11,7 +11,7 @@ import kfcomm.sync
 import kfcomm.torch
 from kfcomm.train import GradientMonitor
 from kfcomm.train.policies import NoiseScaleBatch
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 
@@ -22,12 +22,7 @@ SAME = ("gradient_norm", "gradient_variance", "gradient_cosine", "noise_scale", 
 
 
 def made() -> Any:
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)).double()
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator, dtype=one.dtype))
-    return model
+    return filled(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)).double(), 0)
 
 
 def loss(model: Any, rank: int, step: int) -> Any:

@@ -13,7 +13,7 @@ from kfcomm.adapt import Free, Hyperparameters, Policy
 from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError
 from kfcomm.train.policies import NoiseScaleBatch
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 
@@ -37,12 +37,7 @@ class Asks(Policy):
 
 
 def made() -> Any:
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator))
-    return model
+    return filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), 0)
 
 
 def loss(model: Any, rank: int, step: int) -> Any:

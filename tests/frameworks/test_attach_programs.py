@@ -10,6 +10,6 @@ from tests.frameworks import attach_programs  # noqa: E402  it imports torch
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(60))
 def test_a_random_program(seed: int) -> None:
     assert attach_programs.difference(seed) is None, attach_programs.Settings.drawn(seed)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import threading
 from typing import Any
 
@@ -14,7 +11,7 @@ import kfcomm.sync
 import kfcomm.torch
 from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, KfcommError
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 from tests.sync.worlds import joined
 
 torch = pytest.importorskip("torch")
@@ -26,12 +23,7 @@ DEFER = pytest.mark.parametrize("defer", [False, True], ids=["at once", "deferre
 
 
 def made(seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator, dtype=one.dtype))
-    return model
+    return filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double(), seed)
 
 
 def loss(model: Any, rank: int, step: int = 0) -> Any:
@@ -62,108 +54,6 @@ def one_process(step: Any, size: int = 2) -> Any:
 
 
 # ---------------------------------------------------------------- gradients
-
-
-@DEFER
-def test_gradients_are_the_average_when_backward_returns(defer: bool) -> None:
-    def rank(comm: Any) -> Any:
-        model, _, _ = attached(comm, defer=defer)
-        loss(model, comm.rank).backward()
-        return nn.utils.clip_grad_norm_(model.parameters(), 1e9), [one.grad.clone() for one in model.parameters()]
-
-    first, second = each(rank)
-    model = made()
-    (sum(loss(model, rank) for rank in range(2)) / 2).backward()
-    assert torch.equal(first[0], second[0])
-    for one, other, parameter in zip(first[1], second[1], model.parameters(), strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, parameter.grad)
-
-
-@DEFER
-def test_a_second_pass_adds_to_the_average(defer: bool) -> None:
-    def rank(comm: Any) -> Any:
-        model, _, _ = attached(comm, defer=defer)
-        loss(model, comm.rank, 1).backward()
-        loss(model, comm.rank, 2).backward()
-        return [one.grad.clone() for one in model.parameters()]
-
-    first, second = each(rank)
-    model = made()
-    (sum(loss(model, rank, step) for rank in range(2) for step in (1, 2)) / 2).backward()
-    for one, other, parameter in zip(first, second, model.parameters(), strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, parameter.grad)
-
-
-@DEFER
-def test_overflow_on_one_rank_makes_the_scaler_skip_on_all(defer: bool) -> None:
-    def rank(comm: Any) -> Any:
-        model, optimizer, _ = attached(comm, defer=defer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for number in range(4):
-            optimizer.zero_grad()
-            factor = float("inf") if (comm.rank, number) == (1, 2) else 1.0
-            scaler.scale(loss(model, comm.rank, number) * factor).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-        return numbers(model), scaler.get_scale()
-
-    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
-        for number in (0, 1, 3):
-            optimizer.zero_grad()
-            loss_of(number).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-
-    (first, scale), (second, other) = each(rank)
-    assert torch.equal(first, second)
-    assert scale == other == 4.0
-    torch.testing.assert_close(first, one_process(steps))
-
-
-def test_gradients_that_the_program_keeps_outlive_the_step() -> None:
-    def rank(comm: Any) -> None:
-        model, optimizer, _ = attached(comm)
-        loss(model, comm.rank, 1).backward()
-        kept = [one.grad for one in model.parameters()]
-        copies = [one.clone() for one in kept]
-        optimizer.zero_grad()
-        loss(model, comm.rank, 2).backward()
-        assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
-        assert not torch.equal(kept[0], model[0].weight.grad)
-
-    each(rank)
-
-
-@DEFER
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_closures_see_the_average_of_losses_and_gradients(line_search: str | None, defer: bool) -> None:
-    def train(model: Any, loss_of: Any, attach: Any) -> list[float]:
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search)
-        attach(optimizer)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            found = loss_of()
-            found.backward()
-            return found
-
-        return [float(optimizer.step(closure).detach()) for _ in range(3)]
-
-    def rank(comm: Any) -> Any:
-        model = made(comm.rank)
-        attach = lambda optimizer: kfcomm.torch.attach(model, optimizer, comm, defer=defer)  # noqa: E731
-        return train(model, lambda: loss(model, comm.rank), attach), numbers(model)
-
-    (losses, first), (others, second) = each(rank)
-    model = made()
-    wanted = train(model, lambda: sum(loss(model, rank) for rank in range(2)) / 2, lambda _: None)
-    assert torch.equal(first, second)
-    assert losses == others == pytest.approx(wanted)
-    torch.testing.assert_close(first, numbers(model))
 
 
 def test_step_refuses_gradients_from_no_sync_alone() -> None:
@@ -389,46 +279,6 @@ def test_different_step_counts_raise_mismatch_on_all_ranks(what: str) -> None:
         assert part in said[0]
 
 
-# ---------------------------------------------------------------- checkpoints in the backward pass
-
-
-@DEFER
-@pytest.mark.parametrize("is_reentrant", [True, False])
-def test_passes_within_a_pass_end_with_it(is_reentrant: bool, defer: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    def forward(model: Any, x: Any) -> Any:
-        x = x.requires_grad_()
-        x = checkpoint(
-            lambda y: checkpoint(model[0], y, use_reentrant=is_reentrant, preserve_rng_state=False),
-            x,
-            use_reentrant=is_reentrant,
-            preserve_rng_state=False,
-        )
-        return checkpoint(model[2], x, use_reentrant=is_reentrant, preserve_rng_state=False)
-
-    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
-        for number in range(3):
-            optimizer.zero_grad()
-            loss_of(number).backward()
-            optimizer.step()
-
-    def rank(comm: Any) -> Any:
-        model, optimizer, _ = attached(comm, defer=defer)
-        called = lambda x: forward(model, x)  # noqa: E731
-        steps(model, optimizer, lambda number: loss(called, comm.rank, number))
-        return numbers(model), comm.statistics().steps[0].count
-
-    (first, count), (second, _) = each(rank)
-    assert count == 3
-    assert torch.equal(first, second)
-    model = made()
-    called = lambda x: forward(model, x)  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    steps(model, optimizer, lambda number: sum(loss(called, rank, number) for rank in range(2)) / 2)
-    torch.testing.assert_close(first, numbers(model))
-
-
 def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_right_or_an_error() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -458,46 +308,6 @@ def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_right_or_an
 # ---------------------------------------------------------------- parameters and the optimizer
 
 
-WRITES = {
-    "load_state_dict": lambda model: model.load_state_dict(made(7).state_dict()),
-    "copy_": lambda model: [one.copy_(other) for one, other in zip(model.parameters(), made(7).parameters())],  # noqa: B905
-    "clamp_": lambda model: model[0].weight.clamp_(-0.1, 0.1),
-    "data.clamp_": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
-    "data": lambda model: setattr(model[0].weight, "data", model[0].weight.data / 2),
-    "vector": lambda model: nn.utils.vector_to_parameters(torch.ones(40, dtype=torch.float64), model.parameters()),
-    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
-    "numpy": lambda model: model[0].weight.detach().numpy().fill(0.5),
-}
-
-
-@DEFER
-@pytest.mark.parametrize("write", WRITES)
-def test_writes_after_a_step_come_after_its_update(write: str, defer: bool) -> None:
-    def rank(comm: Any) -> Any:
-        model, optimizer, _ = attached(comm, defer=defer)
-        ready.wait()
-        for number in range(2):
-            optimizer.zero_grad()
-            loss(model, comm.rank, number).backward()
-            optimizer.step()
-            with torch.no_grad():
-                WRITES[write](model)
-        return numbers(model)
-
-    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
-        for number in range(2):
-            optimizer.zero_grad()
-            loss_of(number).backward()
-            optimizer.step()
-            with torch.no_grad():
-                WRITES[write](model)
-
-    ready = threading.Barrier(2)
-    first, second = each(rank)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, one_process(steps))
-
-
 def test_a_write_that_deferred_updates_cannot_see_is_an_error() -> None:
     def rank(comm: Any) -> None:
         model, optimizer, _ = attached(comm, defer=True)
@@ -509,38 +319,6 @@ def test_a_write_that_deferred_updates_cannot_see_is_an_error() -> None:
             model(torch.ones(1, WIDTH, dtype=torch.float64))
 
     each(rank)
-
-
-class Plain(torch.optim.SGD):
-    """Does what its base does."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@DEFER
-def test_a_subclass_that_calls_the_step_of_its_base_counts_once(defer: bool) -> None:
-    def rank(comm: Any) -> Any:
-        model = made(comm.rank)
-        torch.optim.SGD(model.parameters(), lr=1.0)  # from now on its class calls hooks, too
-        optimizer = Plain(model.parameters(), lr=0.1, momentum=0.9)
-        kfcomm.torch.attach(model, optimizer, comm, defer=defer)
-        for number in range(3):
-            optimizer.zero_grad()
-            loss(model, comm.rank, number).backward()
-            optimizer.step()
-        return numbers(model), comm.statistics().steps[0].count
-
-    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
-        for number in range(3):
-            optimizer.zero_grad()
-            loss_of(number).backward()
-            optimizer.step()
-
-    (first, count), (second, _) = each(rank)
-    assert count == 3
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, one_process(steps))
 
 
 @DEFER
@@ -567,27 +345,6 @@ def test_hooks_of_the_program_see_updated_parameters_and_averages(defer: bool) -
 
 
 # ---------------------------------------------------------------- copies, and the end
-
-
-@DEFER
-def test_copies_of_a_model_are_not_attached(defer: bool) -> None:
-    def rank(comm: Any) -> None:
-        model, optimizer, held = attached(comm, defer=defer)
-        loss(model, comm.rank).backward()
-        optimizer.step()
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-        held.wait()
-        for number, other in enumerate(copies):
-            assert torch.equal(numbers(other), numbers(model))
-            assert all(type(one) is nn.Parameter for one in other.parameters())
-            if comm.rank == number % 2:  # nobody else takes part
-                loss(other, comm.rank).backward()
-        assert copy.deepcopy(optimizer).state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
-
-    each(rank)
 
 
 @DEFER

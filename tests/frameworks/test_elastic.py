@@ -99,25 +99,6 @@ def check_same(module: Any, optimizer: Any, like: Any, like_optimizer: Any) -> N
 
 
 @pytest.mark.asyncio
-async def test_joining_rank_gets_all_of_an_optimizer_before_its_first_step() -> None:
-    async with world(3, elastic=True) as comms:
-        made = [trained(0), trained(0), (trained(1)[0], None)]
-        module = made[2][0]
-        optimizer = torch.optim.Adam(module.parameters(), lr=1.0)
-        schedulers = [torch.optim.lr_scheduler.StepLR(one or optimizer, 3) for _, one in made]
-        schedulers[0].last_epoch = schedulers[1].last_epoch = 2
-        states = [
-            State(module=one, optimizer=other or optimizer, scheduler=scheduler)
-            for (one, other), scheduler in zip(made, schedulers, strict=True)
-        ]
-        places = [one.data_ptr() for one in module.parameters()]
-        await hand_over(comms, states)
-        assert [one.data_ptr() for one in module.parameters()] == places
-        assert schedulers[2].last_epoch == 2
-        check_same(module, optimizer, *made[0])
-
-
-@pytest.mark.asyncio
 async def test_module_and_optimizer_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     module, optimizer = trained(0)
     checkpoint = Checkpoint(tmp_path / "c.npz", 1, State(module=module, optimizer=optimizer))
@@ -129,16 +110,6 @@ async def test_module_and_optimizer_come_back_from_a_checkpoint(tmp_path: Path) 
     assert await again.read() == "place"
     await again.close()
     check_same(other, fresh, module, optimizer)
-
-
-def test_step_that_runs_again_begins_with_the_same_module_and_optimizer() -> None:
-    (module, optimizer), (other, beside) = trained(0), trained(0)
-    kept = Kept(State(module=module, optimizer=optimizer))
-    kept.keep(None)
-    for _ in range(2):  # the copy stays what it was, whatever the optimizer does with what it got
-        optimizer.step()
-        kept.restore()
-    check_same(module, optimizer, other, beside)
 
 
 class Tree:

@@ -12,6 +12,7 @@ import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.testing import Join, Kill, Resize, run_in_virtual_time
+from tests.frameworks.ranks import filled
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -33,11 +34,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def made(seed: int, kind: str) -> tuple[Any, Any, Any]:
     """A module, its optimizer, and a scheduler of its learning rate; other numbers for each seed."""
-    generator = torch.Generator().manual_seed(seed)
     module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-    with torch.no_grad():
-        for one in module.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator, dtype=torch.float64))
+    filled(module, seed)
     options = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}.get(kind, {})
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.05, **options)
     return module, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)

@@ -9,7 +9,7 @@ import pytest
 
 import kfcomm.torch
 from kfcomm.errors import ConfigError
-from tests.frameworks.ranks import each
+from tests.frameworks.ranks import each, filled
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -17,21 +17,12 @@ nn = torch.nn
 DAMPING = 0.05
 
 
-def filled(made: Any) -> Any:
-    """The same numbers in each thread, which torch's own generator does not give."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for one in made.parameters():
-            one.copy_(0.4 * torch.randn(one.shape, generator=generator, dtype=torch.float64))
-    return made
-
-
 def model() -> Any:
     made = nn.Sequential(
         nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 3, padding="same", bias=False),
         nn.BatchNorm2d(4).eval(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 1, bias=False),
     )  # fmt: skip
-    return filled(made.double())
+    return filled(made.double(), 0, 0.4)
 
 
 def batch(rank: int, step: int, count: int = 6) -> Any:
@@ -147,7 +138,7 @@ def test_k_fac_converges_in_fewer_steps_than_sgd() -> None:
     scales = torch.logspace(-1.5, 0.5, 16, dtype=torch.float64)
 
     def rank(comm: Any, *, with_kfac: bool) -> float:
-        layer = filled(nn.Linear(16, 4, bias=False).double())
+        layer = filled(nn.Linear(16, 4, bias=False).double(), 0, 0.4)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         kfcomm.torch.attach(layer, optimizer, comm, name="plain")
         kfac = kfcomm.torch.KFAC(layer, optimizer, comm, damping=1e-3, covariances_every=1, inverses_every=5,

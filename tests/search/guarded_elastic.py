@@ -10,6 +10,7 @@ on the list, and the others were used once in each pass, but for those of a rank
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -23,6 +24,8 @@ from tests.search import driver
 from tests.search.guarded import WIDTH, model_of, optimizer_of
 
 LENGTH, BATCH, PASSES = 96, 12, 3
+EQUAL = ("ssgd", "adasum")
+"""Algorithms that exchange gradients in each step, so that models are equal."""
 
 
 class Died(Exception):
@@ -40,6 +43,8 @@ class Job:
         faults: uid of the rank that has wrong gradients, by step.
         death: uid, step, and whether it comes within the backward pass; None for no death.
         joins_at: step in which rank 3 is started; None for never.
+        compression: of gradients.
+        restarts: whether a step in which a rank is lost is made again.
     """
 
     algorithm: str
@@ -48,11 +53,13 @@ class Job:
     faults: dict[int, int]
     death: tuple[int, int, bool] | None
     joins_at: int | None
+    compression: str | None
+    restarts: bool
 
     @classmethod
     def drawn(cls, random: Random) -> Job:
         """A job."""
-        algorithm = random.choice(["ssgd", "ssgd", "sma", "diloco"])
+        algorithm = random.choice(["ssgd", "ssgd", "adasum", "sma", "diloco"])
         bad = tuple(random.sample(range(LENGTH), random.choice([0, 1, 2])))
         faults = {random.randrange(26): random.randrange(3) for _ in range(random.choice([2, 4, 8]))}
         death = (random.choice([1, 2]), random.randrange(2, 18), random.random() < 0.6)
@@ -60,7 +67,10 @@ class Job:
             faults[death[1]] = death[0]
         joins_at = random.randrange(3, 16) if random.random() < 0.4 else None
         optimizer = random.choice(["sgd", "adamw", "decaying"])
-        return cls(algorithm, optimizer, bad, faults, death if random.random() < 0.7 else None, joins_at)
+        death = death if random.random() < 0.7 else None
+        compression = random.choice([None, "powersgd", "topk"]) if algorithm == "ssgd" else None
+        restarts = algorithm in EQUAL and compression is None and random.random() < 0.7
+        return cls(algorithm, optimizer, bad, faults, death, joins_at, compression, restarts)
 
 
 class Ranks:
@@ -90,24 +100,26 @@ class Ranks:
         sampler = ElasticSampler(LENGTH, BATCH, seed=5)
         options = {"every": 4} if self.job.algorithm == "diloco" else {}
         attached = kfcomm.torch.attach(
-            model, optimizer, comm, algorithm=Algorithm(self.job.algorithm, **options), elastic=sampler,
-            policies=[GuardSteps(warmup=1000)], bucket_nbytes=200,
+            model, optimizer, comm, algorithm=Algorithm(self.job.algorithm, **options),
+            elastic={"sampler": sampler, "on_loss": "restart_step" if self.job.restarts else "finish"},
+            compression=self.job.compression, policies=[GuardSteps(warmup=1000)], bucket_nbytes=200,
         )  # fmt: skip
         log = []
         try:
             for step in attached.steps(passes=PASSES):
                 if uid == 0 and step.number == self.job.joins_at:
                     self._join()
-                optimizer.zero_grad()
-                x = self.x[step.indices]
-                if len(x) < 2:  # the last batch of a pass may be too small for batch norm
-                    x = torch.cat([x, torch.eye(2, WIDTH, dtype=x.dtype)])
-                loss = (model(x) - x).square().mean()
-                attached.observe(loss=loss)
-                self._backward(model, loss, uid, step.number)
-                optimizer.step()
-                is_void = attached.last_void is not None
-                log.append((step.number, sampler.passes, step.batch.tolist(), is_void, tuple(comm.births)))
+                with step if self.job.restarts else contextlib.nullcontext():
+                    optimizer.zero_grad()
+                    x = self.x[step.indices]
+                    if len(x) < 2:  # the last batch of a pass may be too small for batch norm
+                        x = torch.cat([x, torch.eye(2, WIDTH, dtype=x.dtype)])
+                    loss = (model(x) - x).square().mean()
+                    attached.observe(loss=loss)
+                    self._backward(model, loss, uid, step.number)
+                    optimizer.step()
+                    is_void = attached.last_void is not None
+                    log.append((step.number, sampler.passes, step.batch.tolist(), is_void, tuple(comm.births)))
         except Died:
             return None
         state = {name: one.detach().clone() for name, one in model.state_dict().items()}
@@ -162,7 +174,7 @@ def check(job: Job, ended: Sequence[Any]) -> None:
         assert bool(one.isfinite().all()), f"{name} is not finite: {job}"
     for other, _, others_aside, _ in ended[1:]:
         assert others_aside == aside, f"{aside} and {others_aside} are set aside: {job}"
-        if job.algorithm == "ssgd":
+        if job.algorithm in EQUAL:
             unequal = [name for name, one in state.items() if not bool((one == other[name]).all())]
             assert not unequal, f"{unequal} differ: {job}"
         assert all(bool(one.isfinite().all()) for one in other.values()), f"not finite: {job}"
@@ -173,7 +185,7 @@ def check(job: Job, ended: Sequence[Any]) -> None:
         assert number in voids or uid not in births or is_dead, f"the fault of step {number} was missed: {job}"
     assert set(job.bad) <= set(aside) or len(log) < 3, f"{aside} is set aside of {job.bad}: {job}"
     # Without an exchange in it, the step before a death is unfinished, too: its reports come with the next one.
-    last = () if job.death is None else (job.death[1] - 1, job.death[1])
+    last = () if job.death is None or job.restarts else (job.death[1] - 1, job.death[1])
     lost = {one for step, _, batch, *_ in log if step in last for one in batch}
     for number in range(PASSES):
         used = Counter(one for _, passes, batch, is_void, _ in log if not is_void and passes == number for one in batch)
