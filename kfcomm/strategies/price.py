@@ -16,8 +16,8 @@ can be done. To these come
     ``ports`` over √m (fitted to the simulator).
 
 With fewer processors than ranks a host's whole work, divided among its processors, is a third bound. Where hosts are
-unlike (``NetworkModel.rates``), each port and link takes its own time. A message of few elements goes whole along one
-pair, and the worst pair counts.
+unlike (``NetworkModel.rates``), each port and link takes its own time, and unlike senders share ports as `incast` says.
+A message of few elements goes whole along one pair, and the worst pair counts.
 
 Beside the simulator, for strategies with one pair, stars and chains: within 5 %; for others within 20 %, mostly 10.
 """
@@ -25,7 +25,7 @@ Beside the simulator, for strategies with one pair, stars and chains: within 5 %
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Final, NamedTuple, Self
@@ -35,9 +35,10 @@ from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.chunks import ChunkSizes
+from kfcomm.strategies.incast import Sender, drain_s
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.paths import Edges, Path
-from kfcomm.strategies.profile import Load, Profile, shares_of
+from kfcomm.strategies.profile import Load, Profile, crossing, shares_of
 from kfcomm.types import Layout, Rates
 
 _ALL_BELOW: Final = 1024
@@ -199,7 +200,8 @@ def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:
     network, layout = market.network, market.layout
     if network.rates is None or layout.num_hosts == 1:
         return profile.cross_parts * network.cross_beta_s_per_byte if layout.num_hosts > 1 else 0.0
-    return max(_port_seconds(_moved(strategy, layout), network.rates), default=0.0)
+    relays = {layout.hosts[parent] for pair in strategy.pairs for parent, _ in crossing(layout, pair.reduce)}
+    return max(port_seconds(_moved(strategy, layout), network.rates, relays), default=0.0)
 
 
 def _moved(strategy: Strategy, layout: Layout) -> dict[tuple[int, int], int]:
@@ -212,13 +214,20 @@ def _moved(strategy: Strategy, layout: Layout) -> dict[tuple[int, int], int]:
     return moved
 
 
-def _port_seconds(moved: dict[tuple[int, int], int], rates: Rates) -> Iterable[float]:
-    """Seconds that each link and port needs for a byte of each part."""
-    for (a, b), parts in moved.items():
-        yield parts / rates.links[a][b]
+def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: Collection[int]) -> Iterable[float]:
+    """Seconds that each link and port needs for what moves from host to host, in bytes.
+
+    ``relays`` are the hosts to which others send what they fold.
+    """
+    for (a, b), nbytes in moved.items():
+        yield nbytes / rates.links[a][b]
     for host in range(len(rates.send)):
-        yield sum(parts for (a, _), parts in moved.items() if a == host) / rates.send[host]
-        yield sum(parts for (_, b), parts in moved.items() if b == host) / rates.receive[host]
+        yield sum(nbytes for (a, _), nbytes in moved.items() if a == host) / rates.send[host]
+        senders = [
+            Sender(nbytes, min(rates.send[a], rates.links[a][b]), a in relays)
+            for (a, b), nbytes in moved.items() if b == host
+        ]  # fmt: skip
+        yield drain_s(senders, rates.receive[host])
 
 
 def _feed(strategy: Strategy, layout: Layout) -> int:

@@ -58,10 +58,10 @@ class Load(NamedTuple):
             far[0][layout.hosts[source]] += 1
             far[1][layout.hosts[target]] += 1
 
-        for parent, child in _crossing(layout, pair.reduce):
+        for parent, child in crossing(layout, pair.reduce):
             cross(child, parent)
             gives[child] = False
-        for parent, child in _crossing(layout, pair.broadcast):
+        for parent, child in crossing(layout, pair.broadcast):
             cross(parent, child)
             takes[child] = 0
             shown[parent] -= 1
@@ -206,7 +206,7 @@ def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
     return [a + b for a, b in zip(some, more, strict=True)]
 
 
-def _crossing(layout: Layout, graph: Graph) -> list[tuple[int, int]]:
+def crossing(layout: Layout, graph: Graph) -> list[tuple[int, int]]:
     """The edges of a graph between hosts."""
     hosts = layout.hosts
     return [(a, b) for a, b in graph.edges if hosts[a] != hosts[b]] if layout.num_hosts > 1 else []

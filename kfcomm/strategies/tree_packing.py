@@ -22,8 +22,14 @@ earlier than chunks of many trees that arrive together.
 
 A link between two hosts that is slower than both their ports is left alone, unless what these trees would send on it
 takes longer than the bound. Then hosts go a way round it, below a third one, and the weights are found by
-multiplicative weights, over stars, such trees, ports and links. With several ranks on a host each is in turn the one
-through which the others of its host speak; if all hosts are roots, there are as many copies of each tree.
+multiplicative weights, over stars, such trees, ports and links.
+
+Where unlike senders meet at one port, a slow one loses its part of it to fast ones (see `incast`). Then trees with at
+most two or three hosts below each are better, which reach the bound in many networks, too: `packing_lp` finds them. The
+packing is taken whose busiest port needs the least time.
+
+With several ranks on a host each is in turn the one through which the others of its host speak; if all hosts are roots,
+there are as many copies of each tree.
 
 Sources: Z. Zhang, C. Wu and Z. Li, "Near-optimal topology-adaptive parameter synchronization in distributed DNN
 training" (INFOCOM 2021); G. Wang et al., "Blink: fast and generic collectives for distributed ML" (MLSys 2020), whose
@@ -35,11 +41,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.matrices import Matrix, rates_of
+from kfcomm.strategies.packing_lp import MAX_HOSTS, Tree, drained, loads_of, packed_with_fans
 from kfcomm.types import Layout, Rates
 
 _ENOUGH: Final = 0.8  # of the bound's time may the ports of roots be busy where another host is what takes long
@@ -49,22 +56,13 @@ _PARTS: Final = 1000  # of the largest share: how finely a message is cut
 _MOST_PAIRS: Final = 128  # as with `auto`: above it, not every rank of a host gets trees of its own
 _ROUNDS: Final = 1000  # of multiplicative weights
 _PRICE_STEP: Final = 0.1
+_FANS: Final = (2, 3)
+"""Hosts below one, at most, in trees for ports where unlike senders meet."""
+_UNLIKE: Final = 1.25
+"""Between the fastest port and the slowest link: below it senders count as alike."""
+_NEAR: Final = 1.01
+_ABOUT_EQUAL: Final = 1.03
 _DETOUR_BELOW: Final = 0.5  # of what the ports at its ends could do: then a link is worth going round
-
-
-class _Tree(NamedTuple):
-    """A tree of hosts: who is above whom on the way up, and on the way down."""
-
-    root: int
-    up: tuple[int, ...]
-    down: tuple[int, ...]
-
-    def sends(self) -> Iterator[tuple[int, int]]:
-        """``(from, to)`` of every message."""
-        for host in range(len(self.up)):
-            if host != self.root:
-                yield host, self.up[host]
-                yield self.down[host], host
 
 
 def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees") -> Strategy:
@@ -90,13 +88,31 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
 
 
 def packings(layout: Layout, rates: Rates) -> list[Strategy]:
-    """Candidates of `auto` for hosts with these rates."""
-    return [packed_by(layout, rates)]
+    """Candidates of `auto` for hosts with these rates: with few senders to each host, and with few steps."""
+    strategies = [_of_trees(layout, rates, packed, "packed_trees") for packed in _packings(rates)]
+    return list({one.digest: one for one in strategies}.values())
 
 
 def packed_by(nodes: Layout, rates: Rates, *, name: str = "packed_trees") -> Strategy:
     """As `packed_trees`, of the rates of hosts."""
-    packed = _packed(rates)
+    found = _packings(rates)
+    seconds = [drained(packed, rates) for packed in found]
+    best = next(place for place, one in enumerate(seconds) if one <= _ABOUT_EQUAL * min(seconds))
+    return _of_trees(nodes, rates, found[best], name)
+
+
+def _packings(rates: Rates) -> list[list[tuple[Tree, float]]]:
+    """Packings with the fewest steps, and, where senders are unlike, those with few of them."""
+    flat, bound = _packed(rates), _bound(rates)
+    hosts = len(rates.send)
+    slowest = min(min(row[:a] + row[a + 1 :]) for a, row in enumerate(rates.links)) if hosts > 1 else 0.0
+    if not 2 < hosts <= MAX_HOSTS or slowest * _UNLIKE > max(*rates.send, *rates.receive):
+        return [flat]
+    return [flat, *(packed_with_fans(rates, fan, bound * _NEAR) for fan in _FANS if fan < hosts - 1)]
+
+
+def _of_trees(nodes: Layout, rates: Rates, packed: Sequence[tuple[Tree, float]], name: str) -> Strategy:
+    """Trees of hosts as those of their ranks, with shares."""
     largest = max(weight for _, weight in packed)
     packed = [(tree, weight) for tree, weight in packed if weight >= _LEAST_SHARE * largest]
     most = max(Counter(nodes.hosts).values())
@@ -135,7 +151,7 @@ def _bound(rates: Rates) -> float:
     return max(max(1 / min(ports), copies / sum(ports)) for ports in (rates.send, rates.receive))
 
 
-def _packed(rates: Rates) -> list[tuple[_Tree, float]]:
+def _packed(rates: Rates) -> list[tuple[Tree, float]]:
     """Trees of hosts, and their weights, which add up to 1."""
     hosts, bound = len(rates.send), _bound(rates)
     slower = [min(both) for both in zip(rates.send, rates.receive, strict=True)]
@@ -153,7 +169,7 @@ def _packed(rates: Rates) -> list[tuple[_Tree, float]]:
     trees += [_flat(hosts, host, host) for host in range(hosts)]
     trees += [_round_slow_links(host, rates) for host in range(hosts)]
     trees = list(dict.fromkeys(trees))
-    weights = balanced([_loads(tree, rates) for tree in trees])
+    weights = balanced([loads_of(tree, rates) for tree in trees])
     return min([best, list(zip(trees, weights, strict=True))], key=lambda packed: _busiest(packed, rates))
 
 
@@ -180,11 +196,11 @@ def balanced(loads: Sequence[Mapping[Any, float]]) -> list[float]:
     return [times / total for times in taken]
 
 
-def _flat(hosts: int, root: int, speaker: int) -> _Tree:
+def _flat(hosts: int, root: int, speaker: int) -> Tree:
     """All to ``root``, from which ``speaker`` has the result for all others."""
     down = [speaker] * hosts
     down[root], down[speaker] = root, root
-    return _Tree(root, (root,) * hosts, tuple(down))
+    return Tree(root, (root,) * hosts, tuple(down))
 
 
 def _spare(ports: Sequence[float], bound: float) -> list[float]:
@@ -218,7 +234,7 @@ def _coupled(up: Sequence[float], down: Sequence[float]) -> Iterator[tuple[int, 
             yield u, v, weight
 
 
-def _round_slow_links(root: int, rates: Rates) -> _Tree:
+def _round_slow_links(root: int, rates: Rates) -> Tree:
     """A star in which hosts with a slow link to the root are below another, whose links are good; in turns."""
     hosts = range(len(rates.send))
 
@@ -239,28 +255,19 @@ def _round_slow_links(root: int, rates: Rates) -> _Tree:
         if quality(host, best) > quality(host, root):
             parents[host] = best
             used[best] += 1
-    return _Tree(root, tuple(parents), tuple(parents))
+    return Tree(root, tuple(parents), tuple(parents))
 
 
-def _loads(tree: _Tree, rates: Rates) -> dict[tuple[int, ...], float]:
-    """Seconds per byte on every port and link, if the tree carries everything."""
-    loads: dict[tuple[int, ...], float] = {}
-    for a, b in tree.sends():
-        for place, rate in (((0, a), rates.send[a]), ((1, b), rates.receive[b]), ((2, a, b), rates.links[a][b])):
-            loads[place] = loads.get(place, 0.0) + 1 / rate
-    return loads
-
-
-def _busiest(packed: Sequence[tuple[_Tree, float]], rates: Rates) -> float:
+def _busiest(packed: Sequence[tuple[Tree, float]], rates: Rates) -> float:
     """Seconds per byte of the busiest port or link."""
     sums: dict[tuple[int, ...], float] = {}
     for tree, weight in packed:
-        for place, seconds in _loads(tree, rates).items():
+        for place, seconds in loads_of(tree, rates).items():
             sums[place] = sums.get(place, 0.0) + weight * seconds
     return max(sums.values(), default=0.0)
 
 
-def _over_ranks(tree: _Tree, layout: Layout, turn: int, rates: Rates) -> GraphPair:
+def _over_ranks(tree: Tree, layout: Layout, turn: int, rates: Rates) -> GraphPair:
     """The tree of hosts as one of ranks: in each host all are below one of them, another in every turn."""
     groups = [layout.ranks_of(host) for host in range(layout.num_hosts)]
     speakers = [ranks[turn % len(ranks)] for ranks in groups]
