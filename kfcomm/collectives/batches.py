@@ -326,7 +326,7 @@ def _reduce_scatter(verbs: VerbCalls, xs: Sequence[Any], name: str | None, optio
             raise ConfigError(f"a list of {len(xs)} arrays does not serve {size} ranks")
         on_device = any(devices.takes(x, options.stream) for x in xs)
     with verbs._checks(name, on_device=on_device):
-        read = [devices.read(x, options.stream) for x in xs]
+        read = [devices.arrays.read(x, options.stream) for x in xs]
         dtype, shape = read[0].dtype, read[rank].shape
         if any(one.dtype != dtype for one in read):
             raise ConfigError(f"the arrays of a list are of one dtype, got {dtype} and others")
@@ -341,7 +341,7 @@ def _reduce_scatter(verbs: VerbCalls, xs: Sequence[Any], name: str | None, optio
             order = DeviceOrder(
                 kind, name or UNNAMED, overlapping=may_overlap(name), strategy=options.strategy
             )  # fmt: skip
-            return devices.one(order, devices.stacked(read), shape, options)
+            return devices.one(order, devices.arrays.stacked(read), shape, options)
         arrays = [adapt(one) for one in read]
         wire = None if options.wire_dtype is None else wire_dtype_of(options.wire_dtype, dtype)
         flat = np.concatenate([one.flat for one in arrays])
@@ -369,8 +369,8 @@ def _taking(devices: DeviceVerbs, options: CallOptions, *, on_device: bool) -> C
     devices.check(options.wire_dtype)
 
     def take(name: str, x: Any, out: Any, spec: VerbSpec = SPECS[ALL_REDUCE]) -> Item:
-        array = devices.read(x, options.stream)
-        return Item(name, array, devices.out(out, array, spec.stacked(array.shape, devices.size)))
+        array = devices.arrays.read(x, options.stream)
+        return Item(name, array, devices.arrays.out(out, array, spec.stacked(array.shape, devices.size)))
 
     return take
 

@@ -122,7 +122,7 @@ class VerbCalls:
         with self._checks(name, options, on_device=True) as (name, options):
             devices.check(options.wire_dtype)
             spec, root = SPECS[verb], self._checked_root(verb, options.root)
-            array = devices.read(x, options.stream)
+            array = devices.arrays.read(x, options.stream)
             op = checked_op(options.op, array.dtype) if spec.folds else None
             kind = PlanKey(verb, array.dtype, array.shape, op, root)
             alike = spec.arguments(options.op if isinstance(options.op, Hashable) else op, options.root)

@@ -118,7 +118,7 @@ class ExchangeVerbs(Verbs):
             array: HostArray | None = None
             rows: list[int] = []
             fetched: Fetched | None = None
-            kind = self._devices.kind_like(like, stream)
+            kind = self._devices.arrays.kind_like(like, stream)
             if self._group.view.rank == root:
                 array, rows, fetched = self._parts(x, size, stream)
             fields = [] if array is None else [dtype_name(array.dtype), array.shape[1:], rows]
@@ -129,7 +129,7 @@ class ExchangeVerbs(Verbs):
             dtype, shape = dtype_of(dtype_text), tuple(row)
             mine = (counts[self._group.view.rank], *shape)
             source = HostArray(np.empty(0, dtype), (0,), kind, False) if array is None else array
-            target = self._devices.out_of_host(out, mine, dtype, stream)
+            target = self._devices.arrays.out_of_host(out, mine, dtype, stream)
             plan = (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts))
             return Posting(plan, source, mine, target), None
 
@@ -246,12 +246,12 @@ class ExchangeVerbs(Verbs):
     def _parts(self, x: Any, size: int, stream: Any) -> tuple[HostArray, list[int], Fetched | None]:
         """This rank's input: one flat array, the rows for each rank, and its copy from a device, if any."""
         if not is_list(x):
-            array, fetched = self._devices.on_host(x, stream)
+            array, fetched = self._devices.arrays.on_host(x, stream)
             row_elements(array.shape)
             return array, [rows for _, rows in split(array.shape[0], size)], fetched
         if len(x) != size:
             raise ConfigError(f"a list of {len(x)} arrays does not serve {size} ranks")
-        return self._devices.joined(x, stream)
+        return self._devices.arrays.joined(x, stream)
 
     def _concatenated(
         self, verb: Verb, x: Any, name: str | None, options: CallOptions,
@@ -269,7 +269,7 @@ class ExchangeVerbs(Verbs):
             if options.wire_dtype is not None:
                 x = adapt(x)
                 wire = wire_dtype_of(options.wire_dtype, x.dtype)
-            array, fetched = self._devices.on_host(x, stream)
+            array, fetched = self._devices.arrays.on_host(x, stream)
             row_elements(array.shape)
             record = _record([dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), to], RECORD_NBYTES)
 
@@ -281,7 +281,7 @@ class ExchangeVerbs(Verbs):
             if shape is not None and is_list(out):
                 target: Out | None = OutList.of(out, [(one, *array.shape[1:]) for one in rows], array.dtype)
             else:
-                target = None if shape is None else self._devices.out_of_host(out, shape, array.dtype, stream)
+                target = None if shape is None else self._devices.arrays.out_of_host(out, shape, array.dtype, stream)
             plan: MakePlan = (Plans.plan, Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
             if verb is GATHER:
                 plan = (Plans.plan, Planner.gather, array.dtype, array.shape[1:], to, rows)

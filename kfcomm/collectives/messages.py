@@ -187,7 +187,7 @@ class Messages(ExchangeVerbs):
     ) -> tuple[str, int, int | None, ArrayKind]:
         self._check_open()
         name, version = checked_name(name), checked_version(version)
-        kind = self._devices.kind_like(like)
+        kind = self._devices.arrays.kind_like(like)
         return name, self._check_rank("source", source), version, kind
 
     def consensus(
@@ -217,7 +217,7 @@ class Messages(ExchangeVerbs):
         options = options.checked()
         to = self._check_other("to", to)
         try:
-            array, fetched = self._devices.on_host(x, options.stream)
+            array, fetched = self._devices.arrays.on_host(x, options.stream)
         except Exception as error:
             self._refuse_message(to, key, error)
             raise
@@ -262,10 +262,10 @@ class Messages(ExchangeVerbs):
         target = None
         if out is not None and like is not None:
             raise ConfigError("the result is of the kind of out: give either out or like")
-        kind = self._devices.kind_like(like, stream)
+        kind = self._devices.arrays.kind_like(like, stream)
         if out is not None:
-            like = self._devices.read(out, stream)
-            target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
+            like = self._devices.arrays.read(out, stream)
+            target = self._devices.arrays.out_of_host(out, like.shape, like.dtype, stream)
         return self._mailbox.recv(source, key, options, MessageForm(target, kind, outcome))
 
     def _check_other(self, what: str, rank: Any) -> int:

@@ -82,7 +82,7 @@ class Monitored(Messages):
         is_read = type(x) is np.ndarray
         if strategy is not None or not is_read:
             with self._checks(name, options, on_device=not is_read) as (name, options):
-                x = x if is_read else self._devices.read(x, stream)
+                x = x if is_read else self._devices.arrays.read(x, stream)
         nbytes = x.nbytes if is_read else x.flat.nbytes
         group.in_order(lambda: handle.begin(group, meter, nbytes, options.strategy))
         if timeout is None and wire_dtype is None and stream is None and strategy is None and not priority:

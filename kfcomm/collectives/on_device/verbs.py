@@ -10,23 +10,19 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kfcomm import arrays
-from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
-from kfcomm.arrays.devices import Device, Stream
-from kfcomm.arrays.devices.host import HOST
-from kfcomm.arrays.kinds import NUMPY, ArrayKind, host_kind_of
-from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
+from kfcomm.arrays import HostArray
+from kfcomm.arrays.on_device import DeviceArray, is_on_device
 from kfcomm.collectives.compiled import CompiledCall, first_of
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import CallPlan, DeviceBuffers, DeviceCall, DeviceOrder
-from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
+from kfcomm.collectives.on_device.given import AnyArray, AnyOut, GivenArrays
 from kfcomm.collectives.plans import PlanKey
-from kfcomm.collectives.specs import CallOptions, Shape, row_elements
+from kfcomm.collectives.specs import CallOptions, Shape
 from kfcomm.errors import ConfigError
 from kfcomm.transports.base import Part
 
@@ -36,9 +32,6 @@ if TYPE_CHECKING:
     from kfcomm.collectives.on_device.calls import Paths
 
 logger = logging.getLogger("kfcomm")
-
-AnyArray: TypeAlias = "HostArray | DeviceArray"
-AnyOut: TypeAlias = "OutArray | DeviceOut"
 
 
 class Given(NamedTuple):
@@ -52,8 +45,7 @@ class Given(NamedTuple):
 class DeviceVerbs:
     """The device of one rank in one group, and the calls that are under way there.
 
-    ``lack``: reason for which this rank has no device, where others have one. ``mixed``: some rank of the group has no
-    device, where others do.
+    ``lack``: see `GivenArrays`. ``mixed``: some rank of the group has no device, where others do.
     """
 
     def __init__(self, paths: Paths, lack: str) -> None:
@@ -61,8 +53,7 @@ class DeviceVerbs:
         self._group = paths.group
         self.size = paths.group.view.size
         self.reactor = paths.group.engine.reactor
-        self._device = paths.device
-        self._lack = lack
+        self.arrays = GivenArrays(paths, lack)
         self._paths = paths
         self._live: set[DeviceCall] = set()
         self._latest: dict[str, DeviceCall] = {}  # of each name in use
@@ -90,135 +81,6 @@ class DeviceVerbs:
             raise self._late
         if wire_dtype is not None:
             raise ConfigError("wire_dtype is for arrays in host memory, in groups whose ranks all have theirs there")
-
-    # ---------------------------------------------------------------- arrays
-
-    def read(self, x: Any, stream: Stream | None) -> AnyArray:
-        """Read the caller's array.
-
-        Raises:
-            ConfigError: it cannot be exchanged; see ``adapt`` and ``adapt_device``.
-        """
-        if type(x) is DeviceArray:
-            return x
-        if not is_on_device(x):
-            if stream is not None:
-                raise ConfigError("stream= is for arrays in the memory of a device")
-            return adapt(x)
-        return adapt_device(x, self._own_device(), stream)
-
-    def out(self, out: Any, like: AnyArray, shape: Shape) -> AnyOut | None:
-        """The caller's memory for the result, if ``out`` was given."""
-        if out is None:
-            return None
-        place: AnyOut
-        if isinstance(like, HostArray):
-            place = adapt_out(out, shape, like.dtype)
-            shares = arrays.overlaps(place.flat, like.flat)
-        else:
-            place = adapt_device_out(out, shape, like.dtype, self._device_of(like), like.stream)
-            shares = on_device.overlaps(like, place)
-        if shares:
-            raise ConfigError("out shares some of the memory of x, but is not the same memory")
-        return place
-
-    def kind_like(self, like: Any, stream: Stream | None = None) -> ArrayKind:
-        """Return the kind of ``like`` for results; NumPy's for None.
-
-        Raises:
-            ConfigError: it is on a device that this rank does not use.
-        """
-        if like is None:
-            return NUMPY
-        if not is_on_device(like):
-            return host_kind_of(like)
-        array = adapt_device(like, self._own_device(), stream)
-        device = self._device_of(array)
-        return Returned(array.kind, device, array.stream, self._paths.pool_of(device))
-
-    def on_host(self, x: Any, stream: Stream | None) -> tuple[HostArray, Fetched | None]:
-        """The caller's array in host memory, and its transfer if it comes from the device."""
-        array = self.read(x, stream)
-        if isinstance(array, HostArray):
-            return array, None
-        return self._on_host(array)
-
-    def joined(self, parts: Sequence[Any], stream: Stream | None) -> tuple[HostArray, list[int], Fetched | None]:
-        """Return the arrays of a list, end to end in host memory, their rows, and their transfer if there is one.
-
-        Raises:
-            ConfigError: they differ in more than their first dimensions, or in where they are.
-        """
-        read = [self.read(part, stream) for part in parts]
-        first = read[0]
-        for part in read:
-            row_elements(part.shape)
-            if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
-                raise ConfigError(
-                    f"the arrays of a list may differ in their first dimension only, got {first.dtype} {first.shape} "
-                    f"and {part.dtype} {part.shape}"
-                )
-        there = [part for part in read if isinstance(part, DeviceArray)]
-        if there and len(there) != len(read):
-            raise ConfigError("a list holds arrays of the host or of a device, not both")
-        rows = [part.shape[0] for part in read]
-        shape = (sum(rows), *first.shape[1:])
-        if isinstance(first, HostArray):
-            return HostArray(np.concatenate([part.flat for part in read]), shape, first.kind, False), rows, None
-        array, fetched = self._on_host(self._end_to_end(there, shape))
-        fetched.keep(read)
-        return array, rows, fetched
-
-    def stacked(self, read: Sequence[AnyArray]) -> AnyArray:
-        """Stack arrays of one shape and dtype along a new first axis.
-
-        Raises:
-            ConfigError: some are on the device and some are not.
-        """
-        there = [part for part in read if isinstance(part, DeviceArray)]
-        here = [part for part in read if isinstance(part, HostArray)]
-        shape = (len(read), *read[0].shape)
-        if not there:
-            return HostArray(np.concatenate([part.flat for part in here]), shape, here[0].kind, False)
-        if len(there) != len(read):
-            raise ConfigError("a list holds arrays of the host or of a device, not both")
-        return self._end_to_end(there, shape)
-
-    def _end_to_end(self, parts: Sequence[DeviceArray], shape: Shape) -> DeviceArray:
-        """Concatenate all of them by a copy, on the stream of the first."""
-        first = parts[0]
-        device = self._device_of(first)
-        flat = device.empty(math.prod(shape), first.dtype, first.stream)
-        at = 0
-        for part in parts:
-            device.wait(first.stream, device.mark(part.stream))
-            device.copy(part.flat, flat[at : at + part.flat.size], first.stream)
-            at += part.flat.size
-        return DeviceArray(flat, shape, first.dtype, first.kind, first.stream)
-
-    def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
-        group, device = self._group, self._device_of(array)
-        pool = self._paths.pool_of(device)
-        fetched = Fetched(array, device, pool, group.engine, group.timeout_s)
-        return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
-
-    def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
-        """The caller's memory for a result that is made in host memory, if ``out`` was given."""
-        if out is None or not is_on_device(out):
-            return None if out is None else adapt_out(out, shape, dtype)
-        device = self._own_device()
-        place = adapt_device_out(out, shape, dtype, device, stream)
-        return OutOfHost(place, dtype, device, self._paths.pool_of(device))
-
-    def _own_device(self) -> Device:
-        if self._device is None:
-            raise ConfigError(
-                f"{self._group.view.called(self._group.view.rank)} has joined without a device: {self._lack}"
-            )
-        return self._device
-
-    def _device_of(self, array: AnyArray) -> Device:
-        return HOST if isinstance(array, HostArray) or self._device is None else self._device
 
     # ---------------------------------------------------------------- calls
 
@@ -262,7 +124,7 @@ class DeviceVerbs:
     def buffers(self, given: Sequence[Given], outcome: Callable[[list[Any]], Any]) -> DeviceBuffers:
         """Memory of a call, and its place on the caller's stream."""
         first = given[0].array
-        device, dtype = self._device_of(first), first.dtype
+        device, dtype = self.arrays.device_of(first), first.dtype
         stream = None if isinstance(first, HostArray) else first.stream
         targets: list[Any] = [
             None if shape is None else out.flat if out is not None else device.empty(math.prod(shape), dtype, stream)
@@ -293,14 +155,14 @@ class DeviceVerbs:
 
     def given_again(self, x: Any, out: Any, kind: PlanKey, shape: Shape | None) -> Given | None:
         """An array for the next call under a cached name; None if it is another kind of array, or has news to raise."""
-        array = self.read(x, None)
+        array = self.arrays.read(x, None)
         if array.dtype != kind.dtype or array.shape != kind.shape or (self._late is not None and not self._is_told):
             return None
         return None if isinstance(array, HostArray) and not self.mixed else self.given(array, shape, out)
 
     def given(self, array: AnyArray, shape: Shape | None, out: Any) -> Given:
         """One array, with where its result goes if the caller says so and this rank gets one."""
-        return Given(array, shape, None if shape is None else self.out(out, array, shape))
+        return Given(array, shape, None if shape is None else self.arrays.out(out, array, shape))
 
     def one(
         self, order: DeviceOrder, array: AnyArray, shape: Shape | None, options: CallOptions,
