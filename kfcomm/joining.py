@@ -31,7 +31,7 @@ from kfcomm.world.communicator import ARRIVED, Communicator
 from kfcomm.world.epochs import settle
 
 if TYPE_CHECKING:
-    from kfcomm.engine.alone import Alone
+    from kfcomm.engine.interfaces import Alone
     from kfcomm.engine.membership import Exchange
     from kfcomm.engine.network import SocketNetwork
     from kfcomm.transports.base import BackendMaker
@@ -197,7 +197,7 @@ async def _network(settings: Settings, own: Accelerator, exchange: Exchange | No
     """Network to the other ranks; a single process that no other can join imports none of it."""
     can_grow = settings.elastic and settings.store is not None
     if settings.size == 1 and not can_grow:
-        from kfcomm.engine.alone import Alone
+        from kfcomm.engine.interfaces import Alone
 
         return Alone(settings, own.report)
     from kfcomm.engine.network import SocketNetwork

@@ -27,13 +27,12 @@ from kfcomm.core.links import credit_of
 from kfcomm.core.machine import Effect, Effects
 from kfcomm.core.router import Router
 from kfcomm.engine.deadlines import Deadlines
-from kfcomm.engine.failures import CallFailures
 from kfcomm.engine.link_table import LinkTable
 from kfcomm.engine.meter import Meter
 from kfcomm.engine.observer import Recorder
 from kfcomm.engine.operation import Operation
 from kfcomm.engine.receiver import BlockPool, Receiver
-from kfcomm.engine.recovery import LinkRecovery
+from kfcomm.engine.recovery import CallFailures, LinkRecovery
 from kfcomm.engine.slots import SlotTable
 from kfcomm.errors import SessionClosed
 from kfcomm.transports.base import Link
