@@ -20,14 +20,15 @@ end in one buffer, which is cut into n parts of about the same size:
 3. each rank combines its part, and all_gather tells the parts to all.
 
 The bytes are those of recursive halving, 2(n−1)/n·S sent by each rank, in three collectives whatever n is, and n need
-be no power of two. Where all ranks share memory, buffers and results are read in place, and three or four collectives
-of a few bytes keep the ranks together: S bytes are copied, S read twice, S/n written, S copied.
+be no power of two. Where all ranks share memory, buffers and results are read in place, and two or three collectives
+of a few bytes keep the ranks together: S bytes are copied, S read twice, S/n written, S copied. The buffers outlive the
+call (`kept`), for which a call that may overlap others of its name, or is of a sub-group, has one collective more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,18 +45,21 @@ from kfcomm.collectives.batches import (
     reduce_mapping,
 )
 from kfcomm.collectives.calling import Checks, Posting
-from kfcomm.collectives.group import UNNAMED
+from kfcomm.collectives.group import UNNAMED, may_overlap
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.kept import STAMP, stamped
 from kfcomm.collectives.plans import PlanKey, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS, CallOptions
 from kfcomm.collectives.steps import LaterSteps, Steps
 from kfcomm.common.arguments import checked_name
 from kfcomm.core.cause import error_of
-from kfcomm.errors import ConfigError, RemoteProtocolError
+from kfcomm.errors import ConfigError, EpochChanged, RemoteProtocolError
 from kfcomm.transports.shm.heap import NOWHERE
+from kfcomm.transports.shm.ring import fence
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.kept import KeptBuffers
     from kfcomm.collectives.verbs import Verbs
     from kfcomm.transports.shm.heap import Heaps
 
@@ -69,7 +73,7 @@ class Adasum:
 
     Where the ranks of the group share memory they first tell each other where their buffers are; a rank that cannot
     read all of them says so, and the call goes by messages. A buffer is in use until all ranks have read the result in
-    it.
+    it: it is kept, unless some rank says that it has no room for that; then all ranks meet once more.
     """
 
     def __init__(
@@ -86,11 +90,14 @@ class Adasum:
         # First, since it may fail: turns that were taken must be used.
         self._block = self._new_block()
         self._layout.fill(self._block)
-        self._places: list[tuple[int, int]] = []
+        self._told: list[Told] = []
+        self._results: list[Array] = []
+        self._stamps: list[Array] = []
         self._part: TensorPart
         num_later = 1 + bool(self._layout.cut) + (self._heaps is not None)
         later = [f"{key or UNNAMED}\0adasum {number}" for number in range(num_later)]
         self._steps = LaterSteps(verbs, key, options, later)
+        self._keeps: KeptBuffers | None = None  # the buffer, when the call is over
 
     def begin(self) -> Steps:
         """Begin the first step; return the handle of the whole call."""
@@ -99,42 +106,55 @@ class Adasum:
             posting = self._posting(ALL_TO_ALL, self._block, name)
             self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._multiply)
         else:
-            where = np.array([self._place(self._heaps), self._layout.row_nbytes])
-            posting = self._posting(ALL_GATHER, where, name)
+            posting = self._posting(ALL_GATHER, np.array(self._tell(self._heaps)), name)
             self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._meet)
         return self._steps.whole
 
     def _new_block(self) -> Array:
         shape = (self._layout.size, self._layout.row_nbytes)
-        block: Array | None = None if self._heaps is None else self._heaps.empty(shape[0] * shape[1])
-        return np.empty(shape, np.uint8) if block is None else block.reshape(shape)
+        nbytes = shape[0] * shape[1]
+        whole: Array | None = None if self._heaps is None else self._heaps.empty(nbytes + STAMP.itemsize)
+        self._buffer = np.empty(nbytes + STAMP.itemsize, np.uint8) if whole is None else whole
+        return self._buffer[:nbytes].reshape(shape)
 
-    def _place(self, heaps: Heaps) -> int:
-        """Place of the buffer for the others; `NOWHERE` if it is not in shared memory, or theirs cannot be read."""
-        return heaps.place_of(self._block) if heaps.map(self._group.view.members) else NOWHERE
+    def _tell(self, heaps: Heaps) -> Told:
+        """What the other ranks have to know of the buffer."""
+        key, kept = self._key, self._group.kept
+        is_over = may_keep = False
+        if kept is not None and key is not None and not may_overlap(key):
+            is_over, may_keep = kept.begin(key, self._steps.whole), kept.has_room(key)
+        place = heaps.place_of(self._buffer) if heaps.map(self._group.view.members) else NOWHERE
+        return Told(place, self._layout.row_nbytes, stamped(self._buffer), is_over, may_keep)
 
-    def _meet(self, told: Array, key: str) -> None:
+    def _meet(self, rows: Array, key: str) -> None:
         """Go on with what the ranks have told, in memory if all can."""
-        places = [(int(place), int(nbytes)) for place, nbytes in told]
-        if self._heaps is None or any(place == NOWHERE for place, _ in places):
+        told, kept = [Told(*map(int, row)) for row in rows], self._group.kept
+        if kept is not None and self._key is not None and all(one.is_over for one in told):
+            kept.free(self._key, self._steps.seq)
+        if self._heaps is None or any(one.place == NOWHERE for one in told):
             posting = self._posting(ALL_TO_ALL, self._block, key)
             self._steps.follow(self._steps.post(posting, key), self._multiply)
-        else:
-            self._places = places
-            rank = self._group.view.rank
-            rows = [self._seen(self._heaps, other, rank) for other in range(self._layout.size)]
-            self._multiply(rows, key)
+            return
+        self._told = told
+        if all(one.may_keep for one in told):
+            self._keeps = kept
+            self._steps.skip()
+        buffers = [self._seen(self._heaps, rank) for rank in range(self._layout.size)]
+        # Views of what will be read later: they hold the memory of a rank that closes the world as soon as it may.
+        self._results = [one[rank * told[rank].nbytes :][: told[rank].nbytes] for rank, one in enumerate(buffers)]
+        self._stamps = [one[-STAMP.itemsize :] for one in buffers]
+        mine = self._group.view.rank
+        self._multiply([one[mine * told.nbytes :][: told.nbytes] for one, told in zip(buffers, told, strict=True)], key)
 
-    def _seen(self, heaps: Heaps, rank: int, number: int) -> Array:
-        """A row of a rank, in its memory."""
-        found: Array
+    def _seen(self, heaps: Heaps, rank: int) -> Array:
+        """The buffer of a rank, in its memory, of which two rows are read."""
         if rank == self._group.view.rank:
-            found = self._block[number]
-            return found
-        peer, (place, nbytes) = self._group.view.members[rank], self._places[rank]
-        self._group.engine.links.traffic.read(peer, nbytes)
+            return self._buffer
+        peer, told = self._group.view.members[rank], self._told[rank]
+        self._group.engine.links.traffic.read(peer, 2 * told.nbytes)
         try:
-            return heaps.array(peer, place + number * nbytes, np.dtype(np.uint8), nbytes)
+            nbytes = self._layout.size * told.nbytes + STAMP.itemsize
+            return heaps.array(peer, told.place, np.dtype(np.uint8), nbytes)
         except RemoteProtocolError:
             lost = self._group.engine.router.lost.get(peer)
             if lost is None:
@@ -156,20 +176,36 @@ class Adasum:
         rank = self._group.view.rank
         mine = self._block[rank]  # of which no other rank reads the input
         self._part.combine(products, mine)
-        if self._places:
-            self._steps.follow(self._steps.post(_barrier(key), key), self._read)
+        if self._told:
+            self._rendezvous(key)
             return
         posting = self._posting(ALL_GATHER, mine[HEAD_NBYTES:], key)
         self._steps.whole.end_as(self._steps.post(posting, key), self._group.engine.reactor, self._finish)
 
-    def _read(self, _: None, key: str) -> None:
-        """Copy the results from the memory of all ranks; done when all have."""
-        heaps = self._heaps
-        if heaps is None:
+    def _rendezvous(self, key: str) -> None:
+        """Meet the other ranks, which have written their parts then, and read them."""
+        whole, reactor = self._steps.whole, self._group.engine.reactor
+        if self._keeps is None or self._key is None:
+            self._steps.follow(self._steps.post(_barrier(key), key), self._read)
             return
-        parts = [self._seen(heaps, rank, rank)[HEAD_NBYTES:] for rank in range(self._layout.size)]
-        found = self._gathered(self._layout.results(parts))
+        # Before the rendezvous, whatever becomes of it here: from then on others may read.
+        self._keeps.keep(self._key, self._steps.seq, self._buffer)
+        whole.end_as(self._steps.post(_barrier(key), key), reactor, lambda _: self._copied())
+
+    def _read(self, _: None, key: str) -> None:
+        """Copy the results, and end the call when all ranks have."""
+        found = self._copied()
         self._steps.whole.end_as(self._steps.post(_barrier(key), key), self._group.engine.reactor, lambda _: found)
+
+    def _copied(self) -> Any:
+        """The result, from the memory of all ranks."""
+        found = self._layout.results([part[HEAD_NBYTES:] for part in self._results])
+        with fence():
+            pass
+        for rank, (told, stamp) in enumerate(zip(self._told, self._stamps, strict=True)):
+            if stamp.view(STAMP)[0] != told.stamp:
+                raise EpochChanged(f"{self._group.view.called(rank)} has left before its part of the result was read")
+        return self._gathered(found)
 
     def _finish(self, parts: Array) -> Any:
         return self._gathered(self._layout.results(parts))
@@ -178,6 +214,16 @@ class Adasum:
         spec, view = SPECS[verb], self._group.view
         kind = PlanKey(verb, rows.dtype, rows.shape, Op.SUM if spec.folds else None)
         return Posting((Plans.of, kind, key), adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
+
+
+class Told(NamedTuple):
+    """Record of a rank's buffer, for the others; numbers alone."""
+
+    place: int  # `NOWHERE` if it is not in shared memory, or this rank cannot read those of others
+    nbytes: int  # of a row
+    stamp: int
+    is_over: int  # former uses of the name are, on this rank
+    may_keep: int
 
 
 def _barrier(key: str) -> Posting:

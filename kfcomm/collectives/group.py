@@ -28,6 +28,7 @@ from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.kept import KeptBuffers
     from kfcomm.collectives.specs import CallOptions
     from kfcomm.transports.shm.heap import Heaps
 
@@ -142,6 +143,7 @@ class Group:
         self.layout = layout
         self.timeout_s = timeout_s
         self.heaps: Heaps | None = None  # memory that all ranks of the group share, if they do
+        self.kept: KeptBuffers | None = None  # buffers in that memory; None in a group that a rank may leave alone
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = GroupTurns()

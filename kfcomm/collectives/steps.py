@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kfcomm.collectives.calling import Later, as_config_error
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
+from kfcomm.common import do_nothing
 from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import CollectiveError, EpochChanged, InternalError, PeerLost
 
@@ -126,6 +127,16 @@ class LaterSteps:
                 group.in_order(lambda: turn.ready(proceed))
 
         step.when_done(reactor, over)
+
+    @property
+    def seq(self) -> int:
+        """Number of the call among those of its name; known once its first step is over."""
+        return -1 if self._first is None else self._first.seq
+
+    def skip(self) -> None:
+        """Leave the last step out, on all ranks."""
+        _, turn = self._later.pop()
+        turn.ready(do_nothing)
 
     def post(self, posting: Posting, key: str) -> Handle[Any]:
         """Begin the next step now, with the time that is left."""

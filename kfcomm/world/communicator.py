@@ -22,6 +22,7 @@ from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.kept import KeptBuffers
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device.calls import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
@@ -73,6 +74,7 @@ class Communicator(Persistent):
         self._group = Group(session.engine, view, layout, build(strategy, layout), session.timeout_s)
         heaps = session.network.heaps()
         self._group.heaps = heaps if len(set(layout.hosts)) == 1 else None
+        self._group.kept = KeptBuffers() if view is session.world else None
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
         self._blobs = Blobs(self._mailbox, view, heaps, session.engine.links.traffic)
         self._paths, self._devices = self._take_devices(view)
@@ -533,6 +535,8 @@ class Communicator(Persistent):
         if not self._left:
             self._left = True
             self._group.forget()
+            if self._group.kept is not None:
+                self._group.kept.withdraw()
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._drains)
             self._paths.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 from kfcomm import Communicator
-from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, PeerLost
+from kfcomm.collectives import kept
+from kfcomm.collectives.adasum_arithmetic import FusedLayout
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world
-from tests.conformance.worlds import turns, world
+from tests.conformance.worlds import ends, turns, world
 from tests.reduce.test_adasum import tree
 
 
@@ -296,3 +299,77 @@ async def test_a_rank_lost_at_any_step_is_an_error_or_a_whole_result(turns_befor
             else:
                 np.testing.assert_allclose(found, x, rtol=1e-15)
         await asyncio.gather(handles[1], return_exceptions=True)
+
+
+def _used_nbytes(comms: Any) -> list[int]:
+    """Bytes of symmetric memory that each rank has in use, once what is unreachable is gone."""
+    gc.collect()
+    return [comm._group.heaps.used_nbytes for comm in comms]
+
+
+@pytest.mark.asyncio
+async def test_each_name_keeps_one_buffer_that_its_next_use_frees() -> None:
+    def call(name: str | None) -> Any:
+        return lambda comm: comm.all_reduce(np.full(50_000, comm.rank + 1.0), name, op="adasum")
+
+    async with world(2) as comms:
+        if not comms[0].shares_memory:
+            pytest.skip("of memory that ranks share")
+        for _ in range(2):  # the first goes by messages
+            await run_ranks(comms, call("a"))
+        one = _used_nbytes(comms)
+        for _ in range(5):
+            await run_ranks(comms, call("a"))
+        assert _used_nbytes(comms) == one
+        for _ in range(5):
+            await run_ranks(comms, call("b"))
+            await run_ranks(comms, call(None))
+        assert _used_nbytes(comms) == [2 * each for each in one]
+        group = await run_ranks(comms, lambda comm: comm.group([0, 1]))
+        for _ in range(3):
+            await run_ranks(comms, lambda comm: call("a")(group[comm.rank]))
+        await run_ranks(comms, lambda comm: group[comm.rank].close())
+        group.clear()
+        assert _used_nbytes(comms) == [2 * each for each in one]
+
+
+@pytest.mark.asyncio
+async def test_buffers_of_names_that_are_used_once_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEPT_NBYTES", 2_000_000)
+    async with world(2) as comms:
+        if not comms[0].shares_memory:
+            pytest.skip("of memory that ranks share")
+        for number in range(20):
+            results = await run_ranks(
+                comms, lambda comm, n=number: comm.all_reduce(np.full(50_000, comm.rank + 1.0), f"{n}", op="adasum")
+            )
+            assert [one.mean() for one in results] == [1.5, 1.5]
+        assert max(_used_nbytes(comms)) < 2_600_000
+
+
+@pytest.mark.asyncio
+async def test_rank_that_reads_after_a_peer_has_left_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was given up by the others may be about to read what is theirs again."""
+    async with world(2) as comms:
+        if not comms[0].shares_memory:
+            pytest.skip("of memory that ranks share")
+        for _ in range(2):
+            await run_ranks(comms, lambda comm: comm.all_reduce(np.ones(5000), "a", op="adasum"))
+        read, left = FusedLayout.results, iter([None, comms[1]])
+
+        def results(layout: FusedLayout, parts: Any) -> Any:
+            comm = next(left)
+            if comm is not None:
+                comm._group.kept.withdraw()
+            return read(layout, parts)
+
+        monkeypatch.setattr(FusedLayout, "results", results)
+        outcomes = await ends(comms, lambda comm: comm.all_reduce(np.ones(5000), "a", op="adasum"))
+        whole = [one for one in outcomes if not isinstance(one, Exception)]
+        (failed,) = [one for one in outcomes if isinstance(one, Exception)]
+        assert isinstance(failed, EpochChanged)
+        assert "rank 1 has left before its part of the result was read" in str(failed)
+        assert whole[0].tolist() == [1] * 5000
+        monkeypatch.setattr(FusedLayout, "results", read)
+        for _ in range(3):
+            await run_ranks(comms, lambda comm: comm.all_reduce(np.ones(5000), "a", op="adasum"))

@@ -82,6 +82,7 @@ PARTS: dict[str, Command] = {
     "receives": _module("receives"),
     "guarded_elastic": _module("guarded_elastic"),
     "pulls": _module("pulls"),
+    "read_in_place": _module("read_in_place"),
     "voided": _module("voided"),
     "guarded": _module("guarded"),
     "traffic": _module("traffic"),

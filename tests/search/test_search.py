@@ -18,6 +18,7 @@ from tests.search import (
     decoders,
     partitions,
     pulls,
+    read_in_place,
     resizes,
     restarts,
     resumed,
@@ -60,6 +61,12 @@ def test_blobs_are_whole_beside_a_stopped_rank(caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.CRITICAL)
     found = pulls.once(Random(2), seconds=1.0)
     assert min(found["whole"], found["saved"]) > 0
+
+
+def test_adasum_is_right_beside_a_stopped_rank_that_reads_late(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    found = read_in_place.once(Random(1), seconds=0.3)
+    assert min(found["again"], found["group"], found["several"]) > 0
 
 
 def test_torn_blob_is_found_by_its_checksum() -> None:
