@@ -14,7 +14,7 @@ from kfcomm.train import Algorithm, LinearScaling
 RANKS, BATCH = 16, 4
 WARM_UP_EPOCHS = 5
 PARTS = 10
-"""Of a run, after each of which the model is tried."""
+"""Of a run; the model is tried after each."""
 
 
 @dataclass(frozen=True, slots=True)
