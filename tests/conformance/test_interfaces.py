@@ -7,7 +7,6 @@ slots of shared memory, which small calls of a repeated name take by ``direct``.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,16 +120,15 @@ def _of(interfaces_: Container[str]) -> list[Any]:
 
 
 def _rows(setup: Setup) -> list[Row]:
-    rows = [row for row in VERBS if row.on_devices or setup.memory == "host"]
-    if setup.set_by == "init":
-        return rows
-    return [replace(row, options={**row.options, "strategy": setup.strategy}) for row in rows]
+    refused = {"wire_dtype", "weight"} if setup.memory == "some ranks" else set()
+    return [row for row in VERBS if not refused & row.options.keys()]
 
 
 def _gifts(row: Row, rank: int, setup: Setup, memory: Memory) -> list[Any]:
     """Arguments of a rank at each use."""
     given = [inputs(memory.size, setup.length, use)[rank] for use in range(USES)]
-    return [memory.holding(row.give(x, rank, memory.size), rank) for x in given]
+    made = [row.give(x, rank, memory.size) for x in given]
+    return [memory.holding(one, rank) for one in made] if row.on_devices else made
 
 
 def _check(row: Row, setup: Setup, memory: Memory, results: list[list[Any]]) -> None:

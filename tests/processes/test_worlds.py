@@ -9,15 +9,14 @@ import pytest
 from kfcomm import testing
 from kfcomm.core.links import credit_of
 from kfcomm.errors import CollectiveError
-from tests.processes import covering, roles
-from tests.processes.covering import KINDS, STRATEGIES, TRANSPORTS
+from tests.processes import roles
+from tests.processes.covering import STRATEGIES, TRANSPORTS
 from tests.processes.stage import Call, World, do, launched, start
 
 SIZE = 4
 BOOKS_NBYTES = 40 << 20
 """For what a thousand collectives in flight take besides their data: their machines, futures, frames and blocks, and
 what the allocator cannot use between chunks that came early, 4 to 16 MiB, depending on which end first."""
-CASES = covering.cases(KINDS)
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -33,14 +32,6 @@ def world(transport: str) -> Iterator[World]:
         made.do(roles.join)
         yield made
         made.finish()
-
-
-def test_pairwise_cases(world: World, transport: str) -> None:
-    mine = [case for case in CASES if case[1] == transport]
-    world.do(roles.join_blocking)
-    wrong = world.do(covering.cover, cases=mine)
-    world.do(roles.leave_blocking)
-    assert not any(wrong), wrong
 
 
 @pytest.mark.parametrize(("strategy", "num_waiting"), [("ring", 0), ("auto", SIZE - 2)])

@@ -153,20 +153,6 @@ async def test_another_stream_of_the_caller() -> None:
 
 
 @pytest.mark.asyncio
-async def test_in_place_and_out() -> None:
-    async with device_world(2) as world:
-
-        async def call(comm: Any) -> Any:
-            x, out = world.array(comm, [1, 2]), world.array(comm, [0, 0])
-            assert await comm.all_reduce(x, "out", out=out) is out
-            assert await comm.all_reduce(x, "in place", out=x) is x
-            await comm.synchronize()
-            return x.get().tolist(), out.get().tolist()
-
-        assert await everywhere(world.comms, call) == [([2, 4], [2, 4])] * 2
-
-
-@pytest.mark.asyncio
 async def test_many_arrays_are_one_launch_for_each_dtype() -> None:
     async with device_world(2) as world:
 

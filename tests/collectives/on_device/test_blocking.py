@@ -24,36 +24,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[tuple[Any, list[FakeDevice
     assert all(device.violations == [] for device in devices)
 
 
-def test_the_verbs(world: tuple[Any, list[FakeDevice]]) -> None:
-    comms, devices = world
-
-    def main(comm: Any) -> Any:
-        device = devices[comm.rank]
-        x = device.array(np.full(5, comm.rank, np.float32))
-        found = {
-            "sum": comm.all_reduce(x, "a"),
-            "later": comm.all_reduce_async(x, name="b").wait(),
-            "many": comm.all_reduce_many({"c": x})["c"],
-            "list": comm.all_reduce([x, x], "f")[1],
-            "parts": comm.all_to_all(device.array(np.full(3, comm.rank, np.float32)), "g"),
-            "all": comm.all_gather(x, "d", concat=True),
-            "mine": comm.reduce_scatter(device.array(np.ones(6, np.float32)), "e"),
-        }
-        comm.synchronize()
-        return {name: array.get().tolist() for name, array in found.items()}
-
-    expected = {
-        "sum": [3] * 5,
-        "later": [3] * 5,
-        "many": [3] * 5,
-        "list": [3] * 5,
-        "parts": [0, 1, 2],
-        "all": [0] * 5 + [1] * 5 + [2] * 5,
-        "mine": [3] * 2,
-    }
-    assert run_threads(comms, main) == [expected] * 3
-
-
 def test_the_stream_is_that_of_the_calling_thread(world: tuple[Any, list[FakeDevice]]) -> None:
     comms, devices = world
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from kfcomm.errors import (
     ConfigError,
     TransportError,
 )
-from kfcomm.testing import FakeArray, FakeDevice, FakeFabric
+from kfcomm.testing import FakeArray, FakeDevice
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
 from tests.conformance import worlds
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns
@@ -163,41 +162,6 @@ async def test_a_change_of_strategy_among_calls_whose_copies_are_slow() -> None:
         for results in await everywhere(world.comms, calls):
             for result in results:
                 np.testing.assert_array_equal(result, SUM)
-
-
-# -------------------------------------------------------------------- some ranks without a device
-
-
-@asynccontextmanager
-async def mixed_world(**options: Any) -> AsyncIterator[tuple[Any, list[FakeDevice | None], FakeFabric]]:
-    """Ranks 0 and 2 have a device, 1 and 3 have none."""
-    fabric = FakeFabric()
-    devices = [FakeDevice(0) if rank % 2 == 0 else None for rank in range(SIZE)]
-    async with worlds.world(SIZE, devices=devices, maker=fabric, **options) as comms:
-        yield comms, devices, fabric
-    assert not fabric.launched
-    assert all(device is None or device.violations == [] for device in devices)
-
-
-@pytest.mark.asyncio
-async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -> None:
-    async with mixed_world() as (comms, _, _):
-        sums = await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "k"))
-        assert all((one == SUM).all() for one in sums)
-        assert (
-            await everywhere(comms, lambda c: c.all_gather_object({"rank": c.rank}, "o"))
-            == [[{"rank": rank} for rank in range(SIZE)]] * SIZE
-        )
-        many = await everywhere(comms, lambda c: c.all_reduce_many({"a": ALL[c.rank], "b": ALL[c.rank][0]}))
-        assert all((one["a"] == SUM).all() and (one["b"] == SUM[0]).all() for one in many)
-        out = [np.zeros_like(BASE) for _ in range(SIZE)]
-        assert all(
-            one is out[rank]
-            for rank, one in enumerate(
-                await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "out", out=out[c.rank]))
-            )
-        )
-        await everywhere(comms, lambda c: c.barrier())
 
 
 @pytest.mark.parametrize("route", ROUTES)
