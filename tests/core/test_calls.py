@@ -15,7 +15,7 @@ from kfcomm.core.links import Incoming
 from kfcomm.core.machine import UP, EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.core.signature import Signature
-from tests.core.desk import NBYTES, SUM, TIMEOUT, Desk
+from tests.core.desk import NBYTES, SUM, Desk
 
 
 class Begun:
@@ -51,19 +51,6 @@ def test_a_chunk_finds_it():
     ticket = desk.router.match(desk.incoming[1], (Kind.CHUNK, 0, 0, 0, 0, UP, 0, 1), NBYTES, desk.effects)
     assert ticket[0] is use.collective
     assert use.is_known
-
-
-def test_a_question_is_answered():
-    desk, use = begun()
-    desk.router.on_ask(desk.incoming[1], (Kind.ASK, 0, 0, 0, 0), desk.effects)
-    assert [effect[0] for effect in desk.take()] == [Tell.ANSWER]
-    assert use.is_known
-
-
-def test_an_abort_ends_it():
-    desk, use = begun()
-    desk.router.on_abort(SUM.group_id, SUM.name, 0, TIMEOUT, desk.effects)
-    assert desk.take() == [(Tell.FAILED, use.collective, TIMEOUT)]
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
@@ -107,16 +94,6 @@ def receiver():
     router.define_key(incoming, (Kind.KEY, 0, PAIR.id, "x", 0), [])
     router.define_signature(incoming, 0, list(SIGNATURE), [])
     return router, incoming
-
-
-def test_a_post_takes_the_number_that_it_names():
-    router, _ = receiver()
-    assert router.num_uses(PAIR.id, "unknown") == 0
-    collective, _ = posted(router, seq=3)
-    assert isinstance(collective, Collective)
-    assert collective.seq == 3
-    assert router.num_uses(PAIR.id, "x") == 4
-    assert router.is_posted(PAIR.id, "x", 1)
 
 
 def test_early_chunks_of_numbers_left_out_are_dropped_and_their_credit_is_owed():

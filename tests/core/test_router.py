@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kfcomm.core import names
-from kfcomm.core.calls import Tell
 from kfcomm.core.collective import shown
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import Credit, announce
 from kfcomm.core.machine import UP, Do
-from tests.core.desk import NBYTES, SUM, TIMEOUT, UNLIKE, Desk, admit
+from tests.core.desk import NBYTES, SUM, TIMEOUT, Desk, admit
 
 
 def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_posted():
@@ -32,27 +31,6 @@ def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_poste
     assert collective.unheard() == ()
 
 
-def test_a_send_that_waits_is_not_overtaken_though_there_is_credit_again():
-    desk = Desk(1, Credit(NBYTES // 2, 10))
-    desk.post(replace(SUM, chunk=2))
-    first, second = desk.take(Do.SEND)
-    assert admit(desk, first)[1] is None
-    desk.outgoing[0].window.give(1000, 10)
-    assert admit(desk, second)[1] is None
-
-
-def test_another_graph_may_change_the_signature_under_the_same_key():
-    desk = Desk(1)
-    for spec in (SUM, replace(SUM, pairs=UNLIKE), SUM):
-        desk.post(replace(spec, overlapping=True))
-    definitions = [admit(desk, effect)[0] for effect in desk.take(Do.SEND)]
-    assert [[one[0] for one in before] for before in definitions] == [
-        [Kind.KEY, Kind.SIGNATURE],
-        [Kind.SIGNATURE],
-        [],
-    ]
-
-
 def test_a_generation_defines_nothing_and_is_told_in_chunks_and_questions():
     desk = Desk(1, Credit(NBYTES, 10))
     specs_ = [replace(SUM, overlapping=True, generation=generation) for generation in (0, 3, 3, 0)]
@@ -67,34 +45,6 @@ def test_a_generation_defines_nothing_and_is_told_in_chunks_and_questions():
     desk.router.on_posted(desk.outgoing[0], 0, 2, desk.effects)
     assert admit(desk, *desk.resume()) == ([], (Kind.CHUNK, 0, 2, 0, 0, UP, 0, 2 * 3))
     assert announce(desk.outgoing[0], second) == [(Kind.ASK, 0, 1, 0, 3)]
-
-
-def test_an_answer_about_what_was_not_asked_is_ignored():
-    desk = Desk(1)
-    collective = desk.post()
-    desk.router.on_posted(desk.outgoing[0], 7, 0, desk.effects)
-    admit(desk, desk.take(Do.SEND)[0])
-    desk.router.on_posted(desk.outgoing[0], 0, 9, desk.effects)
-    desk.outgoing[4].keys[0] = collective.key
-    desk.router.on_posted(desk.outgoing[4], 0, 0, desk.effects)  # a rank outside the group
-    assert collective.arrived_ranks() == (1,)
-
-
-def test_announcing_asks_and_the_answer_is_heard():
-    root, leaf = Desk(0), Desk(1)
-    waiting = root.post()
-    assert waiting.unheard() == (1, 2)
-    key, signature, ask = announce(root.outgoing[1], waiting)
-    assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0, 0)]
-    assert announce(root.outgoing[1], waiting) == [ask]
-    leaf.router.define_key(leaf.incoming[0], key, leaf.effects)
-    leaf.router.define_signature(leaf.incoming[0], *signature[1:], leaf.effects)
-    leaf.router.on_ask(leaf.incoming[0], ask, leaf.effects)
-    leaf.post()
-    ((_, incoming, answer),) = leaf.take(Tell.ANSWER)
-    assert (incoming, answer) == (leaf.incoming[0], (Kind.POSTED, 0, 0))
-    root.router.on_posted(root.outgoing[1], *answer[1:], root.effects)
-    assert waiting.unheard() == (2,)
 
 
 def test_keys_are_shown_as_people_know_them():
@@ -139,20 +89,6 @@ def test_definitions_repeat_when_signature_number_is_reused(monkeypatch):
     assert sent(desk, b) == ([Kind.SIGNATURE], 1, 0)
 
 
-def test_definitions_repeat_when_key_number_is_reused(monkeypatch):
-    monkeypatch.setattr(names, "MAX_ID", 2)
-    desk = Desk(1)
-    a, b, c = (replace(SUM, name=name) for name in "abc")
-    assert sent(desk, a) == ([Kind.KEY, Kind.SIGNATURE], 0, 0)
-    assert sent(desk, b) == ([Kind.KEY], 1, 0)
-    assert sent(desk, c) == ([Kind.KEY], 0, 0)
-    assert len(desk.outgoing[0].known) == 1
-    assert sent(desk, b) == ([], 1, 0)  # defined on the link, though forgotten among what is known
-    assert sent(desk, a) == ([Kind.KEY], 1, 0)
-    assert sent(desk, c) == ([], 0, 0)
-    assert sent(desk, a) == ([], 1, 0)
-
-
 def test_a_key_that_was_given_another_number_and_its_old_one_again_is_defined_again(monkeypatch):
     monkeypatch.setattr(names, "MAX_ID", 2)
     desk = Desk(1)
@@ -164,19 +100,6 @@ def test_a_key_that_was_given_another_number_and_its_old_one_again_is_defined_ag
     assert sent(desk, b) == ([Kind.KEY], 0, 0)
     assert sent(desk, c) == ([Kind.KEY], 1, 0)
     assert sent(desk, a) == ([Kind.KEY], 0, 0)  # as at first, but the link has been told otherwise since
-
-
-def test_a_key_with_another_number_that_was_given_away_without_a_word_on_the_link_is_right_too(monkeypatch):
-    monkeypatch.setattr(names, "MAX_ID", 2)
-    desk = Desk(1)
-    a, b, c = (replace(SUM, name=name) for name in "abc")
-    sent(desk, a)
-    for other in (b, c):  # takes 0 from a, but sends nothing
-        desk.router.abort(desk.post(other), TIMEOUT, desk.effects)
-    desk.take()
-    assert sent(desk, a) == ([Kind.KEY], 1, 0)
-    assert sent(desk, c) == ([Kind.KEY], 0, 0)
-    assert sent(desk, a) == ([], 1, 0)
 
 
 # ---------------------------------------------------------------- again
@@ -198,13 +121,6 @@ def test_the_short_way_of_a_name_does_what_the_long_one_does():
     assert [effect[2:] for effect in desk.take(Do.SEND)] == [effect[2:] for effect in posted]
     assert list(desk.router.live) == [short]
     assert desk.router.is_posted(SUM.group_id, SUM.name, 1)
-
-
-def test_the_short_way_is_there_before_the_first_use():
-    desk = Desk(rank=1)
-    first = desk.again(desk.series())
-    assert first.seq == 0
-    assert [effect[1] for effect in desk.take(Do.SEND)] == [first]
 
 
 def test_post_again_replays_early_chunks():
