@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.errors import RemoteProtocolError
+from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.shm.segment import SLAB_NBYTES
 from kfcomm.transports.shm.sender import INLINE_NBYTES
 from tests.support import on_every_loop
@@ -26,6 +26,11 @@ async def linked(kind, **options):
     """Two ends of a link: ``link`` with its ``notes``, and ``other``, which has ``heard`` what that one has sent."""
     async with pairs.linked(slabs=2) if kind == "shm" else streams.linked(kind, **options) as ends:
         yield ends
+
+
+def fill(kind, ends):
+    """As many chunks as a peer in shared memory may not have read yet; what is sent after them waits."""
+    return pairs.fill(ends.link) if kind == "shm" else 0
 
 
 lengths = st.one_of(
@@ -136,3 +141,76 @@ async def test_the_user_of_a_link_may_judge_a_frame(kind):
         await ends.ended()
         assert str(ends.heard.ends[0]) == "no such key"
         assert len(ends.heard.frames) == len(ends.heard.ends) == len(ends.notes.ends) == 1
+
+
+@on_every_loop
+@pytest.mark.parametrize("kind", ["pair", "shm"])
+async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told(kind):
+    async with linked(kind) as ends:
+        link, late, num_sent = ends.link, Owner(), 2
+
+        def again():
+            nonlocal num_sent
+            link.withdraw(late)
+            if first.times < 100:
+                is_read = True
+                while is_read:
+                    num_sent += 1
+                    is_read = link.send(chunk(1), memoryview(pairs.HALF)[:], first)
+                link.flush()
+
+        first = Owner(again)
+        num_sent += fill(kind, ends)
+        link.send(chunk(0), memoryview(pairs.HALF), first)
+        link.send(chunk(7777), memoryview(pairs.HALF), late)
+        link.flush()
+        await ends.heard.until(lambda heard: first.times == 100 and len(heard.frames) == num_sent - 1)
+        assert (first.times, late.times) == (100, 0)
+
+
+@on_every_loop
+@pytest.mark.parametrize("kind", ["pair", "shm"])
+async def test_frames_after_goodbye_are_dropped(kind):
+    async with linked(kind) as ends:
+        link, other, owner = ends.link, ends.other, Owner()
+        link.close()
+        num_read = link.send(chunk(1), memoryview(b"abc"), owner)
+        link.send(chunk(2))
+        other.close()
+        other.send([CREDIT, 1, 1])
+        assert owner.times == 0
+        await ends.ended()
+        num_read += link.send(chunk(1), memoryview(pairs.HALF), owner)
+        other.send([CREDIT, 1, 1])
+        link.flush()
+        other.flush()
+        await asyncio.sleep(0)
+        assert owner.times + num_read == 2
+        assert not ends.heard.frames
+        assert not ends.notes.frames
+
+
+@on_every_loop
+@pytest.mark.parametrize("kind", ["pair", "shm"])
+async def test_aborting_frees_everything_at_once_and_tells_each_owner_once(kind):
+    async with linked(kind, buffer_nbytes=1) as ends:
+        link, memory, owner, withdrawn = ends.link, noise(1 << 20), Owner(), Owner()
+        count = fill(kind, ends)
+        for index in range(3):
+            assert not link.send(chunk(100 + index), memoryview(memory), owner)
+        link.send(chunk(99), memoryview(memory), withdrawn)
+        link.flush()
+        link.close()
+        link.abort()
+        memory.clear()  # raises BufferError while the link holds a view
+        assert owner.times == 0
+        assert not ends.notes.ends
+        link.withdraw(withdrawn)
+        link.abort()
+        await ends.ended()
+        assert (owner.times, withdrawn.times) == (3, 0)
+        assert ends.notes.ends == [None]
+        # what was in a ring is read, then the loss is told
+        assert len(ends.heard.frames) == count
+        assert isinstance(ends.heard.ends[0], TransportError)
+        assert "without a goodbye" in str(ends.heard.ends[0])

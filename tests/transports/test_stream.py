@@ -165,25 +165,6 @@ async def test_owners_are_told_neither_in_send_nor_twice():
 
 
 @on_every_loop
-async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told():
-    async with linked() as (link, _, _, heard):
-        late = Owner()
-
-        def again():
-            if first.times < 1000:
-                link.send(chunk(first.times), memoryview(b"again"), first)
-                link.flush()
-            link.withdraw(late)
-
-        first = Owner(again)
-        link.send(chunk(0), memoryview(b"first"), first)
-        link.send(chunk(7777), memoryview(b"late"), late)
-        link.flush()
-        await heard.until(lambda heard: len(heard.frames) == 1001)
-        assert (first.times, late.times) == (1000, 0)
-
-
-@on_every_loop
 @pytest.mark.parametrize("kind", LINKS)
 async def test_withdrawing_in_mid_send_leaves_whole_frames_and_the_old_bytes(kind):
     async with linked(kind, buffer_nbytes=1) as (link, _, _, heard):
@@ -392,42 +373,6 @@ async def test_a_failed_write_is_reported_from_the_loop_and_once():
         link.abort()
         await link.wait_closed()
         assert len(notes.ends) == 1
-
-
-@on_every_loop
-async def test_frames_after_goodbye_are_dropped():
-    async with linked() as (link, _, other, heard):
-        link.close()
-        link.send(chunk(1), memoryview(b"abc"), owner := Owner())
-        link.send(chunk(2))
-        assert owner.times == 0
-        await link.wait_closed()
-        await other.wait_closed()
-        link.send(chunk(1), memoryview(b"abc"), owner)
-        await asyncio.sleep(0)
-        assert owner.times == 2
-        assert not heard.frames
-
-
-@on_every_loop
-async def test_aborting_frees_everything_at_once_and_tells_each_owner_once():
-    async with linked(buffer_nbytes=1) as (link, notes, _, heard):
-        memory = noise(1 << 20)
-        owner = Owner()
-        for index in range(3):
-            link.send(chunk(index), memoryview(memory), owner)
-        link.flush()
-        link.close()
-        link.abort()
-        memory.clear()
-        assert owner.times == 0
-        assert not notes.ends
-        link.abort()
-        await link.wait_closed()
-        assert owner.times == 3
-        assert notes.ends == [None]
-        await heard.until(lambda heard: heard.ends)
-        assert isinstance(heard.ends[0], TransportError)
 
 
 @on_every_loop

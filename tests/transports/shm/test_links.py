@@ -89,28 +89,6 @@ async def test_owners_are_told_neither_in_send_nor_twice_and_their_memory_is_fre
 
 
 @on_every_loop
-async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told():
-    async with linked() as pair:
-        late = Owner()
-
-        def again():
-            pair.link.withdraw(late)
-            if first.times < 100:
-                while pair.link.send(chunk(1), memoryview(HALF)[:], first):
-                    pass
-                pair.link.flush()
-
-        first = Owner(again)
-        count = fill(pair.link)
-        pair.link.send(chunk(0), memoryview(HALF), first)
-        pair.link.send(chunk(7777), memoryview(HALF), late)
-        await pair.heard.until(lambda heard: first.times == 100)
-        await settled(pair)
-        assert len(pair.heard.frames) > count + 100
-        assert late.times == 0
-
-
-@on_every_loop
 async def test_withdrawing_frees_the_memory_of_what_waits_and_names_it():
     async with linked() as pair:
         count = fill(pair.link)
@@ -343,53 +321,6 @@ async def test_the_receiver_may_close_alone():
         await pair.ended()
         assert pair.notes.frames == [([CREDIT, 2, 0], b"")]
         assert pair.notes.ends == pair.heard.ends == [None]
-
-
-@on_every_loop
-async def test_frames_after_goodbye_are_dropped():
-    async with linked() as pair:
-        pair.link.close()
-        pair.other.close()
-        assert pair.link.send(chunk(1), memoryview(b"abc"), owner := Owner())
-        assert pair.link.send([4, 1, []])
-        assert pair.other.send([CREDIT, 1, 1])
-        await pair.ended()
-        assert pair.link.send(chunk(1), memoryview(HALF), owner)
-        assert pair.other.send([CREDIT, 1, 1])
-        pair.link.flush()
-        pair.other.flush()
-        assert not pair.link.poll()
-        assert not pair.other.poll()
-        await turns(3)
-        assert owner.times == 0
-        assert not pair.heard.frames
-        assert not pair.notes.frames
-        assert pair.link.descriptors() == pair.other.descriptors() == ()
-
-
-@on_every_loop
-async def test_aborting_frees_everything_at_once_and_tells_each_owner_once():
-    async with linked() as pair:
-        count = fill(pair.link)
-        memory = noise(MIB)
-        owner, withdrawn = Owner(), Owner()
-        for index in range(3):
-            assert not pair.link.send(chunk(100 + index), memoryview(memory), owner)
-        pair.link.send(chunk(99), memoryview(memory), withdrawn)
-        pair.link.close()
-        pair.link.abort()
-        memory.clear()
-        assert owner.times == 0
-        assert not pair.notes.ends
-        pair.link.withdraw(withdrawn)
-        pair.link.abort()
-        await pair.ended()
-        assert (owner.times, withdrawn.times) == (3, 0)
-        assert pair.notes.ends == [None]
-        # what was in the ring is read, then the loss is told
-        assert len(pair.heard.frames) == count
-        assert isinstance(pair.heard.ends[0], TransportError)
-        assert "without a goodbye" in str(pair.heard.ends[0])
 
 
 @on_every_loop
