@@ -62,84 +62,6 @@ def test_help_shows_the_verbs_own_text() -> None:
     assert Communicator.all_reduce_async.__name__ == "all_reduce_async"
 
 
-def test_arrays_through_every_verb() -> None:
-    def main(comm: Communicator) -> dict[str, Any]:
-        x = np.arange(6, dtype=np.float32) + comm.rank
-        return {
-            "all_reduce": comm.all_reduce(x),
-            "all_reduce_many": comm.all_reduce_many({"a": x, "b": 2 * x})["b"],
-            "reduce": comm.reduce(x, 1, op="max"),
-            "broadcast": comm.broadcast(x, 2),
-            "gather": comm.gather(x, 1),
-            "all_gather": comm.all_gather(x[: comm.rank], concat=True),
-            "scatter": comm.scatter(x if comm.rank == 0 else None),
-            "scatter of a list": comm.scatter([x[:1], x[:2], x[:3]] if comm.rank == 0 else None),
-            "reduce_scatter": comm.reduce_scatter(x),
-            "all_to_all": comm.all_to_all(x),
-            "all_to_all of lists": comm.all_to_all([x[:1]] * 3),
-            "barrier": comm.barrier(),
-            "consensus": (comm.consensus(x), comm.consensus(np.ones(3))),
-        }
-
-    base = np.arange(6, dtype=np.float32)
-    with sync_world(3) as comms:
-        for rank, got in enumerate(run_threads(comms, main)):
-            np.testing.assert_array_equal(got["all_reduce"], 3 * base + 3)
-            np.testing.assert_array_equal(got["all_reduce_many"], 6 * base + 6)
-            np.testing.assert_array_equal(got["broadcast"], base + 2)
-            np.testing.assert_array_equal(got["all_gather"], [1, 2, 3])
-            np.testing.assert_array_equal(got["scatter"], base[2 * rank : 2 * rank + 2])
-            np.testing.assert_array_equal(got["scatter of a list"], base[: rank + 1])
-            np.testing.assert_array_equal(got["reduce_scatter"], (3 * base + 3)[2 * rank : 2 * rank + 2])
-            rows = [base[2 * rank + i] + source for source in range(3) for i in range(2)]
-            np.testing.assert_array_equal(got["all_to_all"], rows)
-            np.testing.assert_array_equal(np.concatenate(got["all_to_all of lists"]), [0, 1, 2])
-            assert got["barrier"] is None
-            assert got["consensus"] == (False, True)
-            if rank == 1:
-                np.testing.assert_array_equal(got["reduce"], base + 2)
-                np.testing.assert_array_equal(got["gather"], [base, base + 1, base + 2])
-            else:
-                assert got["reduce"] is None
-                assert got["gather"] is None
-
-
-def test_objects_messages_queues_and_blobs() -> None:
-    def main(comm: Communicator) -> list[Any]:
-        other = 1 - comm.rank
-        said = [
-            comm.broadcast_object({"lr": 0.5}),
-            comm.all_gather_object(comm.rank),
-            comm.gather_object("x" * comm.rank, 1),
-            comm.scatter_object([["a"], ["b"]] if comm.rank == 0 else None),
-        ]
-        sent = comm.send_async(np.full(3, comm.rank), other, "t")
-        said += [int(comm.recv(other, "t")[0]), sent.wait()]
-        sent = comm.send_async([comm.rank], other)
-        said.append(comm.recv_any()[1])
-        sent.wait()
-        sent_object = comm.send_object_async(comm.rank, other)
-        said += [comm.recv_object(other), sent_object.wait()]
-        queue = comm.queue("q", 0, 1, capacity=2)
-        if comm.rank == 0:
-            for number in range(5):
-                queue.put([number])
-            queue.put_async(np.array([5])).wait()
-        else:
-            said.append([int(queue.get()[0]) for _ in range(5)])
-            said.append(int(queue.get_async().wait()[0]))
-        said.append(comm.save("blob", bytes([comm.rank])))
-        comm.barrier()
-        said.append(int(comm.request("blob", other)[0]))
-        comm.barrier()
-        return said
-
-    with sync_world(2) as comms:
-        first, second = run_threads(comms, main)
-    assert first == [{"lr": 0.5}, [0, 1], None, ["a"], 1, None, 1, 1, None, 0, 1]
-    assert second == [{"lr": 0.5}, [0, 1], ["", "x"], ["b"], 0, None, 0, 0, None, [0, 1, 2, 3, 4], 5, 0, 0]
-
-
 def test_groups_share_the_thread_and_have_ranks_of_their_own() -> None:
     def main(comm: Communicator) -> tuple[Any, ...]:
         pair = comm.split(comm.rank % 2, key=-comm.rank)
@@ -187,21 +109,6 @@ def test_unnamed_calls_of_one_thread_match_in_the_order_of_the_program() -> None
     expected = [one for n in range(300) for one in ([3 * n, n] if n % 3 == 0 else [3 * n])]
     with sync_world(3) as comms:
         assert run_threads(comms, main) == [expected] * 3
-
-
-def test_a_strategy_swap_has_its_place_among_calls_that_do_not_wait() -> None:
-    def main(comm: Communicator) -> list[int]:
-        handles: list[Handle[Any]] = []
-        for strategy in ("star", "ring", "clique", "binary_tree") * 5:
-            handles.append(comm.all_reduce_async(1))
-            swap = comm.set_strategy_async(strategy)
-            handles.append(comm.all_reduce_async(2))
-        swap.wait()
-        assert comm.strategy.name == "binary_tree"
-        return [int(handle.wait()) for handle in handles]
-
-    with sync_world(3) as comms:
-        assert run_threads(comms, main) == [[3, 6] * 20] * 3
 
 
 def test_many_threads_use_one_communicator_at_once() -> None:

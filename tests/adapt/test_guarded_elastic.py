@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm import sync
 from kfcomm.adapt import Adaptation, Context, GuardSteps, Policy, replay
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.errors import GuardFailed
-from kfcomm.testing import run_threads, sync_world, world
+from kfcomm.testing import world
 
 LENGTH, BATCH = 24, 6
 
@@ -73,18 +71,6 @@ async def test_few_samples_beside_a_wrong_one_are_set_aside(size: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_passing_fault_costs_no_sample() -> None:
-    def spoil(number: int, comm: Any, state: Any, found: Any) -> None:
-        if number in (0, 1, 4) and comm.rank == 1:
-            found[0] = math.inf
-
-    used, aside, decisions, _ = await on_all(3, {}, (), spoil=spoil)
-    assert (used == 2).all()
-    assert aside == []
-    assert len(decisions) == 3
-
-
-@pytest.mark.asyncio
 async def test_state_returns_after_void_steps_in_a_row() -> None:
     """The state goes wrong in a good step: all later steps are void, until the kept state is restored."""
 
@@ -126,41 +112,6 @@ async def test_without_a_copy_in_memory_training_continues(tmp_path: Path) -> No
     assert (used == 2).all()
     assert decisions == others
     assert "cannot restore the state: " in decisions[-1].what
-
-
-def test_blocking_form_over_an_elastic() -> None:
-    def main(comm: sync.Communicator) -> Any:
-        state, sampler = State(used=np.zeros(LENGTH), steps=0), ElasticSampler(LENGTH, BATCH)
-        with (
-            Elastic(comm, state) as elastic,
-            sync.Adaptation(comm, [GuardSteps(roll_back_after=5)]) as adaptation,
-        ):
-            for step in elastic.steps(sampler, passes=2):
-                with adaptation.step(step) as now:
-                    state.used = state.used + now.guarded(marks(step.indices, (7,)), op="sum")
-        return state.used.tolist(), sampler.aside, adaptation.decisions
-
-    with sync_world(2, elastic=True) as comms:
-        one, other = run_threads(comms, main)
-    assert one == other
-    used, aside, _ = one
-    assert 7 in aside
-    assert (np.delete(used, aside) == 2).all()
-
-
-@pytest.mark.asyncio
-async def test_model_that_is_never_finite_raises_on_all_ranks() -> None:
-    def spoil(number: int, comm: Any, state: Any, found: Any) -> None:
-        found[0] = math.nan
-
-    async with world(2, elastic=True) as comms:
-        guards = [GuardSteps(most_in_a_row=4, set_aside_after=None) for _ in comms]
-        found = await asyncio.gather(
-            *(train(comm, guard, (), spoil=spoil) for comm, guard in zip(comms, guards, strict=True)),
-            return_exceptions=True,
-        )
-    assert all(isinstance(one, GuardFailed) for one in found)
-    assert str(found[0]) == str(found[1])
 
 
 @pytest.mark.asyncio

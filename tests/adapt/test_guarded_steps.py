@@ -92,13 +92,6 @@ async def test_wrong_number_on_one_rank_makes_the_step_void_on_all(size: int, wr
     assert isinstance(wrong, tuple) or first.what.endswith(f"in rank {rank}: w")
 
 
-@pytest.mark.asyncio
-async def test_jump_is_void_after_the_warmup() -> None:
-    found = await on_all(3, 30, {(25, 1): 1e6, (26, 2): ("loss", 1e6)})
-    assert found[0][1] == [25, 26]
-    assert_trained(found, 28, 3)
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "ssgd": SynchronousSGD,
     "monitored": lambda comm: SynchronousSGD(comm, monitor=GradientMonitor(comm, batch=8)),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -19,9 +19,6 @@ from kfcomm.cli import main
 from kfcomm.launch import requests
 from tests.launch.jobs import TRAIN
 from tests.launch.launched import environ
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.slow
 
@@ -59,16 +56,13 @@ def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / f"rank-{births[0]}.log").read_text().splitlines()[-1] == result
 
 
-def test_a_job_fails_when_too_few_are_left(tmp_path: Path) -> None:
-    victims = json.dumps([[0, 3], [1, 6]])
-    done = run(tmp_path, "-n", "3", "--elastic", "2", sys.executable, "train.py", "900", victims, "0.02")
-    assert done.returncode == 128 + 9, done.stdout + done.stderr
-    assert "failed first: SIGKILL" in done.stderr
-
-
-def test_a_job_ends_when_nobody_is_left_to_let_others_in(tmp_path: Path) -> None:
-    victims = json.dumps([[0, 3], [1, 3]])
-    done = run(tmp_path, "-n", "2", "--elastic", "1:2", sys.executable, "train.py", "900", victims, "0.02")
+@pytest.mark.parametrize(
+    ("size", "bounds", "victims"), [(3, "2", [[0, 3], [1, 6]]), (2, "1:2", [[0, 3], [1, 3]])],
+    ids=["too few are left", "none is left"],
+)  # fmt: skip
+def test_a_job_whose_ranks_die_fails_by_the_first(tmp_path: Path, size: int, bounds: str, victims: Any) -> None:
+    program = (sys.executable, "train.py", "900", json.dumps(victims), "0.02")
+    done = run(tmp_path, "-n", str(size), "--elastic", bounds, *program)
     assert done.returncode == 128 + 9, done.stdout + done.stderr
     assert "failed first: SIGKILL" in done.stderr
 
@@ -167,13 +161,12 @@ def test_failure_while_joining_is_the_cause(tmp_path: Path, how: str, told: str)
     assert re.search("rank 0 .*failed first: exit code 3", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])
-def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path, size: int, num_gone: int) -> None:
+def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path) -> None:
     (tmp_path / "rivals.py").write_text(RIVALS)
-    options = ("-n", str(size), "--elastic", f"2:{size}", "--lost-after", "5", "--grace", "1")
-    done = run(tmp_path, *options, sys.executable, "rivals.py", str(num_gone), "SIGKILL")
+    options = ("-n", "4", "--elastic", "2:4", "--lost-after", "5", "--grace", "1")
+    done = run(tmp_path, *options, sys.executable, "rivals.py", "3", "SIGKILL")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"[1.0] {size - 1}" in done.stdout
+    assert "[1.0] 3" in done.stdout
 
 
 @pytest.mark.parametrize("bounds", ["2", "2:4"])

@@ -236,21 +236,8 @@ def test_everything_is_there_where_there_is_room():
         "rank", "strategy", "calls/s", "sent/s", "received/s", "waits", "for", "loop", "lag", "peak", "mem",
     ]  # fmt: skip
     assert lines[5].split() == [
-        "0",
-        "ring",
-        "30",
-        "3.0",
-        "MB",
-        "0",
-        "B",
-        "rank",
-        "1",
-        "(100%)",
-        "2.1",
-        "ms",
-        "1.0",
-        "MB",
-    ]
+        "0", "ring", "30", "3.0", "MB", "0", "B", "rank", "1", "(100%)", "2.1", "ms", "1.0", "MB",
+    ]  # fmt: skip
     assert "0 → 2  shm    2.0 MB  ████████████████████" in lines
     assert lines[-1].split() == ["grad/2", "10.0", "1.0", "KB", "100", "ms", "200", "ms", "300", "ms", "0"]
     assert text_of(view(first, 200))[1].startswith("- collectives/s")
