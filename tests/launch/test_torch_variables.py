@@ -7,14 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-
-import pytest
 
 from kfcomm.launch.hosts import HostPlan, LaunchHost
 from kfcomm.launch.job import TORCH_NAMES, contradictions, free_port, inherited, torch_variables
-from tests.launch.launched import TOKEN, command, environ
-from tests.support import free_port as any_port
+from tests.launch.launched import command, environ
 
 SHOW = (
     f"import json, os; print(json.dumps({{name: os.environ[name] for name in {TORCH_NAMES!r} if name in os.environ}}))"
@@ -104,41 +100,3 @@ def test_a_port_that_is_taken_is_left_out() -> None:
     port = free_port("mark", ())
     assert free_port("mark", ()) == port
     assert free_port("mark", {port}) != port
-
-
-DDP = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-model(torch.ones(1, 2)).sum().backward()
-total = torch.tensor([float(dist.get_rank() + 1)])
-dist.all_reduce(total)
-import kfcomm
-with kfcomm.sync.init() as comm:
-    assert (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
-    print("total", total.item(), comm.all_reduce(comm.rank), flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_program_of_torch_distributed_starts_as_it_is(tmp_path: Path, hosts: int) -> None:
-    pytest.importorskip("torch")
-    (tmp_path / "ddp.py").write_text(DDP)
-    where = ["-n", "2"]
-    if hosts > 1:
-        where = ["-H", ",".join(f"{one}:1" for one in TWO_HOSTS), "--port", str(any_port())]
-    cache = str(tmp_path / "cache")
-    env = environ(KFCOMM_TOKEN=TOKEN, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_CACHE_DIR=cache)
-    launchers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "kfcomm", "run", *where, *(["--self", own] if hosts > 1 else []), sys.executable,
-             "ddp.py"],
-            cwd=tmp_path, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for own in TWO_HOSTS[:hosts]
-    ]  # fmt: skip
-    said = [one.communicate() for one in launchers]
-    assert [one.returncode for one in launchers] == [0] * hosts, said
-    assert "".join(out for out, _ in said).count("total 3.0 1") == 2
