@@ -2,13 +2,14 @@
 
 On one host the time is that of `profile`. Between hosts it is the greater of two bounds:
 
-    path of one chunk + (1 − 1/m) · max(work, ports), of chains max(path, work, ports)   (pipelined)
-    fill + max(work, ports) + min(work, ports) / max(m, 2, or 1 for stars)               (busy)
+    path of one chunk + (1 − 1/m) · max(work, ports)                         (pipelined)
+    fill + max(work, ports) + min(work, ports) / max(m, 2, or 1 for stars)   (busy)
 
 for m chunks on the pair that has most. *path* is the time of one chunk from the leaves to the root and back, alone,
 with its queues at ports and ranks (see `paths`); *work* is that of the busiest rank's messages and folds, *ports* the
 time that the busiest port or link needs for its bytes; *fill* is the latency of the first steps, in which nothing else
-can be done. To these come
+can be done. Chains, one from each rank, take the longest of path, work and ports: each port always has a chunk of some
+pair. To these come
 
     the time in which a host's ranks give one of them what it passes on, beside the first of them, if several pairs
     wait for it; and
@@ -35,7 +36,7 @@ from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.chunks import ChunkSizes
-from kfcomm.strategies.incast import Sender, drain_s
+from kfcomm.strategies.incast import Sender, drain_s, pipelined_s
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.paths import Edges, Path
 from kfcomm.strategies.profile import Load, Profile, crossing, shares_of
@@ -164,8 +165,10 @@ class Price(NamedTuple):
         if self.shape is _Shape.TREES:
             ports_s *= 1 + _STALL / math.sqrt(num_chunks)
         busy_s, rest_s = max(work_s, ports_s), min(work_s, ports_s)
-        piped_s = self.path.seconds(chunk)
-        piped_s = max(piped_s, busy_s) if self.shape is _Shape.CHAINS else piped_s + busy_s * (1 - 1 / num_chunks)
+        path_s = self.path.seconds(chunk)
+        if self.shape is _Shape.CHAINS:
+            return max(path_s, busy_s, self.fill_s + crowd_s)
+        piped_s = path_s + busy_s * (1 - 1 / num_chunks)
         whole_s = self.fill_s + busy_s + rest_s / max(num_chunks, 1 if self.shape is _Shape.FLAT else 2)
         return max(max(piped_s, whole_s) + self.feed * part * local_s, self.fill_s + crowd_s)
 
@@ -201,7 +204,18 @@ def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:
     if network.rates is None or layout.num_hosts == 1:
         return profile.cross_parts * network.cross_beta_s_per_byte if layout.num_hosts > 1 else 0.0
     relays = {layout.hosts[parent] for pair in strategy.pairs for parent, _ in crossing(layout, pair.reduce)}
-    return max(port_seconds(_moved(strategy, layout), network.rates, relays), default=0.0)
+    busiest_s = max(port_seconds(_moved(strategy, layout), network.rates, relays), default=0.0)
+    alone = strategy.pairs[0] if len(strategy.pairs) == 1 else None
+    return busiest_s if alone is None else max(busiest_s, _root_s(alone, layout, network.rates, relays))
+
+
+def _root_s(pair: GraphPair, layout: Layout, rates: Rates, relays: Collection[int]) -> float:
+    """Seconds until the root of a tree has passed on a byte, which it can once it has that byte of all hosts below."""
+    here = layout.hosts[pair.root]
+    above = {layout.hosts[child] for child in pair.reduce.children[pair.root]} - {here}
+    below = [layout.hosts[child] for child in pair.broadcast.children[pair.root]]
+    senders = [Sender(1.0, min(rates.send[a], rates.links[a][here]), a in relays) for a in sorted(above)]
+    return pipelined_s(senders, rates.receive[here], sum(host != here for host in below) / rates.send[here])
 
 
 def _moved(strategy: Strategy, layout: Layout) -> dict[tuple[int, int], int]:
