@@ -217,7 +217,10 @@ class Layout:
     @property
     def masters(self) -> tuple[int, ...]:
         """The first rank of each host."""
-        return tuple(self.hosts.index(host) for host in range(self.num_hosts))
+        firsts: dict[int, int] = {}
+        for rank, host in enumerate(self.hosts):
+            firsts.setdefault(host, rank)
+        return tuple(firsts.values())
 
     def local_rank(self, rank: int) -> int:
         """The position of ``rank`` among the ranks of its host."""

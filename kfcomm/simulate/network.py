@@ -64,7 +64,7 @@ TCP_EFFICIENCY = 1448 / 1514
 
 
 class Queue(StrEnum):
-    """Of a port where flows of several hosts meet."""
+    """Queue of a port where flows of several hosts meet."""
 
     TAIL = "tail"
     """First in, first out, and what does not fit is dropped, as in nearly all switches; see ``strategies.incast``."""

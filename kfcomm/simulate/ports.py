@@ -31,15 +31,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Any, NamedTuple
 
-from kfcomm.simulate.network import Link, Queue, SimulatedNetwork
-from kfcomm.strategies.incast import RELAY, weight_of
-from kfcomm.types import Layout
-
+_EVENTS_PER_LOOK = 20_000
 _NO_BYTES = 1e-3
 """Rest of a chunk that is rounding only."""
 
@@ -48,13 +44,16 @@ class Port:
     """A place through which ``rate`` bytes per second pass, of all flows together."""
 
     __slots__ = (
-        "_agenda", "_due_s", "_ends", "_given", "_load", "_since_s", "_tokens", "burst_nbytes", "name", "nbytes",
-        "rate",
+        "_agenda", "_due_s", "_ends", "_given", "_load", "_since_s", "_tokens", "burst_nbytes", "is_of_rank",
+        "name", "nbytes", "rate",
     )  # fmt: skip
 
-    def __init__(self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0) -> None:
+    def __init__(
+        self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0, *, is_of_rank: bool = False
+    ) -> None:
         self.name = name
         self.rate = rate
+        self.is_of_rank = is_of_rank  # not shared by the ranks of a host
         # What passes at once after a pause: as much as the pause would have let through, at most this. For token
         # buckets, by which test beds limit rates.
         self.burst_nbytes = burst_nbytes
@@ -77,7 +76,7 @@ class Port:
     def enter(self, flow: Flow, nbytes: int, weight: float = 1.0, times: int = 1) -> None:
         """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through.
 
-        ``times`` flows like it, each of this weight, have a chunk here at the same time: it stands for all of them.
+        ``times`` flows like it, each of this weight, have a chunk here at the same time; all of them count.
         """
         agenda, ends = self._agenda, self._ends
         now_s = agenda.now_s
@@ -93,8 +92,8 @@ class Port:
         self._load += load
         left: float = nbytes
         if self.burst_nbytes:
-            at_once = min(left, self._tokens / times)
-            self._tokens -= at_once * times
+            at_once = min(left, self._tokens)
+            self._tokens -= at_once
             left -= at_once
         # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
@@ -217,84 +216,14 @@ class Agenda:
         self.num_events += 1
         heappush(self.events, (time_s, self.num_events, do, what))
 
-    def run(self) -> None:
-        """Let time pass until nothing is left to happen."""
+    def run(self, look: Callable[[], None] | None = None) -> None:
+        """Let time pass until nothing is left to happen; ``look`` is called now and then."""
         events = self.events
         while events:
-            self.now_s, _, do, what = heappop(events)
-            do(what)
-
-
-class Routes:
-    """The ports of a network, and the ways between its ranks; it has as many hosts as the layout."""
-
-    def __init__(self, agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> None:
-        self.agenda = agenda
-        self.network = network
-        self.layout = layout
-        hosts = network.hosts
-        local = network.local
-        self._local_out = [Port(agenda, f"rank {rank} local out", local.bandwidth) for rank in range(layout.size)]
-        self._local_in = [Port(agenda, f"rank {rank} local in", local.bandwidth) for rank in range(layout.size)]
-        self._memories = [Port(agenda, f"memory of {host.name}", local.memory) for host in hosts if local.memory]
-        burst = network.burst_nbytes
-        # Equal hosts get equal shares, whatever the queue.
-        self._is_fair = network.queue is Queue.FAIR or network.is_even
-        self.relays: frozenset[int] = frozenset()  # hosts to which others send what they pass on
-        self._out = [self._port(f"{host.name} out", host.bandwidth, burst) for host in hosts]
-        self._into = [self._port(f"{host.name} in", host.bandwidth, burst) for host in hosts]
-        self._switches = [network.switch_of(number) for number in range(len(hosts))]
-        present = sorted({switch for switch in self._switches if switch is not None})
-        self._up = {at: self._port(f"switch {at} up", network.uplink_of(at)) for at in present}
-        self._down = {at: self._port(f"switch {at} down", network.uplink_of(at)) for at in present}
-        self._links: dict[tuple[str, str], tuple[Link, Port | None]] = {}
-        for link in network.links:
-            for here, there in (link.between, link.between[::-1]):
-                port = None if link.bandwidth is None else self._port(f"link {here} to {there}", link.bandwidth)
-                self._links[here, there] = (link, port)
-
-    def between(self, source: int, target: int) -> tuple[tuple[Pass, ...], float]:
-        """The ports from one rank to another, and the seconds that a bit needs."""
-        network, hosts = self.network, self.layout.hosts
-        here, there = hosts[source], hosts[target]
-        if here == there:
-            memory = self._memories[here : here + 1]
-            local = (self._local_out[source], *memory, self._local_in[target])
-            return tuple(map(Pass, local)), network.local.latency_s
-        ends = network.hosts[here], network.hosts[there]
-        latency_s = (ends[0].latency_s + ends[1].latency_s) / 2
-        link, port = self._links.get((ends[0].name, ends[1].name), (None, None))
-        if link is not None and link.latency_s is not None:
-            latency_s = link.latency_s
-        ports = (self._out[here], *self._across(here, there), *((port,) if port else ()), self._into[there])
-        return tuple(self._weighted(ports, here)), latency_s
-
-    def _weighted(self, ports: Sequence[Port], here: int) -> Iterator[Pass]:
-        """The ports of a way from host ``here`` to another, each with the weight that its queue gives to the flow."""
-        arrival = ports[0].rate  # bytes per second at which the flow comes to the next port
-        yield Pass(ports[0])
-        for port in ports[1:]:
-            if self._is_fair:
-                yield Pass(port)
-            else:
-                yield Pass(port, weight_of(arrival, port.rate) / port.rate * (RELAY if here in self.relays else 1.0))
-            arrival = min(arrival, port.rate)
-
-    def ports(self) -> Iterator[Port]:
-        """All of them."""
-        links = (port for _, port in self._links.values() if port is not None)
-        between = chain(self._out, self._into, self._up.values(), self._down.values(), links)
-        return chain(between, self._memories, self._local_out, self._local_in)
-
-    def _across(self, here: int, there: int) -> Iterator[Port]:
-        up, down = self._switches[here], self._switches[there]
-        # Behind one switch, or both at the core.
-        if up == down:
-            return
-        if up is not None:
-            yield self._up[up]
-        if down is not None:
-            yield self._down[down]
-
-    def _port(self, name: str, bandwidth: float, burst_nbytes: int = 0) -> Port:
-        return Port(self.agenda, name, bandwidth * self.network.efficiency, burst_nbytes)
+            for _ in range(_EVENTS_PER_LOOK):
+                self.now_s, _, do, what = heappop(events)
+                do(what)
+                if not events:
+                    break
+            if look is not None:
+                look()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, EffectRecorder, Machine
-from kfcomm.core.program import Lane, Program
+from kfcomm.core.program import ABSENT, Lane, Program
 from kfcomm.errors import InternalError
 from kfcomm.simulate.ports import Agenda, Flow
 
@@ -48,6 +48,14 @@ class SimulatedWork:
         if not self.copy_s_per_byte or self.hosts[rank] == self.hosts[other]:
             return self.overhead_s
         return self.overhead_s + self.copy_s_per_byte * nbytes
+
+
+class Way(NamedTuple):
+    """Flow from a rank to another, or to several that are alike."""
+
+    flow: Flow
+    target: int  # the first of them
+    times: int = 1  # how many they are
 
 
 Carry = Callable[[int, Effect], Any]
@@ -87,7 +95,7 @@ class SimulatedSurroundings:
     """Surroundings of all ranks of a simulation."""
 
     agenda: Agenda  # virtual time
-    flow_to: Callable[[Rank, int], Flow]  # makes the flow from a rank to another
+    ways: Callable[[Rank, tuple[int, ...]], tuple[Way, ...]]  # makes the flows from a rank to others
     work: SimulatedWork  # costs
     carry: Carry | None  # see ``Carry``
 
@@ -96,8 +104,8 @@ class Rank:
     """One rank; without ``processors``, which it shares with others, it has its own."""
 
     __slots__ = (
-        "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program",
-        "_recorder", "_work", "done_s", "nbytes_sent", "num_messages", "number",
+        "_agenda", "_carry", "_find_ways", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_recorder",
+        "_ways", "_work", "done_s", "nbytes_sent", "num_messages", "number",
     )  # fmt: skip
 
     def __init__(
@@ -105,19 +113,30 @@ class Rank:
     ) -> None:
         self.number = number
         self._agenda = surroundings.agenda
-        self._flow_to = surroundings.flow_to
+        self._find_ways = surroundings.ways
         self._work = surroundings.work
         self._carry = surroundings.carry
         self._program = program
         self._recorder = EffectRecorder([])
         self._machine = Machine(program, self._recorder)
-        self._flows: dict[int, Flow] = {}
+        self._ways: dict[tuple[int, ...], tuple[Way, ...]] = {}
         self._processors = processors
         self._inbox: deque[Chunk | None] = deque()
         self._is_busy = False
         self.done_s: float | None = None  # when the collective was complete here
         self.num_messages = 0  # sent
         self.nbytes_sent = 0
+
+    @property
+    def program(self) -> Program:
+        """Of its machine."""
+        return self._program
+
+    @property
+    def num_to_send(self) -> int:
+        """Messages that it sends in all."""
+        lanes = self._program.lanes.values()
+        return sum(lane.num_chunks * ((lane.parent != ABSENT) + len(lane.targets)) for lane in lanes)
 
     def arrived(self, chunk: Chunk | None) -> None:
         """Queue a chunk that has arrived, or None to begin; it is handled when there is time."""
@@ -126,9 +145,10 @@ class Rank:
             self._is_busy = True
             self._go_on()
 
-    def was_read(self) -> None:
-        """Note that a chunk has left this rank's memory."""
-        self._machine.was_read()
+    def was_read(self, times: int = 1) -> None:
+        """Note that a chunk has left this rank's memory, for so many destinations."""
+        for _ in range(times):
+            self._machine.was_read()
         if self._recorder.effects:
             self._perform()
             self.done_s = self._agenda.now_s
@@ -147,7 +167,7 @@ class Rank:
                 self._rest()
                 return
 
-    def _do(self, chunk: Chunk | None) -> tuple[list[tuple[int, Chunk]], float]:
+    def _do(self, chunk: Chunk | None) -> tuple[list[tuple[Way, Chunk]], float]:
         """Take in a chunk, or begin without one; returns what to send then, and the seconds of work."""
         busy_s = 0.0
         if chunk is None:
@@ -168,7 +188,7 @@ class Rank:
         if self._processors is None or self._processors.take(self):
             self.work()
 
-    def _finish(self, sends: list[tuple[int, Chunk]]) -> None:
+    def _finish(self, sends: list[tuple[Way, Chunk]]) -> None:
         self._send(sends)
         self._rest()
 
@@ -181,19 +201,16 @@ class Rank:
         else:
             self._is_busy = False
 
-    def _send(self, sends: list[tuple[int, Chunk]]) -> None:
-        for to, chunk in sends:
-            flow = self._flows.get(to)
-            if flow is None:
-                flow = self._flows[to] = self._flow_to(self, to)
-            flow.send(chunk, chunk.nbytes)
-            self.nbytes_sent += chunk.nbytes
-        self.num_messages += len(sends)
+    def _send(self, sends: list[tuple[Way, Chunk]]) -> None:
+        for way, chunk in sends:
+            way.flow.send(chunk, chunk.nbytes)
+            self.nbytes_sent += chunk.nbytes * way.times
+            self.num_messages += way.times
 
-    def _perform(self) -> tuple[list[tuple[int, Chunk]], float]:
+    def _perform(self) -> tuple[list[tuple[Way, Chunk]], float]:
         """Carry out what the machine has decided; returns what to send after them, and the seconds of work."""
         work, rank, carry, sizes = self._work, self.number, self._carry, self._work.sizes
-        sends: list[tuple[int, Chunk]] = []
+        sends: list[tuple[Way, Chunk]] = []
         seconds = 0.0
         effects, self._recorder.effects = self._recorder.effects, []
         for effect in effects:
@@ -203,9 +220,13 @@ class Rank:
                 _, _, to, lane, index, phase, _, _ = effect
                 count = lane.count if lane.num_chunks == 1 else self._elements(lane, index)
                 nbytes = count * (sizes.partial if phase == UP and lane.children else sizes.item)
-                for one in to:
-                    sends.append((one, Chunk(lane.number, index, phase, rank, nbytes, carried)))
-                    seconds += work.message_s(rank, one, nbytes)
+                ways = self._ways.get(to)
+                if ways is None:
+                    ways = self._ways[to] = self._find_ways(self, to)
+                chunk = Chunk(lane.number, index, phase, rank, nbytes, carried)
+                for way in ways:
+                    sends.append((way, chunk))
+                    seconds += work.message_s(rank, way.target, nbytes) * way.times
             elif tag in (FOLD, FOLD_UP, FOLD_LAST):
                 seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * sizes.partial
         return sends, seconds

@@ -7,22 +7,25 @@ links, the processors and the time are simulated, see ``ports`` and ``ranks``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
+from kfcomm.collectives.plans import Plan
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.network import SimulatedNetwork
-from kfcomm.simulate.ports import Agenda, Flow, Routes
+from kfcomm.simulate.ports import Agenda
 from kfcomm.simulate.ranks import Carry, Processors, Rank, SimulatedSurroundings, SimulatedWork
+from kfcomm.simulate.routes import Routes
+from kfcomm.simulate.symmetry import Message, Simulated, simulated
+from kfcomm.simulate.wiring import NotAlike, Wiring
 from kfcomm.strategies import AnyStrategy
-from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.strategies.plugins import build
-from kfcomm.types import Layout, Op, Verb
+from kfcomm.types import Layout
 
 _GIGA = 1e9
 
@@ -52,6 +55,9 @@ class Result:
         messages: how many were sent.
         nbytes_sent: in them, all together.
         events: how many steps the simulation took.
+        simulated_ranks: how many ranks were simulated: one of each class of those that are alike.
+        is_exact: False where too many ranks to be simulated one by one were taken to be alike: parts of the message
+            count as the largest, and all ranks take chunks that arrive at one moment in the same order.
     """
 
     strategy: str
@@ -65,6 +71,8 @@ class Result:
     messages: int
     nbytes_sent: int
     events: int
+    simulated_ranks: int
+    is_exact: bool
 
     @property
     def bound_s(self) -> float:
@@ -98,6 +106,8 @@ class Result:
             "messages": self.messages,
             "nbytes_sent": self.nbytes_sent,
             "events": self.events,
+            "simulated_ranks": self.simulated_ranks,
+            "is_exact": self.is_exact,
         }
 
 
@@ -110,11 +120,14 @@ def simulate(
     dtype: str = "float32",
     key: str = "",
     carry: Carry | None = None,
+    one_by_one: bool = False,
+    progress: Callable[[float], None] | None = None,
 ) -> Result:
     """How long an all_reduce takes that all ranks post at once.
 
-    The same input gives the same result. Costs about 20 µs for each message and, for strategies with many pairs, 400
-    bytes for each rank and pair.
+    The same input gives the same result. Costs about 20 µs for each message that a simulated rank sends. Of ranks that
+    are alike, and so do the same at the same time, one is simulated (see ``symmetry``): then 100,000 ranks take
+    seconds. Where most differ, all are, with 400 bytes for each rank and pair.
 
     Args:
         strategy: as for ``strategies.build``.
@@ -123,37 +136,70 @@ def simulate(
         network: hosts in the order of the layout's; those that it does not list are like its default.
         dtype: of the elements, which are summed.
         key: the name of the collective, which picks the way of a message that is not shared out.
-        carry: see ``ranks.Carry``.
+        carry: see ``ranks.Carry``; then every rank is simulated.
+        one_by_one: simulate every rank, whether or not others are like it.
+        progress: called now and then with the share of the work that is done, 0 to 1.
 
     Raises:
         ConfigError: an unknown strategy or dtype, a message without an element, one rank only, a network with other
             hosts than the layout.
     """
-    built = build(strategy, layout)
     if layout.size == 1:
+        build(strategy, layout)
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
+    message = Message.of(nbytes, dtype, key)
     with _without_collections():
-        plans = _plans(built, layout, nbytes, dtype, key)
-        routes = Routes(Agenda(), network, layout)
-        routes.relays = _relays(plans, layout)
-        ranks = _ranks(routes, plans, carry)
-        for rank in ranks:
-            # In order, so that a simulation repeats exactly.
-            rank.arrived(None)
-        routes.agenda.run()
-    return _result(built, nbytes, routes, ranks)
+        world = simulated(strategy, layout, network, message, one_by_one=one_by_one or carry is not None)
+        try:
+            return _run(world, nbytes, carry, progress)
+        except NotAlike:
+            world = simulated(strategy, layout, network, message, one_by_one=True)
+            return _run(world, nbytes, carry, progress)
 
 
-def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32", layout: Layout | None = None) -> int:
-    """Number of messages that `simulate` moves; its time grows with it. ``layout``: by default, one rank on each host.
+def num_messages(
+    strategy: str | AnyStrategy,
+    nbytes: int,
+    dtype: str = "float32",
+    layout: Layout | None = None,
+    network: SimulatedNetwork | None = None,
+) -> int:
+    """Number of messages that all ranks send in `simulate`.
+
+    Args:
+        strategy: see `simulate`, as for the rest.
+        nbytes: see there.
+        dtype: see there.
+        layout: see there; one rank on each host by default, where ``strategy`` is built.
+        network: see there.
 
     Raises:
-        ConfigError: an unknown dtype, or a message without an element.
+        ConfigError: an unknown dtype, or a message without an element; a name without a layout.
     """
-    layout = layout or Layout.even(strategy.size, strategy.size)
-    (plan,) = _plans(strategy, layout, nbytes, dtype, "", num_ranks=1)
-    return 2 * (strategy.size - 1) * plan.program.num_slots
+    if layout is None:
+        if isinstance(strategy, str):
+            raise ConfigError(f"strategy {strategy!r}: a name needs a layout")
+        layout = Layout.even(strategy.size, strategy.size)
+    matched = _matched(network or SimulatedNetwork(), layout)
+    return simulated(strategy, layout, matched, Message.of(nbytes, dtype, "")).num_messages
+
+
+def _run(world: Simulated, nbytes: int, carry: Carry | None, progress: Callable[[float], None] | None) -> Result:
+    routes = Routes(Agenda(), world.network, world.layout, world.relays())
+    wiring = world.wiring(routes)
+    ranks = _ranks(routes, wiring, world.plans(wiring.numbers), carry)
+    wiring.join(ranks)
+    for rank in ranks:
+        # In order, so that a simulation repeats exactly.
+        rank.arrived(None)
+    total = sum(rank.num_to_send for rank in ranks)
+    routes.agenda.run(None if progress is None else partial(_look, ranks, total, progress))
+    return _result(world, nbytes, routes, wiring, ranks)
+
+
+def _look(ranks: list[Rank], total: int, progress: Callable[[float], None]) -> None:
+    progress(sum(rank.num_messages for rank in ranks) / total)
 
 
 def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
@@ -166,76 +212,52 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     return replace(network, hosts=tuple(hosts))
 
 
-def _plans(
-    strategy: AnyStrategy, layout: Layout, nbytes: int, dtype: str, key: str, num_ranks: int | None = None
-) -> list[Plan]:
-    """Plans of all ranks, or of the first ones, made as by real ranks."""
-    element = dtype_of(dtype)
-    if nbytes < element.itemsize:
-        raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
-    shape = (nbytes // element.itemsize,)
-    chunks = ChunkSizes(layout)
-    plans = (Plans(Planner(rank, strategy.size, strategy, chunks)) for rank in range(num_ranks or strategy.size))
-    return [each.of(PlanKey(Verb.ALL_REDUCE, element, shape, Op.SUM), key) for each in plans]
-
-
-def _relays(plans: list[Plan], layout: Layout) -> frozenset[int]:
-    """Hosts to which ranks of other hosts send what is folded there."""
-    hosts = layout.hosts
-    return frozenset(
-        hosts[rank]
-        for rank, plan in enumerate(plans)
-        if any(hosts[child] != hosts[rank] for lane in plan.program.lanes.values() for child in lane.children)
-    )
-
-
-def _ranks(routes: Routes, plans: list[Plan], carry: Carry | None) -> list[Rank]:
+def _ranks(routes: Routes, wiring: Wiring, plans: list[Plan], carry: Carry | None) -> list[Rank]:
     local, hosts = routes.network.local, routes.layout.hosts
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
-    ranks: list[Rank] = []
-
-    def flow_to(source: Rank, target: int) -> Flow:
-        ports, latency_s = routes.between(source.number, target)
-        return Flow(routes.agenda, ports, latency_s, ranks[target].arrived, source.was_read)
-
     work = SimulatedWork(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, hosts)
-    surroundings = SimulatedSurroundings(routes.agenda, flow_to, work, carry)
+    surroundings = SimulatedSurroundings(routes.agenda, wiring.ways, work, carry)
     processors = _processors(routes)
-    for rank, plan in enumerate(plans):
-        ranks.append(Rank(surroundings, rank, plan.program, processors[hosts[rank]]))
-    return ranks
-
-
-def _processors(routes: Routes) -> list[Processors | None]:
-    """Shared processors of each host; on a test bed, the same for all."""
-    network, layout = routes.network, routes.layout
-    if network.cpus:
-        return [Processors(routes.agenda, network.cpus)] * layout.num_hosts
     return [
-        # With a processor for each rank there is nothing to wait for.
-        Processors(routes.agenda, host.cpus) if 0 < host.cpus < layout.hosts.count(number) else None
-        for number, host in enumerate(network.hosts)
+        Rank(surroundings, rank, plan.program, processors.get(hosts[rank]))
+        for rank, plan in zip(wiring.numbers, plans, strict=True)
     ]
 
 
-def _result(strategy: AnyStrategy, nbytes: int, routes: Routes, ranks: list[Rank]) -> Result:
-    times_s = tuple(rank.done_s for rank in ranks if rank.done_s is not None)
+def _processors(routes: Routes) -> dict[int, Processors]:
+    """Shared processors by host, where they are fewer than the ranks; on a test bed, the same for all."""
+    network, layout = routes.network, routes.layout
+    if network.cpus:
+        return dict.fromkeys(range(layout.num_hosts), Processors(routes.agenda, network.cpus))
+    on_hosts = Counter(layout.hosts)
+    return {
+        # With a processor for each rank there is nothing to wait for.
+        number: Processors(routes.agenda, host.cpus)
+        for number, host in enumerate(network.hosts)
+        if 0 < host.cpus < on_hosts[number]
+    }
+
+
+def _result(world: Simulated, nbytes: int, routes: Routes, wiring: Wiring, ranks: list[Rank]) -> Result:
+    times_s = [rank.done_s for rank in ranks if rank.done_s is not None]
     if len(times_s) < len(ranks):
         stuck = [rank.number for rank in ranks if rank.done_s is None]
         raise InternalError(f"nothing is left to happen, and ranks {stuck} are not done")
     busiest = max(routes.ports(), key=lambda port: port.busy_s)
     return Result(
-        strategy=strategy.name,
-        graphs=strategy.select(nbytes).name,
-        size=routes.layout.size,
-        num_hosts=routes.layout.num_hosts,
+        strategy=world.name,
+        graphs=world.graphs.name,
+        size=world.layout.size,
+        num_hosts=world.layout.num_hosts,
         nbytes=nbytes,
         seconds=max(times_s),
-        rank_seconds=times_s,
+        rank_seconds=wiring.of_all(times_s),
         busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
-        messages=sum(rank.num_messages for rank in ranks),
-        nbytes_sent=sum(rank.nbytes_sent for rank in ranks),
+        messages=sum(rank.num_messages * wiring.times(rank.number) for rank in ranks),
+        nbytes_sent=sum(rank.nbytes_sent * wiring.times(rank.number) for rank in ranks),
         events=routes.agenda.num_events,
+        simulated_ranks=len(ranks),
+        is_exact=world.is_exact,
     )
 
 

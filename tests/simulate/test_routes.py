@@ -3,7 +3,8 @@
 import pytest
 
 from kfcomm.simulate.network import SimulatedNetwork
-from kfcomm.simulate.ports import Agenda, Routes
+from kfcomm.simulate.ports import Agenda
+from kfcomm.simulate.routes import Routes
 
 TEXT = """\
 defaults = { bandwidth = "1 GB/s", latency = "100 us", efficiency = 0.5 }
@@ -49,18 +50,25 @@ def routes():
     ],
 )
 def test_the_ports_and_the_latency_of_a_way(routes, ends, ports, latency_s):
-    found, seconds = routes.between(*ends)
-    assert [(one.port.name, one.port.rate) for one in found] == ports
+    out, into, seconds = routes.between(*ends)
+    assert [(one.port.name, one.port.rate) for one in (*out, *into)] == ports
     assert seconds == pytest.approx(latency_s)
 
 
 def test_a_port_has_one_end_on_each_way(routes):
     assert routes.between(0, 2)[0][0].port is routes.between(1, 3)[0][0].port
-    assert {one.port for one in routes.between(0, 4)[0]} <= set(routes.ports())
-    assert len(list(routes.ports())) == 2 * 4 + 2 * 2 + 2 + 4 + 2 * 5
+    assert routes.between(0, 2)[1][-1].port is routes.between(1, 2)[1][-1].port
+
+
+def test_ports_are_those_on_a_way(routes):
+    assert list(routes.ports()) == []
+    routes.between(4, 2)
+    routes.between(1, 0)
+    names = [port.name for port in routes.ports()]
+    assert names == ["h3 out", "h1 in", "switch 0 down", "memory of h0", "rank 1 local out", "rank 0 local in"]
 
 
 def test_memory_is_without_a_limit_where_none_is_given():
     network = SimulatedNetwork().of_hosts(1, ranks=2)
-    found, _ = Routes(Agenda(), network, network.layout).between(1, 0)
-    assert [one.port.name for one in found] == ["rank 1 local out", "rank 0 local in"]
+    out, into, _ = Routes(Agenda(), network, network.layout).between(1, 0)
+    assert [one.port.name for one in (*out, *into)] == ["rank 1 local out", "rank 0 local in"]

@@ -1,0 +1,236 @@
+"""Choice of the ranks to simulate: one of each class of ranks that are alike, or all.
+
+Two kinds of symmetry are looked for:
+
+- Strategies with a pair for each root, on hosts that are all alike: a turn of the ranks brings each pair to the next
+  one (`turned`). Equal parts make it exact. With unequal ones, all parts count as the largest, which is longer by less
+  than an element: so it is done only where nothing else ends in time (`MANY_MESSAGES`).
+- Few graphs, on any hosts: ranks whose neighbours are alike (`alike`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kfcomm.arrays.dtypes import dtype_of
+from kfcomm.collectives.plans import CHUNK_NBYTES, Plan, PlanKey, Planner, Plans
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, pair_of
+from kfcomm.errors import ConfigError
+from kfcomm.simulate.alike import Numbers, classes_of
+from kfcomm.simulate.network import SimulatedNetwork
+from kfcomm.simulate.routes import Routes
+from kfcomm.simulate.turned import TurnedStrategy, solid, turned
+from kfcomm.simulate.wiring import AlikeRanks, EachRank, TurnedRanks, Wiring
+from kfcomm.strategies import AnyStrategy, Direct, Strategy
+from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes
+from kfcomm.strategies.plugins import build
+from kfcomm.types import Layout, Op, Verb
+
+MANY_MESSAGES: Final = 200_000
+"""More take long, one by one."""
+_FEW_PAIRS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One all_reduce."""
+
+    count: int  # elements
+    dtype: str
+    key: str
+
+    @classmethod
+    def of(cls, nbytes: int, dtype: str, key: str) -> Message:
+        """Raises ConfigError: an unknown dtype, or less than an element."""
+        element = dtype_of(dtype)
+        if nbytes < element.itemsize:
+            raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
+        return cls(nbytes // element.itemsize, dtype, key)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole elements."""
+        return self.count * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A strategy for one message, with what is known of its symmetry.
+
+    Attributes:
+        strategy: the graphs; where there are too many to be built, views of them.
+        layout: where the ranks are.
+        network: as many hosts.
+        message: what is reduced; perhaps longer by some elements than what was asked for, see ``is_exact``.
+        name: of the strategy.
+        is_exact: whether all ranks, simulated one by one, would do the same at the same time.
+        turns: of the graphs, if they are turned.
+        classes: of the ranks, if some are alike.
+    """
+
+    strategy: AnyStrategy
+    layout: Layout
+    network: SimulatedNetwork
+    message: Message
+    name: str
+    is_exact: bool = True
+    turns: TurnedStrategy | None = None
+    classes: Numbers | None = None
+
+    @property
+    def graphs(self) -> Strategy:
+        """Graphs for the message."""
+        return self.strategy.select(self.message.nbytes)
+
+    @property
+    def num_messages(self) -> int:
+        """Number of messages of all ranks."""
+        (plan,) = self.plans([0])
+        lanes = plan.program.lanes.values()
+        return (self.layout.size - 1) * sum(lane.num_chunks * (lane.up + lane.down) for lane in lanes)
+
+    def plans(self, ranks: Sequence[int]) -> list[Plan]:
+        """Plans of some ranks, made as by real ranks."""
+        message, size = self.message, self.layout.size
+        kind = PlanKey(Verb.ALL_REDUCE, dtype_of(message.dtype), (message.count,), Op.SUM)
+        chunks = ChunkSizes(self.layout)
+        return [Plans(Planner(rank, size, self.strategy, chunks)).of(kind, message.key) for rank in ranks]
+
+    def wiring(self, routes: Routes) -> Wiring:
+        """The ranks to simulate, and how they reach each other."""
+        if self.turns is not None:
+            block = _block(self.turns, self.layout, self.network)
+            by_host = self.layout.size // self.layout.num_hosts if block == 1 else 1
+            return TurnedRanks(routes, self.turns.turns, self.turns.step, block, by_host)
+        if self.classes is not None:
+            return AlikeRanks(routes, self.classes)
+        return EachRank(routes)
+
+    def relays(self) -> frozenset[int]:
+        """Hosts to which ranks of other hosts send what is folded there; where all hosts are alike, none counts."""
+        if self.network.is_even:
+            return frozenset()
+        hosts = self.layout.hosts
+        edges = (edge for pair in pairs_of(self.graphs, self.message) for edge in pair.reduce.edges)
+        return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
+
+
+def simulated(
+    strategy: str | AnyStrategy | Graph | GraphPair,
+    layout: Layout,
+    network: SimulatedNetwork,
+    message: Message,
+    *,
+    one_by_one: bool = False,
+) -> Simulated:
+    """Choose the ranks to simulate.
+
+    Raises:
+        ConfigError: an unknown strategy, or one of another size.
+    """
+    # A burst passes a token bucket for the first flow that comes, and so tells flows apart.
+    one_by_one = one_by_one or bool(network.burst_nbytes)
+    if not one_by_one and isinstance(strategy, str):
+        found = _turned(turned(strategy, layout, message.nbytes), layout, network, message)
+        if found is not None:
+            return found
+    built = build(strategy, layout)
+    plain = Simulated(built, layout, network, message, built.name)
+    if one_by_one:
+        return plain
+    graphs = plain.graphs
+    if len(graphs.pairs) > _FEW_PAIRS:
+        known = turned(graphs.name, layout, message.nbytes)
+        if known is not None and _are_same(graphs, known.strategy):
+            strategy = replace(known.strategy, name=graphs.name, chunk_nbytes=graphs.chunk_nbytes)
+            found = _turned(replace(known, strategy=strategy), layout, network, message)
+            return plain if found is None else replace(found, name=built.name)
+    return _alike(plain)
+
+
+def _turned(
+    found: TurnedStrategy | None, layout: Layout, network: SimulatedNetwork, message: Message
+) -> Simulated | None:
+    """With turned graphs; None if ranks are not alike under turns, or not exactly, and few enough to do one by one."""
+    if found is None:
+        return None
+    graphs = replace(found.strategy, chunk_nbytes=_chunk_nbytes(found.strategy, message, layout))
+    found = replace(found, strategy=graphs)
+    pairs = pairs_of(graphs, message)
+    plain = Simulated(graphs, layout, network, message, graphs.name)
+    if len(pairs) == 1:
+        # Whole along one pair: of the others nothing is needed.
+        alone = replace(graphs, pairs=(solid(pairs[0]),), is_whole=not graphs.direct)
+        return _alike(replace(plain, strategy=alone))
+    if not _is_turnable(network) or layout.size % _block(found, layout, network):
+        return None
+    parts = 1 if graphs.direct is Direct.ONE_STEP else len(graphs.pairs)
+    count = math.ceil(message.count / parts) * parts
+    exact = replace(plain, turns=found, message=replace(message, count=count))
+    if found.is_exact and count == message.count:
+        return exact
+    return replace(exact, is_exact=False) if exact.num_messages > MANY_MESSAGES else None
+
+
+def _chunk_nbytes(graphs: Strategy, message: Message, layout: Layout) -> int:
+    """Bytes of a chunk, as the planner would choose them from all pairs."""
+    if graphs.chunk_nbytes:
+        return graphs.chunk_nbytes
+    if graphs.goes_whole:
+        graphs = Strategy(graphs.name, (solid(graphs.pairs[0]),), is_whole=True)  # the others cost the same
+    elif message.nbytes <= len(graphs.pairs) * LEAST_CHUNK_NBYTES:
+        return CHUNK_NBYTES  # parts are one chunk, whatever its size
+    return min(CHUNK_NBYTES, ChunkSizes(layout).of(graphs, message.nbytes))
+
+
+def _alike(plain: Simulated) -> Simulated:
+    graphs, message = plain.graphs, plain.message
+    pairs = pairs_of(graphs, message)
+    if len(pairs) > _FEW_PAIRS:
+        return plain
+    return replace(plain, classes=classes_of(pairs, plain.layout, plain.network))
+
+
+def pairs_of(graphs: Strategy, message: Message) -> tuple[GraphPair, ...]:
+    """The pairs that a message takes, as ``collectives.plans`` has it."""
+    if graphs.direct:
+        is_one_step = graphs.direct is Direct.ONE_STEP and message.nbytes <= SHOWN_WHOLE_NBYTES
+        return graphs.pairs if is_one_step else graphs.pairs_of_direct
+    if graphs.is_whole or message.count < WHOLE_BELOW:
+        return (graphs.pairs[pair_of(message.key, len(graphs.pairs), graphs.shares)],)
+    return graphs.pairs
+
+
+def _is_turnable(network: SimulatedNetwork) -> bool:
+    """Whether all hosts are alike, and so are their links."""
+    alike = {replace(host, name="") for host in network.hosts}
+    return len(alike) == 1 and not (network.links or network.switches or network.cpus)
+
+
+def _block(found: TurnedStrategy, layout: Layout, network: SimulatedNetwork) -> int:
+    """How many of the first ranks are simulated: those whose turns, which keep hosts together, make all."""
+    local, turns = layout.size // layout.num_hosts, found.turns
+    host = network.hosts[0]
+    is_crowded = 0 < host.cpus < local
+    keeps_hosts = local == 1 or (turns.low % local == 0 and (turns.is_xor or turns.low == local))
+    keeps_hosts = keeps_hosts and (not turns.is_xor or local & (local - 1) == 0)
+    if keeps_hosts and not is_crowded and not network.hosts_per_switch and found.step == 1:
+        return 1
+    return math.lcm(local * max(network.hosts_per_switch, 1), turns.low, found.step)
+
+
+def _are_same(graphs: Strategy, known: Strategy) -> bool:
+    """Whether these are the built-in graphs that they are called by: the first, the second and the last are."""
+    if len(graphs.pairs) != len(known.pairs) or graphs.shares or graphs.direct is not known.direct:
+        return False
+    for at in (0, 1, -1):
+        built, view = graphs.pairs[at], known.pairs[at]
+        if built.reduce.parents != tuple(view.reduce.parents):
+            return False
+        if built.broadcast.parents != tuple(view.broadcast.parents):
+            return False
+    return True
