@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
-from kfcomm.simulate import SimulatedNetwork, simulate
+from kfcomm.probe import Probe
+from kfcomm.simulate import Link, SimulatedNetwork, simulate
+from kfcomm.types import Layout
 
 NETWORK = """\
 [defaults]
@@ -73,13 +77,63 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-def test_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("kfcomm.cli.commands.simulate"), "_MANY_MESSAGES", 20)
-    done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "64KiB")
-    # star: 2 chunks; ring: 4 parts of one
-    assert [line for line in done.stderr.splitlines() if "messages" in line] == [
-        "ring, 4 ranks on 4 hosts, 64 KiB: 24 messages, about 1 minute"
-    ]
+def test_progress_is_told_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("kfcomm.cli.commands.simulate"), "_QUIET_S", 0.0)
+    done = run("--strategy", "clique", "--hosts", "25x4", "--sizes", "2MiB")
+    told = [line for line in done.stderr.splitlines() if "simulated, about" in line]
+    assert re.fullmatch(r"clique, 100 ranks on 25 hosts, 2 MiB: \d+% simulated, about \d+ s left", told[0])
+    assert "100% simulated, about 0 s left" in told[-1]
+
+
+def test_ranks_that_are_alike_are_told() -> None:
+    done = run("--strategy", "ring,clique", "--hosts", "1000x1", "--sizes", "1MiB")
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"ring, .*: [\d.]+ ms \(simulated in [\d.]+ s, 1 ranks for all, which are nearly alike\)", first
+    )
+    assert "1 ranks for all" in second
+
+
+def probed(folder: Path, rates: tuple[float, ...]) -> Path:
+    """A file as ``kfcomm probe --json`` writes it, of a host for each rate."""
+    size = len(rates)
+    bandwidth = [[min(a, b) for b in rates] for a in rates]
+    latency_s = [[0.0 if a == b else 1e-4 for b in range(size)] for a in range(size)]
+    names = tuple(f"node{number}" for number in range(size))
+    path = folder / "probe.json"
+    Probe(Layout.even(size, size), np.array(latency_s), np.array(bandwidth), host_names=names).save(path)
+    return path
+
+
+def test_a_probe_is_a_network(tmp_path: Path) -> None:
+    path = probed(tmp_path, (5e7, 5e7, 5e7, 1.25e7, 6.25e6))
+    out = tmp_path / "x.json"
+    done = run("--strategy", "ring,packed_trees,auto", "--probe", str(path), "--sizes", "16MiB", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [host["name"] for host in found["network"]["hosts"]] == [f"node{number}" for number in range(5)]
+    ring, packed, auto = (one["seconds"] for one in found["results"])
+    assert found["results"][0]["busiest_port"] == "node4 out"
+    # every host sends and receives all once, so that the slowest needs 2.7 s; a ring takes 1.6 times as long
+    assert packed < 0.85 * ring
+    assert auto <= 1.02 * packed
+
+
+def test_the_network_of_a_probe_is_what_was_measured(tmp_path: Path) -> None:
+    probe = Probe.load(probed(tmp_path, (4e7, 1e7, 2e7, 4e7)))
+    network = SimulatedNetwork.of_probe(probe)
+    assert [host.bandwidth for host in network.hosts] == [4e7, 1e7, 2e7, 4e7]
+    assert network.links == ()
+    assert network.model(network.layout).rates == probe.network().rates
+
+
+def test_slow_links_of_a_probe_are_links(tmp_path: Path) -> None:
+    probe = Probe.load(probed(tmp_path, (4e7, 4e7, 4e7)))
+    bandwidth, latency_s = probe.bandwidth.copy(), probe.latency_s.copy()
+    bandwidth[0, 2] = bandwidth[2, 0] = 1e6
+    latency_s[1, 2] = latency_s[2, 1] = 5e-3
+    network = SimulatedNetwork.of_probe(Probe(probe.layout, latency_s, bandwidth))
+    assert network.links == (Link(("h0", "h2"), 1e6, None), Link(("h1", "h2"), None, 5e-3))
 
 
 def test_a_rule_by_size_says_which_graphs_it_took() -> None:
@@ -100,6 +154,10 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
         (["--strategy", "ring", "--hosts", "2x1", "--dtype", "float31"], "float31"),
         (["--strategy", "ring", "--hosts", "2x1", "--network", "/none.toml"], "'/none.toml' cannot be read"),
         (["--strategy", "ring", "--hosts", "2x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),
+        (["--strategy", "ring", "--probe", "/none.json"], "--probe '/none.json' cannot be read"),
+        (["--strategy", "ring", "--probe", "/dev/null"], "/dev/null: "),
+        (["--strategy", "ring", "--probe", "a", "--network", "b"], "--network and --probe contradict each other"),
+        (["--strategy", "packed_trees", "--hosts", "4x1"], "--strategy packed_trees: all hosts are alike"),
     ],
 )
 def test_usage_error_is_one_line(arguments: list[str], message: str) -> None:

@@ -39,94 +39,38 @@ A file describes it, in TOML::
     hosts = 32
     uplink = "100 Gbit/s"
 
-Everything may be left out. Defaults are those of ``strategies.cost.NetworkModel``: 10 Gbit/s Ethernet and shared
+Everything may be left out. Defaults are those of ``strategies.network.NetworkModel``: 10 Gbit/s Ethernet and shared
 memory.
 This module reads the file; ``ports`` gives the values their meaning over time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import StrEnum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kfcomm.errors import ConfigError
-from kfcomm.simulate.fields import Document, FieldTable
-from kfcomm.strategies import cost
-from kfcomm.types import Layout
+from kfcomm.simulate.files import described
+from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, Queue, Switch
+from kfcomm.strategies.matrices import rates_of
+from kfcomm.strategies.network import NetworkModel
+from kfcomm.types import Costs, Layout, Rates
 
-_COSTS = cost.NetworkModel()
+if TYPE_CHECKING:
+    from kfcomm.probe.record import Probe
 
-TCP_EFFICIENCY = 1448 / 1514
-"""Payload in an Ethernet frame of 1514 bytes that carries TCP over IPv4 with timestamps."""
+__all__ = ["TCP_EFFICIENCY", "Host", "Link", "Local", "Queue", "SimulatedNetwork", "Switch"]
 
-
-class Queue(StrEnum):
-    """Queue of a port where flows of several hosts meet."""
-
-    TAIL = "tail"
-    """First in, first out, and what does not fit is dropped, as in nearly all switches; see ``strategies.incast``."""
-    FAIR = "fair"
-    """Turns for each flow, as with tc's fq, or htb with a class for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A host and its port to the others.
-
-    Attributes:
-        name: unique.
-        bandwidth: bytes per second through its port, in each direction at once.
-        latency_s: one way, to another host like it; between two hosts it is the mean of theirs.
-        ranks: how many there are on it.
-        cpus: processors that they share; 0 if each has its own.
-    """
-
-    name: str
-    bandwidth: float = 1 / _COSTS.cross_beta_s_per_byte
-    latency_s: float = _COSTS.cross_alpha_s
-    ranks: int = 1
-    cpus: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Link between two hosts that differs from the default, in each direction; None where it does not."""
-
-    between: tuple[str, str]
-    bandwidth: float | None = None
-    latency_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """A leaf switch: its hosts reach all others through ``uplink`` bytes per second, in each direction."""
-
-    hosts: tuple[str, ...]
-    uplink: float
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Links inside a host, and costs of a rank.
-
-    Attributes:
-        bandwidth: bytes per second that a rank sends to the others of its host, and as many that it receives from them.
-        latency_s: one way.
-        overhead_s: processor time for each message that a rank sends or receives.
-        fold: bytes per second that a rank folds.
-        memory: bytes per second between all ranks of a host together; None for no limit.
-        copy: bytes per second that a rank's processor sends to other hosts or receives from them; None for no end.
-    """
-
-    bandwidth: float = 1 / _COSTS.local_beta_s_per_byte
-    latency_s: float = _COSTS.local_alpha_s
-    overhead_s: float = _COSTS.overhead_s
-    fold: float = 1 / _COSTS.gamma_s_per_byte
-    memory: float | None = None
-    copy: float | None = None
+_DEFAULT_HOST, _DEFAULT_LOCAL = Host(""), Local()
+_AS_FAST = 0.9
+"""Of what the ports could do: a link with less is slower than they are. Measurements differ by a few per cent."""
+_AS_NEAR = 1.5
+"""Latencies that differ by less are alike."""
+_MOST_HOSTS = 256
+"""More hosts are not probed pair by pair, so that costs have no rates between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +92,8 @@ class SimulatedNetwork:
     """
 
     hosts: tuple[Host, ...] = ()
-    default: Host = Host("")
-    local: Local = Local()
+    default: Host = _DEFAULT_HOST
+    local: Local = _DEFAULT_LOCAL
     links: tuple[Link, ...] = ()
     switches: tuple[Switch, ...] = ()
     hosts_per_switch: int = 0
@@ -179,24 +123,88 @@ class SimulatedNetwork:
         Raises:
             ConfigError: it is malformed: the message names file, line and field.
         """
-        document = Document(text, name)
-        default, efficiency, queue, local = _defaults(document)
-        hosts = tuple(_hosts(document, default))
-        names = {host.name for host in hosts}
-        links = tuple(_link(table, names) for table in document.tables("link"))
-        switches: tuple[Switch, ...] = ()
-        hosts_per_switch, uplink = 0, 0.0
-        if document.is_single("switch"):
-            hosts_per_switch, uplink = _even_switches(document.table("switch"))
-        else:
-            switches = tuple(_switches(document, names))
-        testbed = document.table("testbed")
-        cpus, burst_nbytes = testbed.count("cpus", 0, least=0), testbed.count("burst", 0, least=0)
-        testbed.end()
-        document.end()
-        return cls(
-            hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus, burst_nbytes, queue
-        )  # fmt: skip
+        found = described(text, name)
+        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+    @classmethod
+    def of_probe(cls, probe: Probe) -> Self:
+        """The network that a probe measured: ports, links, and the costs of messages.
+
+        Its rates are those of payloads. A port sends as fast as it receives here: the slower of both counts. Ranks lie
+        in blocks, in the order of the hosts. What links share on their way, as an uplink, no probe of single pairs
+        shows.
+        """
+        costs, layout = probe.costs(), probe.layout
+        rates = rates_of(layout, probe.bandwidth.tolist(), probe.latency_s.tolist())
+        plain, within = Host(""), Local()
+        latency_s = plain.latency_s if costs.cross_alpha_s is None else costs.cross_alpha_s
+        names = list(dict.fromkeys(probe.host_names)) or [f"h{number}" for number in range(layout.num_hosts)]
+        ports = map(min, zip(rates.send, rates.receive, strict=True))
+        hosts = tuple(
+            Host(
+                name,
+                port if port < math.inf else plain.bandwidth,
+                latency_s,
+                len(layout.ranks_of(number)),
+                layout.num_cpus,
+            )
+            for number, (name, port) in enumerate(zip(names, ports, strict=True))
+        )
+        local = Local(
+            bandwidth=within.bandwidth if not costs.local_beta_s_per_byte else 1 / costs.local_beta_s_per_byte,
+            latency_s=within.latency_s if costs.local_alpha_s is None else costs.local_alpha_s,
+            overhead_s=within.overhead_s if costs.overhead_s is None else costs.overhead_s,
+            fold=within.fold if not costs.gamma_s_per_byte else 1 / costs.gamma_s_per_byte,
+        )
+        return cls(hosts=hosts, local=local, links=tuple(_particular(hosts, rates)))
+
+    def costs(self) -> Costs:
+        """Costs as a probe of this network finds them, without noise; rates between hosts only if these are unlike."""
+        local, hosts = self.local, self.hosts or (self.default,)
+        latencies, ports = sorted(host.latency_s for host in hosts), sorted(host.bandwidth for host in hosts)
+        return Costs(
+            local_alpha_s=local.latency_s,
+            local_beta_s_per_byte=1 / local.bandwidth,
+            cross_alpha_s=latencies[len(hosts) // 2],
+            cross_beta_s_per_byte=1 / (ports[(len(hosts) - 1) // 2] * self.efficiency),
+            overhead_s=local.overhead_s,
+            gamma_s_per_byte=1 / local.fold,
+            rates=self._rates() if self._is_unlike and len(hosts) <= _MOST_HOSTS else None,
+        )
+
+    def model(self, layout: Layout) -> NetworkModel:
+        """The same for the time model of `strategies.auto`, for ranks on the hosts of this network.
+
+        Raises:
+            ConfigError: the layout has another number of hosts.
+        """
+        if layout.num_hosts != len(self.hosts):
+            raise ConfigError(f"the network has {len(self.hosts)} hosts, and the ranks are on {layout.num_hosts}")
+        return NetworkModel.of(self.costs())
+
+    @property
+    def _is_unlike(self) -> bool:
+        return not self.is_even or bool(self.links or self.switches or self.hosts_per_switch)
+
+    def _rates(self) -> Rates:
+        """Rates and latencies between hosts, each pair alone. O(hosts²)."""
+        ports = tuple(host.bandwidth * self.efficiency for host in self.hosts)
+        links = {ends: link for link in self.links for ends in (link.between, link.between[::-1])}
+        switches = [self.switch_of(number) for number in range(len(self.hosts))]
+        uplinks = [math.inf if switch is None else self.uplink_of(switch) for switch in switches]
+
+        def ways(a: int, b: int) -> tuple[float, float]:
+            here, there = self.hosts[a], self.hosts[b]
+            link = links.get((here.name, there.name), Link((here.name, there.name)))
+            shared = math.inf if switches[a] == switches[b] else min(uplinks[a], uplinks[b])
+            narrowest = min(shared, math.inf if link.bandwidth is None else link.bandwidth)
+            rate = min(ports[a], ports[b], narrowest * self.efficiency)
+            return rate, (here.latency_s + there.latency_s) / 2 if link.latency_s is None else link.latency_s
+
+        numbers = range(len(self.hosts))
+        rows = [[ways(a, b) if a != b else (0.0, 0.0) for b in numbers] for a in numbers]
+        rates, latencies = (tuple(tuple(each[at] for each in row) for row in rows) for at in (0, 1))
+        return Rates(ports, ports, rates, latencies)
 
     def of_hosts(self, num_hosts: int | None = None, ranks: int | None = None) -> Self:
         """The network with ``num_hosts`` hosts: those that it lists come first, further ones are like the default.
@@ -223,11 +231,11 @@ class SimulatedNetwork:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the ranks: in blocks, in the order of the hosts."""
+        """Layout of the ranks: in blocks, in the order of the hosts; with the costs that a probe finds."""
         if not self.hosts:
             raise ConfigError("a network without hosts has no ranks: see of_hosts")
         cpus = min(host.cpus for host in self.hosts)
-        return Layout.of((host.name for host in self.hosts for _ in range(host.ranks)), cpus)
+        return Layout.of((host.name for host in self.hosts for _ in range(host.ranks)), cpus, self.costs())
 
     @property
     def is_even(self) -> bool:
@@ -246,98 +254,14 @@ class SimulatedNetwork:
         return self.uplink if self.hosts_per_switch else self.switches[switch].uplink
 
 
-def _defaults(document: Document) -> tuple[Host, float, Queue, Local]:
-    table, inside = document.table("defaults"), document.table("local")
-    plain, within = Host(""), Local()
-    default = Host(
-        "",
-        bandwidth=table.rate("bandwidth", plain.bandwidth),
-        latency_s=table.time_s("latency", plain.latency_s),
-        ranks=table.count("ranks", plain.ranks),
-        cpus=inside.count("cpus", plain.cpus, least=0),
-    )
-    efficiency = table.share("efficiency", TCP_EFFICIENCY)
-    queue = table.word("queue", Queue.TAIL)
-    if queue not in list(Queue):
-        raise table.wrong("queue", f"expected {' or '.join(Queue)}, got {queue!r}")
-    local = Local(
-        bandwidth=inside.rate("bandwidth", within.bandwidth),
-        latency_s=inside.time_s("latency", within.latency_s),
-        overhead_s=inside.time_s("overhead", within.overhead_s),
-        fold=inside.rate("fold", within.fold),
-        memory=inside.maybe_rate("memory"),
-        copy=inside.maybe_rate("copy"),
-    )
-    table.end()
-    inside.end()
-    return default, efficiency, Queue(queue), local
-
-
-def _hosts(document: Document, default: Host) -> Iterator[Host]:
-    seen: set[str] = set()
-    number = 0
-    for table in document.tables("host"):
-        count = table.count("count", 1)
-        named = table.word("name", f"h{number}")
-        has_name = "name" in table.values
-        host = Host(
-            named,
-            bandwidth=table.rate("bandwidth", default.bandwidth),
-            latency_s=table.time_s("latency", default.latency_s),
-            ranks=table.count("ranks", default.ranks),
-            cpus=table.count("cpus", default.cpus, least=0),
-        )
-        table.end()
-        for each in range(count):
-            name = (f"{named}-{each}" if count > 1 else named) if has_name else f"h{number}"
-            if name in seen:
-                raise table.wrong("name", f"{name!r} is the name of another host already")
-            seen.add(name)
-            number += 1
-            yield replace(host, name=name)
-
-
-def _link(table: FieldTable, names: set[str]) -> Link:
-    ends = table.words("between")
-    if len(set(ends)) != 2 or len(ends) != 2:
-        raise table.wrong("between", f"{list(ends)!r} is not two hosts")
-    _check_known(table, "between", ends, names)
-    link = Link((ends[0], ends[1]), table.maybe_rate("bandwidth"), table.maybe_time_s("latency"))
-    table.end()
-    if link.bandwidth is None and link.latency_s is None:
-        raise table.wrong("bandwidth", "is missing, and so is latency: nothing is particular about this link")
-    return link
-
-
-def _switches(document: Document, names: set[str]) -> Iterator[Switch]:
-    placed: set[str] = set()
-    for table in document.tables("switch"):
-        hosts = table.words("hosts")
-        _check_known(table, "hosts", hosts, names)
-        twice = sorted(placed.intersection(hosts)) or [name for name in hosts if hosts.count(name) > 1]
-        if twice:
-            raise table.wrong("hosts", f"{twice[0]!r} is behind a switch already")
-        placed.update(hosts)
-        uplink = _uplink(table)
-        table.end()
-        yield Switch(hosts, uplink)
-
-
-def _even_switches(table: FieldTable) -> tuple[int, float]:
-    hosts, uplink = table.count("hosts", None), _uplink(table)
-    table.end()
-    return hosts, uplink
-
-
-def _uplink(table: FieldTable) -> float:
-    uplink = table.maybe_rate("uplink")
-    if uplink is None:
-        raise table.wrong("uplink", "is missing: the rate between this switch and the others")
-    return uplink
-
-
-def _check_known(table: FieldTable, key: str, names: tuple[str, ...], known: set[str]) -> None:
-    for name in names:
-        if name not in known:
-            listed = ", ".join(sorted(known)) or "none: list them as [[host]]"
-            raise table.wrong(key, f"expected a host of this file, got {name!r} (hosts are {listed})")
+def _particular(hosts: Sequence[Host], rates: Rates) -> Iterator[Link]:
+    """Links of a probe that are slower than the ports at their ends, or nearer or farther than most."""
+    for a, here in enumerate(hosts):
+        for b in range(a + 1, len(hosts)):
+            there = hosts[b]
+            rate = min(rates.links[a][b], rates.links[b][a])
+            latency_s = (rates.latency_s[a][b] + rates.latency_s[b][a]) / 2
+            is_slow = rate < _AS_FAST * min(here.bandwidth, there.bandwidth)
+            is_far = not here.latency_s / _AS_NEAR < latency_s < here.latency_s * _AS_NEAR
+            if is_slow or is_far:
+                yield Link((here.name, there.name), rate if is_slow else None, latency_s if is_far else None)

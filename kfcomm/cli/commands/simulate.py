@@ -21,16 +21,19 @@ from kfcomm.cli import options
 from kfcomm.cli.options import WithSizes, reported_errors
 from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Result, SimulatedNetwork, num_messages
+from kfcomm.simulate import Result, SimulatedNetwork
 from kfcomm.simulate import simulate as simulate_one
+from kfcomm.strategies import AnyStrategy, names
 from kfcomm.strategies.plugins import build
+from kfcomm.strategies.tree_packing import packed_by
+from kfcomm.types import Layout
 
 _HOSTS = re.compile(r"\s*(\d{1,6})\s*(?:[xX×]\s*(\d{1,6}))?\s*")
 _HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"
 
-_MANY_MESSAGES = 1_000_000
-_MESSAGES_PER_S = 40_000
-"""Simulated messages per second on a slow processor."""
+_QUIET_S = 2.0
+"""Between lines on the progress of a simulation."""
+PACKED = "packed_trees"
 
 World = tuple[int | None, int | None]
 """Number of hosts and of ranks on each; None for what the network says."""
@@ -42,6 +45,7 @@ class _SimulateOptions:
     hosts: str | None
     sizes: str
     network_path: Path | None
+    probe_path: Path | None
     dtype: str
     json_path: Path | None
     html_path: Path | None
@@ -54,7 +58,7 @@ class _SimulateOptions:
     multiple=True,
     required=True,
     metavar="NAMES",
-    help="Strategies, with commas between them: ring,tree. *",
+    help="Strategies, with commas between them: ring,packed_trees. *",
 )
 @click.option(
     "--hosts",
@@ -75,6 +79,13 @@ class _SimulateOptions:
     metavar="FILE",
     help="Hosts, links and switches; 10 Gbit/s Ethernet by default.",
 )
+@click.option(
+    "--probe",
+    "probe_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="In its place, the network that kfcomm probe --json measured.",
+)
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
 @options.json_file("network and results")
 @options.page_file("plots")
@@ -88,12 +99,13 @@ def simulate(**options: Any) -> None:
       kfcomm simulate --strategy ring,tree --hosts 64x8 --sizes 100MiB
       kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --sizes 1KiB:64MiB --html times.html
       kfcomm simulate --strategy ring --network cluster.toml
+      kfcomm simulate --strategy auto,packed_trees --probe probe.json
     """  # noqa: D301  click wants the character, not its name
     given = _SimulateOptions(**options)
     with reported_errors():
         files = Files(given.json_path, given.html_path)
         files.check()
-        network, source = network_of(given.network_path)
+        network, source = network_of(given.network_path, given.probe_path)
         simulations = Simulations(network, source, given.dtype)
         strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
         simulations.results.extend(simulated(strategies, worlds, sizes, network, given.dtype))
@@ -101,12 +113,21 @@ def simulate(**options: Any) -> None:
         files.write(simulations)
 
 
-def network_of(path: Path | None) -> tuple[SimulatedNetwork, str]:
-    """Network of a file, or the default, and its title.
+def network_of(path: Path | None, probe: Path | None = None) -> tuple[SimulatedNetwork, str]:
+    """Network of a file or a probe, or the default, and its title.
 
     Raises:
-        ConfigError: see ``SimulatedNetwork.load``.
+        ConfigError: both are given, or one cannot be read or is malformed.
     """
+    if probe is not None:
+        if path is not None:
+            raise ConfigError("--network and --probe contradict each other: give one of them")
+        from kfcomm.probe.record import Probe
+
+        try:
+            return SimulatedNetwork.of_probe(Probe.load(probe)), str(probe)
+        except OSError as error:
+            raise ConfigError(f"--probe {str(probe)!r} cannot be read: {error}") from error
     if path is None:
         return SimulatedNetwork(), "10 Gbit/s Ethernet, shared memory inside of hosts"
     return SimulatedNetwork.load(path), str(path)
@@ -163,22 +184,48 @@ def simulated(
     for each in sized:
         layout = each.layout
         for strategy in strategies:
-            built = build(strategy, layout)
+            graphs = built(strategy, layout)
             for nbytes in sizes:
                 what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}"
-                messages = num_messages(built, nbytes, dtype, layout)
-                if messages > _MANY_MESSAGES:
-                    _tell(f"{what}: {messages:,} messages, about {_minutes(messages)}")
-                began_s = time.perf_counter()
-                result = simulate_one(built, layout, nbytes, each, dtype=dtype)
-                took_s = time.perf_counter() - began_s
-                _tell(f"{what}: {result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)")
+                watch = _Watch(what)
+                result = simulate_one(graphs, layout, nbytes, each, dtype=dtype, progress=watch.look)
+                _tell(f"{what}: {result.seconds * 1e3:.4g} ms ({watch.summary(result)})")
                 yield result
 
 
-def _minutes(messages: int) -> str:
-    minutes = max(1, round(messages / _MESSAGES_PER_S / 60))
-    return f"{minutes} minute{'s' if minutes > 1 else ''}"
+def built(strategy: str, layout: Layout) -> str | AnyStrategy:
+    """The strategy of a name, or the name, if it is built in: of these the simulator need not build all graphs.
+
+    Raises:
+        ConfigError: it is unknown, or packed trees are wanted for hosts that are all alike.
+    """
+    if strategy == PACKED:
+        if layout.costs.rates is None:
+            raise ConfigError(f"--strategy {PACKED}: all hosts are alike; it takes rates, of --probe or --network")
+        return packed_by(layout, layout.costs.rates)
+    return strategy if strategy in names() and strategy != "auto" else build(strategy, layout)
+
+
+class _Watch:
+    """Time of one simulation, told to who waits."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began_s = self._told_s = time.perf_counter()
+
+    def look(self, done: float) -> None:
+        """Tell how much is done and what is left, at times."""
+        now_s = time.perf_counter()
+        if now_s - self._told_s >= _QUIET_S and done:
+            self._told_s = now_s
+            left_s = (now_s - self._began_s) * (1 - done) / done
+            _tell(f"{self._what}: {done:.0%} simulated, about {left_s:.0f} s left")
+
+    def summary(self, result: Result) -> str:
+        """How it was simulated."""
+        ranks = "" if result.simulated_ranks == result.size else f", {result.simulated_ranks} ranks for all"
+        nearly = "" if result.is_exact else ", which are nearly alike"
+        return f"simulated in {time.perf_counter() - self._began_s:.1f} s{ranks}{nearly}"
 
 
 def _tell(text: str) -> None:
