@@ -20,7 +20,7 @@ class BoundaryReport(NamedTuple):
     """Report of one rank."""
 
     place: int  # hash of its position, 32 bits
-    where: list[Any]  # number of the boundary; name, position, passes and names of a walk; wishes
+    where: list[Any]  # number of the boundary; name, position, passes and names of a walk, if any; wishes
     number: int  # of the step that it begins
     fault: str | None  # of its state
     told: list[list[Any]]  # reports on the steps that are over, see `Told`
@@ -28,11 +28,9 @@ class BoundaryReport(NamedTuple):
 
     def text(self) -> str:
         """Its position in words."""
-        _, *walk = self.where
-        if len(walk) == 1:
-            return "leaves the Elastic"
-        *walk, wishes = walk
-        return f"begins step {self.number} with {shown_walk(*walk)}" + "".join(f", after {one}()" for one in wishes)
+        _, *walk, wishes = self.where
+        what = f"begins step {self.number} with {shown_walk(*walk)}" if walk else "leaves the Elastic"
+        return what + "".join(f", after {one}()" for one in wishes)
 
     def numbers(self) -> Array:
         """Return it as integers, whose sums over all ranks make `Sums`."""

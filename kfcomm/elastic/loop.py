@@ -225,7 +225,8 @@ class Elastic:
     def keep(self) -> None:
         """Copy the state, and the positions of samplers, in memory at the boundary after this step.
 
-        All ranks call it in the same step, in the body of its loop; in nested loops it is done after the outer step. It
+        All ranks call it in the same step, in the body of its loop; in nested loops it is done after the outer step,
+        and where the loop is left, before the next one or at the end of the ``with`` block. It
         replaces the copy before. Ranks that join later get it with the state. It does not hold ``own``. In a step that
         is void because a rank was lost, the call does nothing.
 
@@ -239,6 +240,7 @@ class Elastic:
     def roll_back(self) -> None:
         """Return to the copy of ``keep`` at the boundary after this step; all ranks call it in the same step.
 
+        If the loop is left in this step, that is done before the next one, or at the end of the ``with`` block.
         Samplers return to their positions and batch sizes, so that samples used since then are used again; those that
         were set aside stay so. Numbers of steps count on. In a step that is void because a rank was lost, the call does
         nothing.

@@ -188,12 +188,7 @@ class Walks:
 
     def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Uids]:
         """Carry out the boundary between two steps; returns the ranks that take part."""
-        # Calls since the last boundary belong to the innermost step that is still under way, and to the
-        # steps around it only once it was left.
-        is_innermost = True
-        for one in reversed([one for one in self._open if one.step is not None]):
-            one.note(self._calls.log, is_innermost=is_innermost)
-            is_innermost = is_innermost and one.is_left  # calls after its end belong to the walk around it
+        self._note_calls()
         yield from self._settle()
         # The all_reduce may be done while the epoch changes: the next step needs the new ranks.
         if self._calls.log.is_changing:
@@ -206,6 +201,14 @@ class Walks:
             return (yield from self._carry_out(course, kept, was_due=was_due))
         yield from self._announce(course)
         return self._comm.births
+
+    def _note_calls(self) -> None:
+        """Count the calls since the last boundary for the steps that are under way."""
+        # They belong to the innermost step, and to the steps around it only once it was left.
+        is_innermost = True
+        for one in reversed([one for one in self._open if one.step is not None]):
+            one.note(self._calls.log, is_innermost=is_innermost)
+            is_innermost = is_innermost and one.is_left  # calls after its end belong to the walk around it
 
     def _can_announce(self, course: Course) -> bool:
         """Whether the next step can begin before the reports on the last one are known; the same on all ranks."""
@@ -251,7 +254,9 @@ class Walks:
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
         rows = [list(one.told()) for one in ending if one.step is not None]
         is_other_void = any(one.is_void for one in ending[:-1])
-        report = self._report(course, rows, [self._is_wanted(course), course.is_void, is_other_void])
+        others, mine = _wishes(ending[:-1]), _wishes([course])
+        flags = [self._is_wanted(course), course.is_void, is_other_void]
+        report = self._report(course, rows, flags, others | mine)
         uids, (wanted, void, other_void, is_due), told = yield from self._meet(report)
         for one in ending[:-1]:
             reports = [each.pop(0) for each in told if one.step is not None]
@@ -263,11 +268,11 @@ class Walks:
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
-        wishes = frozenset() if void else course.wishes
         course.settle(course.ended(), uids, [each.pop(0) for each in told if each], is_void=void)
         self._has_to_meet = self._is_due = is_due
         if not self._is_within(course):
-            yield from self._convert(wishes, uids, was_due=was_due)
+            granted = (frozenset() if void else mine) | (frozenset() if other_void else others)
+            yield from self._convert(granted, uids, was_due=was_due)
         # A change at the end of a pass would make joining ranks enter a loop that is over.
         if not (wanted and course.sampler.left):
             return uids
@@ -276,6 +281,14 @@ class Walks:
 
     def _convert(self, wishes: AbstractSet[str], uids: Uids, *, was_due: bool) -> Walk[None]:
         """Carry out wishes, convert for ranks that have changed, and collect for a checkpoint that is due."""
+        self._grant(wishes)
+        if self._merging.is_due(uids):
+            yield partial(self._merging.convert, uids)
+        if was_due:
+            yield self._merging.collect_for_checkpoint
+
+    def _grant(self, wishes: AbstractSet[str]) -> None:
+        """Carry out what the program has wished for."""
         if ROLL_BACK in wishes:
             self._samplers.restore(self._merging.roll_back(), keeps_aside=True)
         if KEEP in wishes:
@@ -283,19 +296,17 @@ class Walks:
                 self._merging.keep(self._samplers.places())
             except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
                 self._checks.fault = unreadable("the state", error)
-        if self._merging.is_due(uids):
-            yield partial(self._merging.convert, uids)
-        if was_due:
-            yield self._merging.collect_for_checkpoint
 
     def _is_wanted(self, course: Course) -> bool:
         return not self._is_within(course) and self._requests.is_wanted(self._comm.current)
 
-    def _report(self, course: Course, rows: list[list[Any]], flags: list[bool]) -> BoundaryReport:
+    def _report(
+        self, course: Course, rows: list[list[Any]], flags: list[bool], wishes: AbstractSet[str] = frozenset()
+    ) -> BoundaryReport:
         """Report of this rank at the boundary before the next step."""
         number = self._number() + 1
-        wishes = sorted(course.wishes)
-        where = [self._calls.log.step, course.name, course.sampler.state_dict(), course.passes, course.names, wishes]
+        walk = [course.name, course.sampler.state_dict(), course.passes, course.names]
+        where = [self._calls.log.step, *walk, sorted(wishes)]
         checkpoint = self._written(course)
         is_due = checkpoint is not None and checkpoint.is_due_after(
             number, is_exact=self._is_exact and not self._merging.may_differ
@@ -321,9 +332,17 @@ class Walks:
             )
         if self._calls.unfinished():
             yield self._calls.finish
+        self._note_calls()
         yield from self._settle()
-        where = [self._calls.log.step, "end"]
-        yield from self._meet(BoundaryReport(hash_of(where), where, self._number(), None, [], ()))
+        left = [one for one in self._open if one.step is not None]
+        wishes = _wishes(left)
+        where = [self._calls.log.step, sorted(wishes)]
+        flags = [any(one.is_void for one in left)]
+        _, (is_void, *_), _ = yield from self._meet(
+            BoundaryReport(hash_of(where), where, self._number(), None, [], flags)
+        )
+        if not is_void:
+            self._grant(wishes)
 
     def _meet(self, report: BoundaryReport) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
         """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
@@ -398,3 +417,8 @@ class Walks:
         if plan.joiners:
             having = tuple(uid for uid in comm.births if uid not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
+
+
+def _wishes(left: Sequence[Course]) -> AbstractSet[str]:
+    """What the program has wished for in steps that have ended."""
+    return frozenset[str]().union(*(one.wishes for one in left if one.step is not None))

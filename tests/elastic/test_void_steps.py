@@ -203,6 +203,32 @@ def test_blocking_program_rolls_back_to_its_copy() -> None:
         assert [one[2] for one in found] == [[0.5 + last] * 2, [0.5 + 2 * last] * 2]
 
 
+@pytest.mark.parametrize("num_loops", [1, 2])
+@pytest.mark.asyncio
+async def test_copy_of_a_loop_that_is_left_is_made_and_returned_to(num_loops: int) -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state, found = State(count=0), []
+            sampler = ElasticSampler(LENGTH, BATCH, seed=None)
+            async with Elastic(comm, state) as elastic:
+                for keeps in (True, False, False)[: num_loops + 1]:
+                    async for step in elastic.steps(sampler, passes=1 << 30):
+                        found.append(int(step.batch[0]) // BATCH)
+                        await comm.barrier()
+                        state.count += 1
+                        if keeps and state.count == 3:
+                            elastic.keep()
+                            break
+                        if state.count == 5:
+                            elastic.roll_back()
+                            break
+            return found, state.count, sampler.state_dict()["position"]
+
+        batches = [0, 1, 2, 3, 4, 3, 4]
+        assert await run_ranks(comms, main) == [(batches[: 3 + 2 * num_loops], 3, 3 * BATCH)] * 2
+
+
 @pytest.mark.asyncio
 async def test_copy_that_only_some_ranks_return_to_raises() -> None:
     async with world(2, elastic=True) as comms:
