@@ -56,7 +56,7 @@ def test_a_picture_of_another_kind_is_refused_before_it_is_drawn(name: str, tmp_
 def test_auto_is_shown_whole_or_for_one_size(tmp_path: Path) -> None:
     assert "auto, from" in topology("show", "auto", "-n", "4").output
     assert topology("show", "auto", "-n", "4", "--nbytes", "8").output.startswith("direct: 4 ranks")
-    for size, name in ((["--nbytes", "8"], "clique"), ([], "binomial")):
+    for size, name in ((["--nbytes", "8"], "clique"), ([], "tree")):
         assert topology("show", "auto", "-n", "4", "--hosts", "2", *size, "-o", str(tmp_path / name)).exit_code == 0
         assert f">{name} " in (tmp_path / name).read_text("utf-8")
 

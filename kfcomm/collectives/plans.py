@@ -20,9 +20,10 @@ from kfcomm.arrays.reduce import Wire, kernel, wire_of
 from kfcomm.collectives.specs import Shape, row_elements
 from kfcomm.core import program as programs
 from kfcomm.core.collective import GroupView, ItemSizes, Post
+from kfcomm.core.exchange import dissemination, halving_doubling
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
-from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, Signature, pair_of, split
+from kfcomm.core.signature import WHOLE_BELOW, Signature, pair_of, split
 from kfcomm.engine import shown
 from kfcomm.engine.executors import HOSTED_NBYTES, hub_of
 from kfcomm.engine.memory import Work
@@ -113,7 +114,7 @@ class Planner:
         _, dtype, shape, op, _, wire, is_shared = kind
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         if graphs.direct and wire is None:
-            is_one_step = graphs.direct is Direct.ONE_STEP and count * dtype.itemsize <= SHOWN_WHOLE_NBYTES
+            is_one_step = graphs.sends_at_once(count * dtype.itemsize)
             program = (
                 self._one_step(count, chunk, graphs)
                 if is_one_step
@@ -125,6 +126,9 @@ class Planner:
                 plan.work, count, is_one_step=is_one_step, is_turned=is_long, is_shared=is_long and is_shared
             )
             return replace(plan, work=work)
+        if graphs.exchange is not None and not graphs.is_whole and self.size > 1:
+            program = halving_doubling(self.rank, graphs.exchange, count, chunk)
+            return self._plan(PlanKey(Verb.ALL_REDUCE, dtype, shape, op, wire=wire), program, graphs, count)
         is_whole = graphs.is_whole or count < WHOLE_BELOW
         pairs, shares = ((graphs.pairs[way],), ()) if is_whole else (graphs.pairs, graphs.shares)
         program = programs.all_reduce(self.rank, pairs, count, chunk, shares)
@@ -209,7 +213,7 @@ class Planner:
         graphs = self.strategy.select(0)
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         if graphs.direct:
-            is_one_step = graphs.direct is Direct.ONE_STEP
+            is_one_step = graphs.sends_at_once(0)
             work = shown.all_reduced(Work(None, None, self.size, in_result=True), 0, is_one_step=is_one_step)
             program = self._one_step(0, 1, graphs) if is_one_step else programs.barrier(self.rank, graphs.pairs[0])
             return Plan(signature, program, ItemSizes(1, 1), work, -1)
@@ -264,6 +268,8 @@ class Planner:
 
     def _one_step(self, count: int, chunk_elements: int, graphs: Strategy) -> Program:
         """Every rank gets the inputs of all ranks."""
+        if graphs.direct is Direct.DISSEMINATION and self.size > 1:
+            return dissemination(self.rank, self.size, count, chunk_elements)
         return programs.all_gather(self.rank, graphs.rooted, (count,) * self.size, chunk_elements)
 
     def _plan(

@@ -130,6 +130,11 @@ class Exchange:
         return hashlib.blake2b(repr((self.order, self.radices)).encode(), digest_size=16).digest()
 
 
+def num_blocks(blocks: Blocks) -> int:
+    """Return the number of blocks in several runs."""
+    return sum(end - begin for begin, end in blocks)
+
+
 def _turned(first: int, unit: int, radix: int, begin: int, count: int) -> Blocks:
     """``count`` of the ``radix`` units from ``first`` on, from one on; the first comes after the last."""
     begin %= radix

@@ -141,6 +141,11 @@ class Program:
                 routes[number, 1, lane.source] = LaneRoute(lane, 1, len(lane.children))
         object.__setattr__(self, "routes", routes)
 
+    @property
+    def num_step_sends(self) -> int:
+        """Chunks that this rank sends in the steps of an exchange."""
+        return sum(send.lane.num_chunks for step in self.steps for send in step.sends)
+
     def _derive_of_steps(self) -> None:
         arrivals = [route for step in self.steps for route in step.arrivals]
         # Results are stored whenever they come: their chunks are open from the beginning, at their route's position.

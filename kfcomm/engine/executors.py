@@ -238,7 +238,10 @@ class OneStepExecutor(SlotExecutor):
         operation.executor = None
         if result is not None:
             try:
-                self.work.combine(operation.out.reshape(self.work.size, -1), result)
+                rows = operation.out.reshape(self.work.size, -1)
+                if self.collective.program.steps:  # the first row is that of this rank
+                    rows = np.roll(rows, self.collective.group.rank, axis=0)
+                self.work.combine(rows, result)
             except Exception as error:  # noqa: BLE001  as in ``look``
                 self.engine.failures.broke(self.collective, error)
                 return False

@@ -135,6 +135,8 @@ class Rank:
     @property
     def num_to_send(self) -> int:
         """Messages that it sends in all."""
+        if self._program.steps:
+            return self._program.num_step_sends
         lanes = self._program.lanes.values()
         return sum(lane.num_chunks * ((lane.parent != ABSENT) + len(lane.targets)) for lane in lanes)
 

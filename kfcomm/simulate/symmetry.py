@@ -27,6 +27,7 @@ from kfcomm.simulate.turned import TurnedStrategy, solid, turned
 from kfcomm.simulate.wiring import AlikeRanks, EachRank, TurnedRanks, Wiring
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes
+from kfcomm.strategies.moves import goes_in_steps, moves_of
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Op, Verb
 
@@ -90,6 +91,8 @@ class Simulated:
     def num_messages(self) -> int:
         """Number of messages of all ranks."""
         (plan,) = self.plans([0])
+        if plan.program.steps:
+            return sum(one.program.num_step_sends for one in self.plans(range(self.layout.size)))
         lanes = plan.program.lanes.values()
         return (self.layout.size - 1) * sum(lane.num_chunks * (lane.up + lane.down) for lane in lanes)
 
@@ -115,6 +118,9 @@ class Simulated:
         if self.network.is_even:
             return frozenset()
         hosts = self.layout.hosts
+        if goes_in_steps(self.graphs, self.message.nbytes):
+            ends = [(move.source, move.target) for move in moves_of(self.graphs) if move.is_folded]
+            return frozenset(hosts[target] for source, target in ends if hosts[source] != hosts[target])
         edges = (edge for pair in pairs_of(self.graphs, self.message) for edge in pair.reduce.edges)
         return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
@@ -140,7 +146,7 @@ def simulated(
             return found
     built = build(strategy, layout)
     plain = Simulated(built, layout, network, message, built.name)
-    if one_by_one:
+    if one_by_one or goes_in_steps(plain.graphs, message.nbytes):
         return plain
     graphs = plain.graphs
     if len(graphs.pairs) > _FEW_PAIRS:

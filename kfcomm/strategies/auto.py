@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
-from kfcomm.strategies.base import Direct, SizedStrategy, Strategy
+from kfcomm.strategies.base import SizedStrategy, Strategy
 from kfcomm.strategies.builtin import ALGORITHMS, BuiltinStrategy, multi_binary_tree_star, multi_star
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.price import Market, Priced
@@ -93,7 +92,7 @@ def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
     # Ranks that share a host's memory have slots, with a strategy that makes stars of them: then not every rank sends
     # to each on other hosts.
     is_alone = layout.size == layout.num_hosts
-    return is_alone and strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES
+    return is_alone and strategy.sends_at_once(nbytes)
 
 
 def _num_pairs(algorithm: BuiltinStrategy, layout: Layout) -> int:

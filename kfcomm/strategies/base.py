@@ -16,7 +16,9 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Final
 
+from kfcomm.core.exchange import Exchange
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.signature import SHOWN_WHOLE_NBYTES
 from kfcomm.errors import ConfigError
 
 DIRECT_NBYTES: Final = 1 << 20
@@ -38,6 +40,8 @@ class Direct(IntEnum):
     """Up and down the first pair."""
     CHAINS = 3
     """Shared out among the pairs, which are those of `chain_star`."""
+    DISSEMINATION = 4
+    """Passed on in ⌈log₂n⌉ steps; longer messages up and down the first pair."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,12 @@ class Strategy:
             many. In lowest terms; empty for equal parts.
         direct: how ranks make the result of an all_reduce from all contributions; see `builtin.direct`.
         for_long: replaces a direct strategy for messages of more than `DIRECT_NBYTES`, if given.
+        exchange: if given, an all_reduce takes its steps unless it goes whole; other verbs go along the pairs.
         chunk_nbytes: how much of a part travels at once, in bytes; 0: by `kfcomm.strategies.chunks`.
 
     Raises:
-        ConfigError: no pair, pairs of different sizes, shares that are not one positive integer for each pair or add
-            up to more than `MAX_SHARES`, or chunks that are not of 0 to `MAX_CHUNK_NBYTES` bytes.
+        ConfigError: no pair, pairs or an exchange of different sizes, shares that are not one positive integer for each
+            pair or add up to more than `MAX_SHARES`, or chunks that are not of 0 to `MAX_CHUNK_NBYTES` bytes.
     """
 
     name: str
@@ -67,6 +72,7 @@ class Strategy:
     direct: Direct = Direct.NOT
     for_long: Strategy | None = None
     chunk_nbytes: int = 0
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -76,7 +82,8 @@ class Strategy:
                 f"strategy {self.name!r} has chunks of {self.chunk_nbytes!r} bytes: expected 1 to {MAX_CHUNK_NBYTES}, "
                 "or 0 for the size that its graphs and the network suggest"
             )
-        sizes = sorted({pair.size for pair in self.pairs})
+        exchanges = () if self.exchange is None else (self.exchange,)
+        sizes = sorted({one.size for one in (*self.pairs, *exchanges)})
         if len(sizes) > 1:
             raise ConfigError(f"strategy {self.name!r} mixes graphs of sizes {sizes}")
         object.__setattr__(self, "shares", self._checked_shares())
@@ -112,7 +119,11 @@ class Strategy:
     @property
     def goes_whole(self) -> bool:
         """Whether every rank gets the whole contribution of every other."""
-        return self.direct in (Direct.ONE_STEP, Direct.STAR)
+        return self.direct in (Direct.ONE_STEP, Direct.STAR, Direct.DISSEMINATION)
+
+    def sends_at_once(self, nbytes: int) -> bool:
+        """Whether ranks send contributions of ``nbytes`` bytes to all others, and each folds them by itself."""
+        return self.direct in (Direct.ONE_STEP, Direct.DISSEMINATION) and nbytes <= SHOWN_WHOLE_NBYTES
 
     @property
     def pairs_of_direct(self) -> tuple[GraphPair, ...]:
@@ -150,6 +161,7 @@ class Strategy:
         kind = (b"whole" if self.is_whole else b"") + (b" shares" if self.shares else b"")
         kind += b" direct%d" % self.direct if self.direct else b""
         data += b"" if self.for_long is None else self.for_long.digest
+        data += b"" if self.exchange is None else self.exchange.digest
         shares = repr(self.shares).encode() if self.shares else b""
         shares += b" chunks of %d" % self.chunk_nbytes if self.chunk_nbytes else b""
         return hashlib.blake2b(data + shares, digest_size=16, person=kind).digest()

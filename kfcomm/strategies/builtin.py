@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
+from kfcomm.core.exchange import Exchange
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Direct, Strategy
 from kfcomm.types import Layout
@@ -217,6 +219,40 @@ def _rotated_binomial(size: int, root: int) -> GraphPair:
     return GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
 
 
+def halving_doubling(layout: Layout) -> Strategy:
+    """Recursive halving and doubling in few messages: the parts that go the same way in one step travel as one.
+
+    As `binomial`, with 2⌈log₂n⌉ messages a rank in place of 2(n−1), for any number of ranks (see
+    `kfcomm.core.exchange`). Ranks reduce inside their hosts first, if these have equally many. Other verbs go along the
+    graph of `binary_tree_star`.
+
+    Cost: 2(⌈log₂p⌉+⌈log₂h⌉) steps, 2(n−1)/n bytes, 2(h−1)/h bytes between hosts, for hosts of equally many ranks; of
+    others 2⌈log₂n⌉ steps. Sources: as of `kfcomm.core.exchange`.
+    """
+    groups = [layout.ranks_of(host) for host in range(layout.num_hosts)]
+    most = max(map(len, groups))
+    order = [group[place] for place in range(most) for group in groups if place < len(group)]
+    is_even = len(order) == most * len(groups)
+    exchange = Exchange(tuple(order), (most, len(groups)) if is_even else (len(order),))
+    return Strategy("halving_doubling", binary_tree_star(layout).pairs, exchange=exchange)
+
+
+def dissemination(layout: Layout) -> Strategy:
+    """Every rank gets all contributions in ⌈log₂n⌉ steps, and adds them in the order of the ranks.
+
+    In each step a rank passes on what it has, to the rank 1, 2, 4, ... before it: half the steps of a tree. For short
+    messages among many hosts, with the bits of `direct`. Messages of more than 16 KiB, and other verbs, go along a
+    star. On one host it is as `direct` where ranks share memory.
+
+    Cost: ⌈log₂n⌉ steps, n−1 bytes. Sources: D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier
+    synchronization" (1988); J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems" (1997).
+    """
+    if layout.num_hosts == 1:  # slots have the bits of a star around each rank
+        return replace(direct(layout), name="dissemination", direct=Direct.DISSEMINATION)
+    return Strategy("dissemination", (GraphPair.of(star_around(layout.size, 0)),), direct=Direct.DISSEMINATION)
+
+
 def _stars(size: int) -> tuple[GraphPair, ...]:
     return tuple(GraphPair.of(star_around(size, centre)) for centre in range(size))
 
@@ -287,4 +323,6 @@ ALGORITHMS: Final = (
     BuiltinStrategy(double_tree, "steps ≤ 2⌈log₂(⌊h/2⌋+1)⌉+2; bytes ≤ p+1; between hosts ≤ 2"),
     BuiltinStrategy(multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
     BuiltinStrategy(binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
+    BuiltinStrategy(halving_doubling, "steps 2(⌈log₂p⌉+⌈log₂h⌉); bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h"),
+    BuiltinStrategy(dissemination, "steps ⌈log₂n⌉; bytes n−1; between hosts by the numbering of ranks"),
 )

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
+from kfcomm.strategies.moves import goes_in_steps
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.types import Layout
 
@@ -118,12 +119,16 @@ class ChunkSizes:
         """None where chunks are as large as they may be."""
         known = self._pipelines.get(id(strategy))
         if known is None:
-            is_flat = self._layout.num_hosts == 1 and all(
-                max(pair.reduce.depth, pair.broadcast.depth) <= _FLAT_DEPTH for pair in strategy.pairs[:1]
-            )
+            # Steps of an exchange keep ports busy by themselves.
+            is_flat = goes_in_steps(strategy) or (self._layout.num_hosts == 1 and _depth(strategy) <= _FLAT_DEPTH)
             pipeline = None if is_flat else Pipeline.of(strategy, self._layout, self._network)
             known = self._pipelines[id(strategy)] = strategy, pipeline
         return known[1]
+
+
+def _depth(strategy: Strategy) -> int:
+    pair = strategy.pairs[0]
+    return max(pair.reduce.depth, pair.broadcast.depth)
 
 
 class _Edges(NamedTuple):

@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from kfcomm.strategies.base import AnyStrategy, Strategy
 from kfcomm.strategies.matrices import Matrix, checked_bandwidth, checked_latency, rates_of
+from kfcomm.strategies.moves import goes_in_steps, moves_of, num_parts, num_steps
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.price import Market, sends
 from kfcomm.strategies.profile import shares_of
@@ -47,14 +48,19 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         costs = [measure(alone, layout) for alone in _alone(strategy)]
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
-    shares = shares_of(strategy)
-    moves = list(sends(strategy.pairs, shares, goes_whole=strategy.goes_whole))
-    num_parts = 1 if strategy.goes_whole else sum(shares)
-    between = [(hosts[a], hosts[b], parts) for a, b, parts in moves if hosts[a] != hosts[b]]
+    if goes_in_steps(strategy):
+        steps, parts = num_steps(strategy), num_parts(strategy)
+        moves = [(move.source, move.target, move.parts) for move in moves_of(strategy)]
+    else:
+        shares, whole = shares_of(strategy), strategy.goes_whole
+        steps = max(pair.reduce.depth + (0 if whole else pair.broadcast.depth) for pair in strategy.pairs)
+        parts = 1 if whole else sum(shares)
+        moves = list(sends(strategy.pairs, shares, goes_whole=whole))
+    between = [(hosts[a], hosts[b], number) for a, b, number in moves if hosts[a] != hosts[b]]
     return Cost(
-        steps=max(pair.reduce.depth + (0 if strategy.goes_whole else pair.broadcast.depth) for pair in strategy.pairs),
-        bytes=Fraction(_busiest(strategy.size, moves), num_parts),
-        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), num_parts),
+        steps=steps,
+        bytes=Fraction(_busiest(strategy.size, moves), parts),
+        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), parts),
     )
 
 

@@ -19,6 +19,8 @@ pair. To these come
 With fewer processors than ranks a host's whole work, divided among its processors, is a third bound. Where hosts are
 unlike (``NetworkModel.rates``), each port and link takes its own time, and unlike senders share ports as `incast` says.
 A message of few elements goes whole along one pair, and the worst pair counts.
+unlike (``NetworkModel.rates``), each port and link takes its own time. A message of few elements goes whole along one
+pair, and the worst pair counts. Exchanges in steps are priced step by step (see `moves`).
 
 Beside the simulator, for strategies with one pair, stars and chains: within 5 %; for others within 20 %, mostly 10.
 """
@@ -37,6 +39,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.strategies.incast import Sender, drain_s, pipelined_s
+from kfcomm.strategies.moves import StepCosts, goes_in_steps
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.paths import Edges, Path
 from kfcomm.strategies.profile import Load, Profile, crossing, shares_of
@@ -181,10 +184,15 @@ class Priced:
         self._market = market
         self._shared: Price | None = None
         self._whole: list[Price] = []
+        self._steps: StepCosts | None = None
 
     def seconds(self, nbytes: int) -> float:
         """How long an all_reduce of ``nbytes`` bytes takes."""
         strategy, market = self.strategy, self._market
+        if goes_in_steps(strategy, nbytes) and market.layout.num_hosts > 1:
+            if self._steps is None:
+                self._steps = StepCosts(strategy, market.layout, market.network)
+            return self._steps.seconds(nbytes)
         chunk_nbytes = market.chunks.of(strategy, nbytes)
         is_short = nbytes < WHOLE_BELOW * _ELEMENT_NBYTES and market.layout.num_hosts > 1 and not strategy.direct
         if strategy.is_whole or (is_short and len(strategy.pairs) > 1):

@@ -111,13 +111,14 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
     count = flats[0].size
     if graphs.goes_whole:
         return folded(op, star_around(len(flats), 0), flats).reshape(shape)
-    if graphs.is_whole or (count < WHOLE_BELOW and not graphs.direct):
+    if graphs.is_whole or (count < WHOLE_BELOW and not graphs.direct and graphs.exchange is None):
         pair = graphs.pairs[pair_of(name or "", len(graphs.pairs), graphs.shares)]
         return folded(op, pair.reduce, flats).reshape(shape)
-    bounds = share_out(count, graphs.shares) if graphs.shares else split(count, len(graphs.pairs))
+    pairs = graphs.pairs if graphs.exchange is None else graphs.exchange.graphs()
+    bounds = share_out(count, graphs.shares) if graphs.shares else split(count, len(pairs))
     parts = [
         folded(op, pair.reduce, [flat[at : at + length] for flat in flats])
-        for pair, (at, length) in zip(graphs.pairs, bounds, strict=True)
+        for pair, (at, length) in zip(pairs, bounds, strict=True)
     ]
     return np.concatenate(parts).reshape(shape)
 

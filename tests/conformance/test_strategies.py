@@ -139,7 +139,7 @@ async def test_shares_of_the_pairs(shares: tuple[int, ...]) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("strategy", ["ring", "clique", "multi_binary_tree_star", "binomial"])
+@pytest.mark.parametrize("strategy", ["ring", "clique", "multi_binary_tree_star", "binomial", "halving_doubling"])
 async def test_chunk_size_and_reruns_do_not_change_a_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, length = 5, 2 * WHOLE_BELOW + 7
     seen: dict[str, set[bytes]] = {}

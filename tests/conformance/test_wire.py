@@ -21,7 +21,7 @@ from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, 
 pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes")
 
 WIRES = ("float16", "bfloat16")
-STRATEGIES = ("star", "ring", "clique", "binary_tree", "multi_binary_tree_star")
+STRATEGIES = ("star", "ring", "clique", "binary_tree", "multi_binary_tree_star", "halving_doubling")
 CHUNK = 16
 LENGTHS = (0, 1, CHUNK + 1, 5 * CHUNK + 3)
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -60,8 +60,8 @@ def result(op: str, graph: Graph, inputs: Sequence[Array], wire: str) -> Array:
 def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: str, wire: str) -> Array:
     count = inputs[0].size
     graphs = strategy.select(2 * count)
-    pairs = graphs.pairs
-    if graphs.is_whole or count < WHOLE_BELOW:
+    pairs = graphs.pairs if graphs.exchange is None else graphs.exchange.graphs()
+    if graphs.exchange is None and (graphs.is_whole or count < WHOLE_BELOW):
         pairs = (pairs[pair_of(name, len(pairs))],)
     parts = [
         result(op, pair.reduce, [x[at : at + length] for x in inputs], wire)
