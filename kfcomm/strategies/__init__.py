@@ -7,6 +7,10 @@ Everything is pure and deterministic: ranks that agree on name and layout have t
 Rules by message size, ``<=64KiB: star, else: ring``, are a mapping from a condition to whatever `build` takes, or that
 mapping in one line of text, as settings carry it. Their order has no meaning: a message belongs to the lowest bound
 that it does not exceed. Where a rule's strategy has rules itself (``auto`` has), those of its own range hold within it.
+
+Combinations, ``inside: direct, between: double_tree``, are a mapping from these two words, or text, by the same means:
+one strategy among the ranks of each host, another one between hosts (see `combine`). In text, brackets hold rules
+within rules: ``<=64KiB: star, else: (inside: star, between: ring)``.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.builtin import ALGORITHMS
+from kfcomm.strategies.combine import combined
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
@@ -63,6 +68,8 @@ Builder: TypeAlias = Callable[[Layout], StrategySpec]
 
 _ELSE: Final = "else"
 _AT_MOST: Final = "<="
+_INSIDE: Final = "inside"
+_BETWEEN: Final = "between"
 _RULES_HELP = 'rules are like "<=64KiB: star, else: ring"'
 
 
@@ -90,6 +97,8 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
             return build(_parsed(plain_text(spec)), layout, others)
         case str():
             return _named(plain_text(spec), layout, others)
+        case Mapping() if not {_INSIDE, _BETWEEN}.isdisjoint(spec):
+            return _of_both(spec, layout, others)
         case Mapping():
             return _of_rules(spec, lambda one: build(one, layout, others))
         case Strategy() | SizedStrategy():
@@ -136,15 +145,53 @@ def _parsed(text: str) -> dict[str, str]:
         ConfigError: a part of it has no colon, or a condition comes twice.
     """
     rules: dict[str, str] = {}
-    for part in text.split(","):
+    for part in _parts(text):
         condition, colon, name = (word.strip() for word in part.partition(":"))
         if not colon:
             several = "" if ":" in text else "only one is wanted here; "
             raise ConfigError(f"strategy {text!r}: {part.strip()!r} has no colon; {several}{_RULES_HELP}")
         if condition in rules:
             raise ConfigError(f"strategy {text!r}: {condition!r} comes twice")
-        rules[condition] = name
+        rules[condition] = name[1:-1].strip() if name.startswith("(") and name.endswith(")") else name
     return rules
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a line between commas that no bracket holds.
+
+    Raises:
+        ConfigError: a bracket is not closed, or was not opened.
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth:
+        raise ConfigError(f"strategy {text!r}: a bracket is {'not closed' if depth > 0 else 'closed but not opened'}")
+    return parts
+
+
+def _of_both(
+    spec: Mapping[Any, Any], layout: Layout, others: Callable[[], Mapping[str, Builder]]
+) -> AnyStrategy:  # fmt: skip
+    """The combination of a strategy inside hosts with one between them.
+
+    Raises:
+        ConfigError: one of the two is missing, or there is something else.
+    """
+    if set(spec) != {_INSIDE, _BETWEEN}:
+        raise ConfigError(
+            f"a combination has {_INSIDE!r} and {_BETWEEN!r}, as in 'inside: direct, between: double_tree'; "
+            f"there are {', '.join(map(repr, spec))}"
+        )
+    return combined(
+        layout, lambda part: build(spec[_INSIDE], part, others), lambda part: build(spec[_BETWEEN], part, others)
+    )
 
 
 def _of_rules(rules: Mapping[Any, Any], build: Callable[[Any], AnyStrategy]) -> SizedStrategy:
@@ -169,7 +216,8 @@ def _of_rules(rules: Mapping[Any, Any], build: Callable[[Any], AnyStrategy]) -> 
         one = build(bounds[bound])
         inner = _within(one, floor, bound)
         flat += inner
-        words += [_show(edge, each.name) for edge, each in inner] if _is_rules(one.name) else [_show(bound, one.name)]
+        is_by_size = isinstance(one, SizedStrategy) and _is_rules(one.name)
+        words += [_show(edge, each.name) for edge, each in inner] if is_by_size else [_show(bound, one.name)]
         floor = floor if bound is None else bound
     return SizedStrategy(", ".join(words), tuple(flat))
 
@@ -181,7 +229,7 @@ def show_exactly(nbytes: int) -> str:
 
 
 def _show(bound: int | None, name: str) -> str:
-    return f"{_ELSE if bound is None else _AT_MOST + show_exactly(bound)}: {name}"
+    return f"{_ELSE if bound is None else _AT_MOST + show_exactly(bound)}: {f'({name})' if ':' in name else name}"
 
 
 def _within(strategy: AnyStrategy, floor: int, bound: int | None) -> list[tuple[int | None, Strategy]]:

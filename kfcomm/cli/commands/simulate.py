@@ -140,7 +140,7 @@ def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
         ConfigError: they are separated by colons.
     """
     for given in strategies:
-        if ":" in given and "<=" not in given and "else" not in given:
+        if ":" in given and not any(word in given for word in ("<=", "else", "between")):
             raise ConfigError(f"--strategy {given!r}: strategies have commas between them: {given.replace(':', ',')}")
     found = (name.strip() for given in strategies for name in ([given] if ":" in given else given.split(",")))
     return tuple(dict.fromkeys(found))
