@@ -14,6 +14,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import DIRECT_NBYTES, AnyStrategy, SizedStrategy, Strategy
 from kfcomm.strategies.cost import measure
+from kfcomm.strategies.moves import goes_in_steps, moves_of
 from kfcomm.strategies.picture import as_svg
 from kfcomm.types import Layout
 
@@ -65,7 +66,22 @@ def _by_size(strategy: SizedStrategy, layout: Layout, pair: int | None) -> Itera
         above = above if bound is None else bound + 1
 
 
+def _steps(strategy: Strategy, layout: Layout) -> Iterator[str]:
+    """The messages of rank 0 in an exchange, by step."""
+    yield "in steps; from rank 0 go"
+    words: dict[int, list[str]] = {}
+    for move in moves_of(strategy):
+        if move.source == 0:
+            arrow = "→" if layout.hosts[0] == layout.hosts[move.target] else "⇒"
+            what = "contribution" if strategy.exchange is None else "part"
+            words.setdefault(move.step, []).append(f"{_count(move.parts, what)} {arrow} {move.target}")
+    yield from (f"  step {step + 1}: {', '.join(words[step])}" for step in sorted(words))
+    yield "other verbs, and what does not go in steps, along a graph"
+
+
 def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str]:
+    if asked is None and goes_in_steps(strategy):
+        yield from _steps(strategy, layout)
     number = asked or 0
     pair = strategy.pairs[number]
     share = f", {strategy.shares[number]}/{sum(strategy.shares)} of a message" if strategy.shares else ""
@@ -74,7 +90,7 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
         if len(strategy.pairs) > 1
         else f"root {pair.root}"
     )
-    if strategy.goes_whole:
+    if strategy.goes_whole and not goes_in_steps(strategy):
         yield "  reduce: up to the root, which keeps it; nothing comes down"
         yield from _tree(pair.reduce, layout)
     elif pair.reduce.parents == pair.broadcast.parents and not (_is_chain(pair.reduce) and pair.size > 2):

@@ -131,7 +131,14 @@ def test_a_sized_strategy_is_drawn_for_each_size() -> None:
     auto = build("auto", layout)
     text = as_text(auto, layout)
     assert re.search(r"^auto, 0 to \d+ bytes:\nclique: 4 ranks", text)
-    assert re.search(r"\nauto, from \d+ bytes:\nbinomial: 4 ranks", text)
+    assert re.search(r"\nauto, from \d+ bytes:\ntree: 4 ranks", text)
+
+
+def test_steps_of_an_exchange_are_drawn() -> None:
+    layout = Layout.even(4, 2)
+    text = as_text(build("halving_doubling", layout), layout)
+    assert "  step 1: 2 parts → 1\n  step 2: 1 part ⇒ 2\n  step 3: 1 part ⇒ 2\n  step 4: 2 parts → 1\n" in text
+    assert "  step 1: 1 contribution ⇒ 3\n" in as_text(build("dissemination", layout), layout)
 
 
 def test_of_a_direct_strategy_it_is_said_that_long_messages_go_elsewhere() -> None:
