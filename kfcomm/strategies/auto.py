@@ -6,7 +6,7 @@ The result depends on the layout and the constants alone, so that all ranks choo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -21,7 +21,9 @@ FORMULA = "for each message size the cheapest of the others by the time model"
 _MAX_ENTRIES: Final = 128 * 128
 """Pairs times ranks. Graphs with more take too long to build and compare, and too much memory on every rank."""
 _MOST_WHOLE_NBYTES: Final = 1 << 20
-"""Longer messages are shared out, so that not one rank has all the work, where one pair would do as well."""
+"""Longer messages are shared out, so that no rank has all the work."""
+_SHORT_NBYTES: Final = 1 << 16
+_ABOUT_EQUAL: Final = 1.05
 _SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
 
 
@@ -73,14 +75,20 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Cho
     priced = [Priced(one, market) for one in _candidates(layout, network)]
     for nbytes in _SIZES:
         seconds = [one.seconds(nbytes) if _may_take(one.strategy, nbytes, layout) else math.inf for one in priced]
-        best = seconds.index(min(seconds))
-        strategy = priced[best].strategy
-        others = [
-            (one_s, place) for place, one_s in enumerate(seconds)
-            if one_s < math.inf and priced[place].strategy.pairs is not strategy.pairs
-        ]  # fmt: skip
-        second_s, second = min(others, default=(math.inf, -1))
-        yield Choice(nbytes, strategy, seconds[best], priced[second].strategy if others else None, second_s)
+        yield _chosen(nbytes, [one.strategy for one in priced], seconds)
+
+
+def _chosen(nbytes: int, candidates: Sequence[Strategy], seconds: Sequence[float]) -> Choice:
+    """The cheapest candidate, and the next one that has other pairs."""
+    best = seconds.index(min(seconds))
+    alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
+    if nbytes > _SHORT_NBYTES:
+        # Where sharing out costs about the same, no rank has all the work.
+        limit_s = _ABOUT_EQUAL * seconds[best]
+        best = next((place for place in alike if not candidates[place].is_whole and seconds[place] <= limit_s), best)
+    others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
+    second_s, second = min(others, default=(math.inf, -1))
+    return Choice(nbytes, candidates[best], seconds[best], candidates[second] if others else None, second_s)
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:

@@ -234,9 +234,10 @@ def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -
                 or layout.num_hosts == 1
                 or (layout.num_hosts == layout.size and nbytes <= SHOWN_WHOLE_NBYTES)
             ):
-                assert choice.seconds <= predict_seconds(replace(strategy, for_long=None), layout, nbytes)
+                # Where messages that are shared out take about as long, they are.
+                assert choice.seconds <= 1.05 * predict_seconds(replace(strategy, for_long=None), layout, nbytes)
         assert chosen.select(nbytes) is choice.strategy or chosen.select(nbytes) == choice.strategy.select(nbytes)
-        assert choice.seconds <= choice.runner_up_s
+        assert choice.seconds <= 1.05 * choice.runner_up_s
     used = [(strategy.name, strategy.is_whole) for _, strategy in chosen.rules]
     assert all(one != two for one, two in zip(used, used[1:], strict=False))
 
