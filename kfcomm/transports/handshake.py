@@ -38,6 +38,7 @@ from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProto
 from kfcomm.transports.sockets import (
     Address,
     Connection,
+    ConnectionEnded,
     DialRefused,
     Listener,
     StreamSocket,
@@ -61,6 +62,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """For a peer of the job, whose host may be busy."""
 UNAUTHENTICATED_S = 5.0
 """For an incoming connection, before it has authenticated."""
+LATE_S = 1.0
+"""A timer that fires so late tells that this process did not run: it imports a large library, say."""
+MAX_TRIES = 3
+"""Of a dial that fails since this process was too slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +82,35 @@ class HandshakeOptions:
 async def dial(addresses: Iterable[Address], peer: Identity, purpose: int, options: HandshakeOptions) -> Connection:
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
+    A dial that fails because this process did not run is made again, `MAX_TRIES` times in all: the peer has closed
+    the connection after `UNAUTHENTICATED_S`, or this process has noticed the time limit `LATE_S` too late.
+
     Raises:
         DialRefused: no address led to it; the message has each address's reason, the peer's own words included.
     """
+    known = sorted(addresses, key=lambda address: isinstance(address, tuple))
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return await _dial_once(known, peer, purpose, options)
+        except _Late:
+            continue
+    return await _dial_once(known, peer, purpose, options)
+
+
+class _Late(DialRefused):
+    """No connection came about in time, since this process was too slow."""
+
+
+async def _dial_once(addresses: list[Address], peer: Identity, purpose: int, options: HandshakeOptions) -> Connection:
     failures: list[str] = []
     unreached: list[OSError] = []
     address: Address = ""
+    now_s = asyncio.get_running_loop().time
+    begun_s, is_late = now_s(), False
     try:
         async with asyncio.timeout(options.timeout_s):
-            for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
+            for address in addresses:
+                since_s = now_s()
                 # A fresh nonce for each try: no challenge is used twice.
                 dialler = Dialler(
                     options.me, peer, purpose=purpose, epoch=options.epoch, token=options.token,
@@ -95,14 +120,17 @@ async def dial(addresses: Iterable[Address], peer: Identity, purpose: int, optio
                     return await _greet(await connect(address), dialler, options.tls)
                 except (TransportError, ProtocolError) as error:
                     failures.append(f"{describe(address)}: {error}")
+                    is_late |= isinstance(error, ConnectionEnded) and now_s() - since_s >= UNAUTHENTICATED_S
                 except OSError as error:
                     failures.append(f"{describe(address)}: {why(error)}")
                     unreached.append(error)
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {options.timeout_s:g} s")
+        is_late = now_s() - begun_s >= options.timeout_s + LATE_S
     # Only if every address failed to connect: a peer that refused the handshake, or is slow, lives.
     gone = len(unreached) == len(failures) and nobody_listens(unreached)
-    raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
+    refused = _Late if is_late else DialRefused
+    raise refused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 
 
 async def _greet(sock: socket.socket, dialler: Dialler, tls: Tls | None) -> Connection:

@@ -48,6 +48,10 @@ class DialRefused(TransportError):
         self.nobody_listens = nobody_listens
 
 
+class ConnectionEnded(TransportError):
+    """The other side has closed the connection, or it broke."""
+
+
 def describe(address: Address) -> str:
     """Return an address in words."""
     if isinstance(address, str):
@@ -337,9 +341,9 @@ def told_as_lost(when: str) -> Iterator[None]:
     except TransportError:  # an OSError itself, with all details
         raise
     except OSError as error:
-        raise TransportError(f"lost {when}: {why(error)}") from error
+        raise ConnectionEnded(f"lost {when}: {why(error)}") from error
     except EOFError:
-        raise TransportError(f"the other side closed the connection {when}") from None
+        raise ConnectionEnded(f"the other side closed the connection {when}") from None
 
 
 def why(error: OSError) -> str:

@@ -3,6 +3,7 @@ import contextlib
 import errno
 import functools
 import socket
+import time
 import uuid
 
 import pytest
@@ -166,6 +167,61 @@ async def test_one_who_never_answers_is_not_waited_for():
         assert not caught.value.nobody_listens
     finally:
         silent.close()
+
+
+@on_every_loop
+async def test_dial_that_a_busy_process_made_too_slowly_is_made_again(monkeypatch):
+    """The peer has closed the first connection, since nothing came for so long."""
+    monkeypatch.setattr(handshake, "UNAUTHENTICATED_S", 0.05)
+    loop, listener = asyncio.get_running_loop(), Listener("127.0.0.1")
+    try:
+        dialling = asyncio.create_task(call([tcp(listener)]))
+        closed, _ = await loop.sock_accept(listener.sockets[0])
+        time.sleep(0.1)  # noqa: ASYNC251  the loop does not run meanwhile
+        closed.close()
+        accepted, _ = await loop.sock_accept(listener.sockets[0])
+        connection, _ = await answer(accepted, wanted, HandshakeOptions(PEER, 4, TOKEN, 3600.0))
+        (await dialling).close()
+        connection.close()
+    finally:
+        listener.close()
+
+
+@on_every_loop
+async def test_time_limit_that_a_busy_process_notices_late_begins_anew(monkeypatch):
+    monkeypatch.setattr(handshake, "LATE_S", 0.05)
+    loop, listener = asyncio.get_running_loop(), Listener("127.0.0.1")
+    try:
+        dialling = asyncio.create_task(call([tcp(listener)], timeout_s=0.5))
+        silent, _ = await loop.sock_accept(listener.sockets[0])
+        time.sleep(0.6)  # noqa: ASYNC251  the loop does not run meanwhile
+        accepted, _ = await loop.sock_accept(listener.sockets[0])
+        connection, _ = await answer(accepted, wanted, HandshakeOptions(PEER, 4, TOKEN, 3600.0))
+        (await dialling).close()
+        connection.close()
+        silent.close()
+    finally:
+        listener.close()
+
+
+@on_every_loop
+@pytest.mark.parametrize("waited_s", [0.0, 0.1])
+async def test_dial_is_not_made_again_for_ever(monkeypatch, waited_s):
+    """Once where the peer closes the connection at once, and a few times where it was this process that was slow."""
+    monkeypatch.setattr(handshake, "UNAUTHENTICATED_S", 0.05)
+    loop, listener = asyncio.get_running_loop(), Listener("127.0.0.1")
+    try:
+        dialling = asyncio.create_task(call([tcp(listener)]))
+        for _ in range(handshake.MAX_TRIES if waited_s else 1):
+            closed, _ = await loop.sock_accept(listener.sockets[0])
+            time.sleep(waited_s)  # noqa: ASYNC251  the loop does not run meanwhile
+            closed.close()
+        with pytest.raises(DialRefused, match="during the handshake"):
+            await dialling
+        with pytest.raises(BlockingIOError):
+            listener.sockets[0].accept()
+    finally:
+        listener.close()
 
 
 @on_every_loop
