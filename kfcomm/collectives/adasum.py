@@ -73,7 +73,7 @@ class Adasum:
 
     Where the ranks of the group share memory they first tell each other where their buffers are; a rank that cannot
     read all of them says so, and the call goes by messages. A buffer is in use until all ranks have read the result in
-    it: it is kept, unless some rank says that it has no room for that; then all ranks meet once more.
+    it: it is kept, unless some rank says that it keeps too much already; then all ranks meet once more.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Adasum:
         return self._buffer[:nbytes].reshape(shape)
 
     def _tell(self, heaps: Heaps) -> Told:
-        """What the other ranks have to know of the buffer."""
+        """Record of the buffer for the other ranks."""
         key, kept = self._key, self._group.kept
         is_over = may_keep = False
         if kept is not None and key is not None and not may_overlap(key):
@@ -147,7 +147,7 @@ class Adasum:
         self._multiply([one[mine * told.nbytes :][: told.nbytes] for one, told in zip(buffers, told, strict=True)], key)
 
     def _seen(self, heaps: Heaps, rank: int) -> Array:
-        """The buffer of a rank, in its memory, of which two rows are read."""
+        """Buffer of a rank, in its memory; the call reads two rows."""
         if rank == self._group.view.rank:
             return self._buffer
         peer, told = self._group.view.members[rank], self._told[rank]

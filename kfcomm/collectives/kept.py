@@ -41,7 +41,7 @@ def stamped(buffer: Array) -> int:
 
 
 class KeptBuffers:
-    """Those of one group, by name. Everything here runs on the engine's loop."""
+    """Kept buffers of one group, by name. Everything here runs on the engine's loop."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[int, Array]] = {}
