@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core import program as programs
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, UP, Do, EffectRecorder, Machine
+from kfcomm.core.machine import DOWN, INPUT, UP, Do, EffectRecorder, Machine
 from tests.core import specs
 
 STAR = GraphPair.of(Graph.from_parents([0, 0, 0, 0]))
@@ -58,19 +58,6 @@ def root():
     return Bench(programs.all_reduce(0, [STAR], 6, 4))
 
 
-def test_the_root_folds_its_children_finishes_and_sends_down():
-    bench = root()
-    assert bench.take() == []
-    assert bench.arrive("a", sender=1) == [(Do.FOLD, 0, 0, "a", True)]
-    assert bench.arrive("b", sender=2) == [(Do.FOLD, 0, 0, "b", False)]
-    assert bench.arrive("c", sender=3) == [
-        (Do.FOLD_LAST, 0, 0, "c", False),
-        (Do.SEND, (1, 2, 3), 0, 0, DOWN, RESULT, None),
-    ]
-    assert bench.machine.remaining == 1
-    assert bench.sent(3) == []
-
-
 def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
     for order in itertools.permutations((1, 2, 3)):
         bench = root()
@@ -86,37 +73,6 @@ def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
                 assert effect[1] in [one[3] for one in effects[place:] if one in folds]
         assert all(effect[0] != Do.RELEASE for effect in effects)  # a fold is the last to read its payload
         assert bench.machine.take_held() == []
-
-
-def test_a_leaf_sends_its_input_and_stores_the_result():
-    bench = Bench(programs.all_reduce(3, [STAR], 6, 4))
-    assert bench.take() == [(Do.SEND, (0,), 0, 0, UP, INPUT, None), (Do.SEND, (0,), 0, 1, UP, INPUT, None)]
-    assert bench.arrive("r0", DOWN, 0) == [(Do.STORE, 0, 0, "r0")]
-    assert bench.arrive("r1", DOWN, 0, index=1) == [(Do.STORE, 0, 1, "r1")]
-    assert bench.sent() == []
-    assert bench.sent() == [(Do.DONE,)]
-
-
-def test_it_is_not_done_before_its_sends_are_nor_before_its_chunks():
-    bench = Bench(programs.all_reduce(3, [STAR], 1, 4))
-    assert bench.take() == [(Do.SEND, (0,), 0, 0, UP, INPUT, None)]
-    assert bench.sent() == []
-    assert bench.arrive("r", DOWN, 0)[-1] == (Do.DONE,)
-
-
-def test_the_middle_of_a_chain_passes_partials_up_and_results_down():
-    bench = Bench(programs.all_reduce(1, [CHAIN], 1, 1))
-    assert bench.arrive("a", sender=2) == [
-        (Do.FOLD_UP, 0, 0, "a", True),
-        (Do.SEND, (0,), 0, 0, UP, PARTIAL, None),
-    ]
-    assert bench.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r"), (Do.SEND, (2,), 0, 0, DOWN, RESULT, None)]
-
-
-def test_forwarded_payload_is_not_stored():
-    bench = Bench(programs.gather(1, CHAIN, [1, 1, 1], 4))
-    assert bench.take() == [(Do.SEND, (0,), 1, 0, DOWN, INPUT, None)]
-    assert bench.arrive("x", DOWN, 2, lane=2) == [(Do.SEND, (0,), 2, 0, DOWN, PAYLOAD, "x"), (Do.RELEASE, "x")]
 
 
 def test_gated_lanes_begin_when_all_others_are_complete():
@@ -153,13 +109,6 @@ def test_done_elsewhere_completes_program_without_lanes():
     assert not effects
     machine.done_elsewhere()
     assert [effect[0] for effect in effects] == [Do.DONE]
-
-
-def test_chunks_without_payload_are_neither_folded_nor_kept():
-    bench = Bench(programs.barrier(1, CHAIN))
-    assert bench.arrive("", sender=2) == [(Do.RELEASE, ""), (Do.SEND, (0,), 0, 0, UP, PARTIAL, None)]
-    assert bench.arrive("", DOWN, 0) == [(Do.SEND, (2,), 0, 0, DOWN, PAYLOAD, ""), (Do.RELEASE, "")]
-    assert bench.sent(2) == [(Do.DONE,)]
 
 
 def test_invalid_chunk_is_refused():
@@ -205,15 +154,6 @@ def test_of_a_chunk_that_came_on_two_links_the_second_does_nothing():
     assert leaf.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r")]
     assert leaf.arrive_unasked("again", DOWN, 0) == [(Do.RELEASE, "again")]
     assert leaf.sent() == [(Do.DONE,)]
-
-
-def test_held_payloads_can_be_taken_back():
-    bench = root()
-    assert bench.machine.take_held() == []
-    bench.arrive("c", sender=3)
-    bench.arrive("b", sender=2, index=1)
-    assert bench.machine.take_held() == ["c", "b"]
-    assert bench.machine.take_held() == []
 
 
 def test_awaits_sender_with_missing_chunk():
@@ -323,16 +263,3 @@ def test_take_matches_arrived_and_refuses_repeats(size, seed):
     assert twins.said[-1] == (Do.DONE,)
     ends = [effect for effect in twins.said if effect[0] in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST, Do.STORE, Do.RELEASE)]
     assert len(ends) == len(everything)  # each payload is folded, stored or released, and once
-
-
-def test_while_a_chunk_is_held_others_are_taken():
-    bench = root()  # of two chunks
-    routes, machine = bench.routes, bench.machine
-    assert machine.take(routes[0, UP, 3], 0, "c")
-    assert machine.take(routes[0, UP, 1], 1, "a1")
-    assert not machine.take(routes[0, UP, 3], 0, "c again")
-    assert bench.take() == [(Do.HOLD, "c"), (Do.FOLD, 0, 1, "a1", True)]
-    bench.arrive("a", sender=1)
-    bench.arrive("b", sender=2)
-    assert machine.take(routes[0, UP, 2], 1, "b1")
-    assert bench.take() == [(Do.FOLD, 0, 1, "b1", False)]
