@@ -57,9 +57,7 @@ def path_of(comm: Any) -> Any:
 
 
 def is_at_rest(world: DeviceWorld, comm: Any) -> bool:
-    slabs = path_of(comm).pool_of(world.devices[comm.rank])._slabs
-    in_use = any(slab.memory.nbytes != sum(slab.holes.values()) for slab in slabs)
-    return not (in_use or len(path_of(comm)) or len(path_of(comm).turns))
+    return not (world.uses_pinned_memory(comm) or len(path_of(comm)) or len(path_of(comm).turns))
 
 
 def begun(world: DeviceWorld, name: str | None = "k", count: int = LONG, **options: Any) -> list[Any]:

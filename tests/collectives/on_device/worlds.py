@@ -40,6 +40,11 @@ class DeviceWorld:
         """As `everywhere`, with errors in place of results."""
         return await ends(self.comms, lambda comm: self.get(comm, call(comm)))
 
+    def uses_pinned_memory(self, comm: Communicator) -> bool:
+        """Whether some pinned memory of a rank is in use."""
+        slabs = comm._paths.pool_of(self.devices[comm.rank])._slabs
+        return any(slab.memory.nbytes != sum(slab.holes.values()) for slab in slabs)
+
     async def works(self, name: str = "afterwards") -> None:
         """An all_reduce on the devices gives the sum."""
         size = len(self.comms)
