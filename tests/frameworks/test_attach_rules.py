@@ -56,6 +56,22 @@ def one_process(step: Any, size: int = 2) -> Any:
 # ---------------------------------------------------------------- gradients
 
 
+@DEFER
+def test_a_second_pass_adds_to_the_average(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model, _, _ = attached(comm, defer=defer)
+        loss(model, comm.rank, 1).backward()
+        loss(model, comm.rank, 2).backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    first, second = each(rank)
+    model = made()
+    (sum(loss(model, rank, step) for rank in range(2) for step in (1, 2)) / 2).backward()
+    for one, other, parameter in zip(first, second, model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, parameter.grad)
+
+
 def test_step_refuses_gradients_from_no_sync_alone() -> None:
     def rank(comm: Any) -> None:
         model, optimizer, held = attached(comm)
