@@ -33,7 +33,7 @@ LEAST_CHUNK_NBYTES: Final = 1 << 13
 """Smaller chunks are more work than they save."""
 
 _FLAT_DEPTH: Final = 3
-"""In shared memory, graphs up to this depth have the largest chunks: there a chunk waits for processors, not ports."""
+"""In shared memory, graphs up to this depth have the largest chunks, and all graphs where ranks share processors."""
 _MAX_PAIRS: Final = 8
 """Pairs of a strategy that are looked at; where there are more, they are alike."""
 
@@ -115,20 +115,21 @@ class ChunkSizes:
             size //= 2
         return best
 
+    def _is_flat_here(self, strategy: Strategy) -> bool:
+        """Whether chunks on one host wait for processors rather than ports."""
+        pair, num_cpus = strategy.pairs[0], self._layout.num_cpus
+        is_flat = max(pair.reduce.depth, pair.broadcast.depth) <= _FLAT_DEPTH
+        return is_flat or 0 < num_cpus < self._layout.size
+
     def _pipeline(self, strategy: Strategy) -> Pipeline | None:
         """None where chunks are as large as they may be."""
         known = self._pipelines.get(id(strategy))
         if known is None:
             # Steps of an exchange keep ports busy by themselves.
-            is_flat = goes_in_steps(strategy) or (self._layout.num_hosts == 1 and _depth(strategy) <= _FLAT_DEPTH)
+            is_flat = goes_in_steps(strategy) or (self._layout.num_hosts == 1 and self._is_flat_here(strategy))
             pipeline = None if is_flat else Pipeline.of(strategy, self._layout, self._network)
             known = self._pipelines[id(strategy)] = strategy, pipeline
         return known[1]
-
-
-def _depth(strategy: Strategy) -> int:
-    pair = strategy.pairs[0]
-    return max(pair.reduce.depth, pair.broadcast.depth)
 
 
 class _Edges(NamedTuple):

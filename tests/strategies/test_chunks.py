@@ -41,6 +41,11 @@ def test_shallow_graphs_on_one_host_have_the_largest_chunks(name: str, size: int
     assert {chunk_of(name, Layout.even(size), 1 << bit) for bit in range(31)} == {CHUNK_NBYTES}
 
 
+@pytest.mark.parametrize("name", names())
+def test_ranks_that_share_processors_of_one_host_have_the_largest_chunks(name: str) -> None:
+    assert {chunk_of(name, Layout.even(32, num_cpus=8), 1 << bit) for bit in range(31)} == {CHUNK_NBYTES}
+
+
 def test_chunks_shrink_with_depth_and_latency_and_grow_with_length_and_rate() -> None:
     depths = [chunk_of("binary_tree", Layout.even(size, size), MIB) for size in (2, 8, 64, 1024)]
     assert depths == sorted(depths, reverse=True)
