@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, cast
 
@@ -27,8 +28,7 @@ from kfcomm.transports.base import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.types import UNMEASURED, Layout
-from kfcomm.world.communicator import ARRIVED, Communicator
-from kfcomm.world.epochs import settle
+from kfcomm.world.communicator import Communicator
 
 if TYPE_CHECKING:
     from kfcomm.engine.interfaces import Alone
@@ -142,6 +142,13 @@ class Init:
             await own.close()
             raise
 
+    async def _in_epoch(self, network: Any, make: Callable[[Any], Communicator]) -> Communicator:
+        if self.settings.join is None:
+            return make(network)
+        from kfcomm.elastic.entering import entered
+
+        return await entered(network, make)
+
     async def _join(self, own: Accelerator) -> Communicator:
         settings = self.settings
         network = await _network(settings, own, self._exchange)
@@ -151,24 +158,19 @@ class Init:
         if reactor is None:
             reactor = Reactor()
             closed = LoopDriver(reactor, loop).close
+        options = SessionOptions(loop, reactor, settings.timeout_s, settings.stall_after_s, settings.monitor, closed)
         try:
-            devices = set_up_devices(settings, own, network.reports, network.layout, network.device_transport)
-            options = SessionOptions(
-                loop, reactor, settings.timeout_s, settings.stall_after_s, settings.monitor, closed
-            )
-            session = Session(network.births.index(settings.rank), network, devices, options, network.epoch)
+            comm = await self._in_epoch(network, partial(_communicator, settings, own, options))
         except BaseException:
             closed()
             raise
+        session = comm._session
         try:
-            comm = Communicator(session, session.world, network.strategy)
             if session.rank == 0 and network.layout.costs != UNMEASURED:
                 logger.info(
                     "rank 0: 'auto' counts with costs that kfcomm probe --keep measured (%s)",
                     describe_saved() or "on other hosts",
                 )
-            if settings.join is not None:
-                settle(session, comm.barrier(ARRIVED))
             if settings.timeline is not None:
                 from kfcomm.monitor.timeline import Timeline
 
@@ -180,6 +182,15 @@ class Init:
         if settings.store is not None and settings.token is not None:
             conceal(os.environ, settings.store, settings.token)
         return comm
+
+
+def _communicator(
+    settings: Settings, own: Accelerator, options: SessionOptions, network: Alone | SocketNetwork
+) -> Communicator:
+    """Make the communicator of this rank in an epoch."""
+    devices = set_up_devices(settings, own, network.reports, network.layout, network.device_transport)
+    session = Session(network.births.index(settings.rank), network, devices, options, network.epoch)
+    return Communicator(session, session.world, network.strategy)
 
 
 def _make_ready(settings: Settings) -> None:

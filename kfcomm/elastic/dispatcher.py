@@ -35,6 +35,7 @@ from kfcomm.errors import CollectiveMismatch, EpochChanged, KfcommError, PeerLos
 from kfcomm.transports.reactor import Timer
 from kfcomm.world.communicator import Communicator
 from kfcomm.world.epochs import NO_PLAN, EpochPlan, Released
+from kfcomm.world.prepared import PreparedEpoch
 
 
 class Recovery:
@@ -51,6 +52,7 @@ class Recovery:
         self._moved = moved
         self._reports = reports
         self._plan = NO_PLAN  # agreed on, and not carried out yet
+        self._prepared: PreparedEpoch | None = None  # by this plan
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
         self._watch()
@@ -62,9 +64,9 @@ class Recovery:
         while self._task is not None:
             await asyncio.wait([self._task])
 
-    async def change(self, plan: EpochPlan) -> None:
+    async def change(self, plan: EpochPlan, prepared: PreparedEpoch | None = None) -> None:
         """Carry out a plan that all ranks know, or will know; ``EpochChanged`` if it releases this rank."""
-        self._plan = plan
+        self._plan, self._prepared = plan, prepared
         # A loss on the way begins a change without the plan; the plan is then carried out by the next one.
         while self._plan != NO_PLAN:
             if self._log.error is not None:
@@ -138,9 +140,9 @@ class Recovery:
         self._unwatch()
         # outcomes of calls that are not over here: the rank that was to give the result may be lost now
         log.outcomes.clear()
-        plan = self._plan
+        plan, prepared, self._prepared = self._plan, self._prepared, None
         try:
-            comm, digests, is_planned = await log.comm._succeed(log.digest(), plan=plan)
+            comm, digests, is_planned = await log.comm._succeed(log.digest(), plan=plan, prepared=prepared)
         except CollectiveMismatch:  # other ranks end their calls, and have not heard of the loss
             return True
         except Released:

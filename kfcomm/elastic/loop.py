@@ -170,6 +170,8 @@ class Elastic:
 
     async def _close(self) -> None:
         self._requests.close()
+        if self._walks is not None:
+            self._walks.close()
         if self._checkpoint is not None:
             await self._checkpoint.close()
 

@@ -92,14 +92,14 @@ async def spread(
         for number, stripe in enumerate(cut([one.size for one in data], len(givers)))
         if stripe and comm.rank in (givers[number], *takers)
     }
-    sharing = (_share(comm, [givers[number], *takers], pieces) for number, pieces in mine.items())
+    sharing = (share_stripe(comm, [givers[number], *takers], pieces) for number, pieces in mine.items())
     for outcome in await asyncio.gather(*sharing, return_exceptions=True):
         if outcome is not None:
             raise outcome
     return {number: checksum(pieces) for number, pieces in mine.items()}
 
 
-async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
+async def share_stripe(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
     """Broadcast one stripe from the first of the members to the others."""
     # the strategy costs nothing to make, and on one host a star is one copy that all takers read
     group = await comm.group(members, "kfcomm/state", strategy="star")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
+from kfcomm.elastic.ahead import Preparation, Stage
 from kfcomm.elastic.boundary import BoundaryReport, Sums, hash_of, reports_of
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
@@ -70,6 +71,7 @@ class Walks:
         self._handover = handover
         self._merging = handover.merging
         self._requests = requests
+        self._preparation = Preparation(handover.calls)
         self._states = [one for one in states if one is not None]  # what all ranks share, and what is this rank's own
         self._checkpoint = checkpoint
         self._restarts = restarts  # steps are repeated after a loss
@@ -298,7 +300,12 @@ class Walks:
                 self._checks.fault = unreadable("the state", error)
 
     def _is_wanted(self, course: Course) -> bool:
-        return not self._is_within(course) and self._requests.is_wanted(self._comm.current)
+        comm = self._comm.current
+        return not self._is_within(course) and self._requests.is_wanted(comm) and self._preparation.is_due(comm)
+
+    def close(self) -> None:
+        """Prepare nothing any more."""
+        self._preparation.drop()
 
     def _report(
         self, course: Course, rows: list[list[Any]], flags: list[bool], wishes: AbstractSet[str] = frozenset()
@@ -396,17 +403,22 @@ class Walks:
         """Carry out the plan of the first rank: all ranks receive it, or none does."""
         comm, calls = self._comm, self._calls
         # The first rank may have died since the boundary, and its successor may not know the request.
-        mine = self._requests.plan(comm.current) if comm.rank == 0 else NO_PLAN
+        mine = NO_PLAN, Stage.UNPREPARED
+        if comm.rank == 0:
+            mine = self._preparation.plan(comm.current, self._requests.plan(comm.current))
         try:
-            plan = EpochPlan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
+            fields, number = await comm.broadcast_object(mine, 0, "kfcomm/plan")
         except PeerLost:
             return
+        plan, stage = EpochPlan.of(fields), Stage(number)
         if plan == NO_PLAN:
+            return
+        if stage is Stage.PREPARE and await self._preparation.begin(comm.current, plan):
             return
         steps = calls.log.step
         merged = await self._merging.collect()  # ranks that leave take part
         try:
-            await calls.recovery.change(plan)
+            await calls.recovery.change(plan, await self._preparation.taken(comm.current, stage))
         except EpochChanged:
             if not calls.recovery.is_released:
                 raise

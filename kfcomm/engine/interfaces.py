@@ -37,6 +37,9 @@ class Membership(Protocol):
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """Tell the processes with these uids that they are in this epoch; the first ``num_old`` ranks know."""
 
+    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+        """Tell waiting processes to set up this epoch, to which they may be admitted; False if one cannot be told."""
+
     async def give_up(self, births: Collection[int]) -> None:
         """Tell the launcher that the processes with these uids were given up."""
 
@@ -107,6 +110,9 @@ class Network(Protocol):
     num_old: int
     """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
 
+    is_invited: bool
+    """This process has been invited to this epoch, and waits to be admitted to it or to another one."""
+
     reports: tuple[DeviceReport, ...]
     """Reports of all ranks on their devices."""
 
@@ -116,8 +122,18 @@ class Network(Protocol):
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
-    async def open_door(self, epoch: int) -> Door:
-        """Listen where the peers of the next epoch, which has this number, will come."""
+    async def open_door(self, epoch: int, attempt: int = 0) -> Door:
+        """Listen where the peers of the next epoch, which has this number, will come; ``attempt``: to prepare it."""
+
+    def hand_on(self, network: Network) -> None:
+        """Let the network of the next epoch own what both use, such as the store."""
+
+    async def admission(self) -> Network | None:
+        """Wait until this process, which was invited, is admitted: the network of another epoch, or None for this.
+
+        Raises:
+            ConfigError, RendezvousError: as on joining.
+        """
 
     async def leave(self) -> None:
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
@@ -161,6 +177,7 @@ class Alone(Network):
         self.births = (0,)
         self.membership: Membership = AloneMembership()
         self.epoch = self.num_old = 0
+        self.is_invited = False
         self.strategy = settings.strategy
         self.reports = (device,)
         self.device_transport = settings.transport
@@ -199,8 +216,14 @@ class Alone(Network):
         return []
 
     @override
-    async def open_door(self, epoch: int) -> AloneAgain:
+    async def open_door(self, epoch: int, attempt: int = 0) -> AloneAgain:
         return AloneAgain(self)
+
+    def hand_on(self, network: Network) -> None:
+        """Nothing is shared."""
+
+    async def admission(self) -> None:
+        """Never called: it was not invited."""
 
     async def leave(self) -> None:
         """Do nothing: it is alone."""
@@ -238,6 +261,10 @@ class AloneMembership(Membership):
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """Do nothing: there are no joining ranks."""
+
+    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+        """Never called: there are no joining ranks."""
+        return False
 
     async def give_up(self, births: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -16,7 +16,7 @@ from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.join import check_versions
-from kfcomm.rendezvous.keyvalue import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
+from kfcomm.rendezvous.keyvalue import ASIDE, BOUNDS, ENTRY, GIVEN_UP, INVITED, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.saved_costs import rates_of_rows
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.registry import AUTO, named, selected
@@ -38,13 +38,14 @@ class StoreMembership(Membership):
     """Membership of one epoch of a job with a store; ``births`` are the uids of the peers, by rank."""
 
     def __init__(
-        self, meeting: Meeting, peers: Sequence[PeerInfo], births: Sequence[int], epoch: int, job: str
+        self, meeting: Meeting, peers: Sequence[PeerInfo], births: Sequence[int], epoch: int, attempt: int, job: str
     ) -> None:
         self._meeting = meeting
         self._settings = meeting.settings
         self._peers = peers
         self._births = births
         self._epoch = epoch
+        self._attempt = attempt
         self._job = job
         self._me = peers[births.index(meeting.settings.rank)]
 
@@ -63,7 +64,12 @@ class StoreMembership(Membership):
             new = [Candidate(int(name), about) for name, about in found.items() if int(name) not in known]
             fit = [one for one in new if not await self._was_let_in(one) and await self._fits(one)]
             if fit:
-                return sorted(fit)
+                return sorted([await self._with_aside(one) for one in fit])
+
+    async def _with_aside(self, candidate: Candidate) -> Candidate:
+        """Tell of a process also where it listens for an epoch that is prepared; see `peer_of`."""
+        aside = await self._meeting.client.find(f"{ASIDE}/{candidate.birth}")
+        return candidate._replace(about=msgpack.packb([candidate.about, aside]))
 
     async def _was_let_in(self, candidate: Candidate) -> bool:
         """Whether the process was admitted before (it may be gone), or refused."""
@@ -87,10 +93,19 @@ class StoreMembership(Membership):
 
     @override
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        peers = [peer.to_wire() for peer in self._peers]
-        entry = msgpack.packb([self._epoch, self._births, peers, num_old, strategy])
         for birth in births:
-            await self._meeting.client.claim(f"{ENTRY}/{birth}", entry)
+            await self._meeting.client.claim(f"{ENTRY}/{birth}", self._told(num_old, strategy))
+
+    @override
+    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+        told = self._told(num_old, strategy)
+        # A process is invited once: one for which that has failed is admitted without.
+        return all([await self._meeting.client.claim(f"{INVITED}/{birth}", told) == told for birth in births])
+
+    def _told(self, num_old: int, strategy: str) -> bytes:
+        peers = [peer.to_wire() for peer in self._peers]
+        told = [self._epoch, self._births, peers, num_old, strategy, self._attempt]
+        return bytes(msgpack.packb(told))
 
     @override
     async def give_up(self, births: Collection[int]) -> None:
@@ -204,9 +219,41 @@ async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[L
     return listener, replace(me, transport=settings.transport, checksum=settings.checksum)
 
 
-def unix_name(meeting: Meeting, epoch: int) -> str:
+async def told_of(meeting: Meeting, about: str) -> list[Any]:
+    """Wait until the ranks of a running job invite, or admit, this process.
+
+    Raises:
+        ConfigError: its settings are not theirs.
+        RendezvousError: they do not within the timeout; or the store is gone.
+    """
+    from kfcomm.rendezvous.keyvalue import NotSet  # as the client does, which a world of one does without
+
+    settings, me, client = meeting.settings, meeting.me, meeting.client
+    try:
+        while True:
+            try:
+                said = await client.get(f"{about}/{me.rank}", settings.timeout_s)
+                break
+            except NotSet:
+                if not settings.launcher:  # else it may be a spare, which waits as long as there is a store
+                    raise
+    except RendezvousError as error:
+        raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
+    told = msgpack.unpackb(said, use_list=False)
+    if isinstance(told, str):
+        raise ConfigError(f"the ranks of the job do not let this process in: {told}")
+    return list(told)
+
+
+def peer_of(candidate: Candidate, rank: int, *, is_prepared: bool) -> PeerInfo:
+    """Return a joining rank as its peers know it, in an epoch that is prepared, or in another one."""
+    about, aside = msgpack.unpackb(candidate.about)
+    return replace(PeerInfo.from_wire(aside if is_prepared and aside is not None else about), rank=rank)
+
+
+def unix_name(meeting: Meeting, epoch: int, attempt: int) -> str:
     """Name of this process's Unix socket in an epoch."""
-    return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}"
+    return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}" + (f".{attempt}" if attempt else "")
 
 
 def check_reach(peers: Sequence[PeerInfo], transport: str) -> None:

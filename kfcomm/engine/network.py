@@ -7,12 +7,13 @@ Which transport an edge gets follows from where its ends are, and from the setti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -32,14 +33,16 @@ from kfcomm.engine.membership import (
     kept_rates,
     layout_of,
     listen,
+    peer_of,
     tls_of,
+    told_of,
     unix_name,
 )
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.join import JobStore, check_versions, join
-from kfcomm.rendezvous.keyvalue import ENTRY, JOINING
+from kfcomm.rendezvous.keyvalue import ASIDE, ENTRY, INVITED, JOINING
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.registry import TCP, Transport, selected
@@ -61,17 +64,21 @@ logger = logging.getLogger("kfcomm")
 LAUNCHER_WORD_S = 0.1
 """How long a launcher on this host is given to say how a process ended; it takes some milliseconds."""
 DIAL_TIMEOUT_S = 30.0
+ATTEMPT_BITS = 32
+"""The epoch in handshakes has the number of the preparation above so many bits: preparations must not be mixed up."""
 
 
 class SocketNetwork(Network):
     """Network of one process among others, joined through the store or made by surviving ranks.
 
-    ``births`` are the uids of the peers (their ranks in the first epoch), by rank.
+    ``births`` are the uids of the peers (their ranks in the first epoch), by rank. ``attempt`` is the number of the
+    preparation of this epoch, while the former one was in use; 0 without one.
     """
 
     def __init__(
-        self, meeting: Meeting, peers: Sequence[PeerInfo], listener: Listener, births: Sequence[int], epoch: int = 0
-    ) -> None:
+        self, meeting: Meeting, peers: Sequence[PeerInfo], listener: Listener, births: Sequence[int], epoch: int = 0,
+        attempt: int = 0,
+    ) -> None:  # fmt: skip
         settings = meeting.settings
         self.births = tuple(births)
         self.peers = tuple(peers)
@@ -90,13 +97,18 @@ class SocketNetwork(Network):
         self._meeting = meeting
         self._settings = settings
         self._listener = listener
-        self._is_over = False
+        self._owns_store = True
+        self._admission: asyncio.Task[list[Any]] | None = None  # of a process that was invited
+        self._spare: Listener | None = None  # for another epoch than the one that it was invited to
+        self.is_invited = False
         self.epoch = epoch
+        self._attempt = attempt
         self.num_old = 0  # of a joining rank: number of ranks before it joined, which come first; else 0
         self.strategy = settings.strategy  # of the beginning of the epoch
-        self.membership = StoreMembership(meeting, self.peers, self.births, epoch, self.job)
+        self.membership = StoreMembership(meeting, self.peers, self.births, epoch, attempt, self.job)
+        number = epoch + (attempt << ATTEMPT_BITS)
         self._world = World(
-            self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
+            self._me.rank, self.peers, settings.token or b"", number, lost_after_s=settings.lost_after_s,
             launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
             show_life=exit_report.report_alive if settings.elastic else None,
         )  # fmt: skip
@@ -135,7 +147,7 @@ class SocketNetwork(Network):
             listener, me = await listen(settings, device, mark)
             meeting = Meeting(settings, me, mark, store, tls, {})
             if settings.join:
-                return await cls._enter(meeting, listener)
+                return await cls._enter(meeting, listener, device)
             peers = await join(settings, me, store.client)
             check_reach(peers, settings.links)
             try:
@@ -183,34 +195,59 @@ class SocketNetwork(Network):
             raise
 
     @classmethod
-    async def _enter(cls, meeting: Meeting, listener: Listener) -> SocketNetwork:
-        """Wait until the ranks of a running job admit this process.
+    async def _enter(cls, meeting: Meeting, listener: Listener, device: DeviceReport) -> SocketNetwork:
+        """Wait until the ranks of a running job admit this process, or invite it to an epoch that they prepare.
 
         Raises:
             ConfigError: its number is another's, or its settings are not theirs.
             RendezvousError: they do not within the timeout; or the store is gone.
         """
-        from kfcomm.rendezvous.keyvalue import NotSet  # as the client does, which a world of one does without
-
-        settings, me, client = meeting.settings, meeting.me, meeting.client
-        if await client.claim(f"{JOINING}/{me.rank}", me.to_wire()) != me.to_wire():
-            raise ConfigError(f"another process has joined this job as {me.rank}, or waits to: take another number")
+        me, client, loop = meeting.me, meeting.client, asyncio.get_running_loop()
+        aside: Listener | None = None
+        waits: dict[str, asyncio.Task[list[Any]]] = {}
         try:
-            while True:
-                try:
-                    entry = await client.get(f"{ENTRY}/{me.rank}", settings.timeout_s)
-                    break
-                except NotSet:
-                    if not settings.launcher:  # else it may be a spare, which waits as long as there is a store
-                        raise
-        except RendezvousError as error:
-            raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
-        told = msgpack.unpackb(entry, use_list=False)
-        if isinstance(told, str):
-            raise ConfigError(f"the ranks of the job do not let this process in: {told}")
-        epoch, births, wires, num_old, strategy = told
-        made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch)
+            # Connections of an epoch that is prepared, perhaps in vain, come elsewhere. Without a port for that this
+            # process is admitted as it is.
+            with contextlib.suppress(ConfigError):
+                aside, there = await listen(meeting.settings, device, f"{meeting.mark}-aside")
+                await client.claim(f"{ASIDE}/{me.rank}", there.to_wire())
+            if await client.claim(f"{JOINING}/{me.rank}", me.to_wire()) != me.to_wire():
+                raise ConfigError(f"another process has joined this job as {me.rank}, or waits to: take another number")
+            for about in (ENTRY, INVITED) if aside is not None else (ENTRY,):
+                waits[about] = loop.create_task(told_of(meeting, about), name=f"kfcomm waits for {about}")
+            await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
+            if aside is None or waits[ENTRY].done() or waits[INVITED].exception() is not None:
+                return cls._of(meeting, await waits[ENTRY], listener)
+            made = cls._of(meeting, waits[INVITED].result(), aside)
+            made._admission, made._spare, made.is_invited = waits.pop(ENTRY), listener, True
+            aside = None
+            return made
+        finally:
+            if aside is not None:
+                aside.close()
+            for task in waits.values():
+                task.cancel()
+            await asyncio.gather(*waits.values(), return_exceptions=True)
+
+    @classmethod
+    def _of(cls, meeting: Meeting, told: Sequence[Any], listener: Listener) -> SocketNetwork:
+        """Network of an epoch to which this process is admitted, or invited."""
+        epoch, births, wires, num_old, strategy, attempt = told
+        made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch, attempt)
         made.num_old, made.strategy = num_old, strategy
+        return made
+
+    @override
+    async def admission(self) -> SocketNetwork | None:
+        if self._admission is None or self._spare is None:
+            return None
+        told = await self._admission
+        self._admission, spare, self._spare, self.is_invited = None, self._spare, None, False
+        if [told[0], told[-1]] == [self.epoch, self._attempt]:
+            spare.close()
+            return None
+        made = self._of(self._meeting, told, spare)
+        self.hand_on(made)
         return made
 
     @override
@@ -289,24 +326,36 @@ class SocketNetwork(Network):
         return [*own, *(self._control.descriptors() if self._control is not None else ())]
 
     @override
-    async def open_door(self, epoch: int) -> SocketDoor:
-        unix = None if self._me.unix is None else unix_name(self._meeting, epoch)
-        return SocketDoor(self, Listener(self._me.address, unix=unix, ports=self._settings.ports), unix, epoch)
+    async def open_door(self, epoch: int, attempt: int = 0) -> SocketDoor:
+        unix = None if self._me.unix is None else unix_name(self._meeting, epoch, attempt)
+        listener = Listener(self._me.address, unix=unix, ports=self._settings.ports)
+        return SocketDoor(self, listener, unix, (epoch, attempt))
 
     def next(
-        self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], epoch: int, joiners: Sequence[Candidate]
-    ) -> SocketNetwork:
-        """Network of the surviving ranks, given port and Unix socket of each. It takes over the store and memory."""
-        self._is_over = True
+        self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], number: tuple[int, int],
+        joiners: Sequence[Candidate],
+    ) -> SocketNetwork:  # fmt: skip
+        """Network of the surviving ranks, given port and Unix socket of each.
+
+        It takes over memory, unless it is prepared while this one is in use; ``number``: epoch and attempt.
+        """
         peers = [
             replace(self.peers[old], rank=rank, port=port, unix=unix)
             for rank, (old, (port, unix)) in enumerate(doors.items())
         ]
-        peers += [replace(PeerInfo.from_wire(one.about), rank=len(doors) + place) for place, one in enumerate(joiners)]
+        is_prepared = number[1] > 0
+        peers += [peer_of(one, len(doors) + at, is_prepared=is_prepared) for at, one in enumerate(joiners)]
         births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
-        made = SocketNetwork(self._meeting, peers, listener, births, epoch)
-        made._former = dict(self._endpoints)
+        made = SocketNetwork(self._meeting, peers, listener, births, *number)
+        made._owns_store = False
+        if not made._attempt:
+            made._former = dict(self._endpoints)
         return made
+
+    @override
+    def hand_on(self, network: Network) -> None:
+        if isinstance(network, SocketNetwork):
+            self._owns_store, network._owns_store = False, True
 
     @override
     async def leave(self) -> None:
@@ -322,10 +371,15 @@ class SocketNetwork(Network):
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._admission is not None:
+            self._admission.cancel()
+            await asyncio.gather(self._admission, return_exceptions=True)
+        if self._spare is not None:
+            self._spare.close()
         endpoints, self._endpoints = self._endpoints, {}
         for endpoint in endpoints.values():
             await endpoint.close()
-        if not self._is_over and self._meeting.store is not None:
+        if self._owns_store and self._meeting.store is not None:
             await self._meeting.store.close()
 
     async def _open(self, way: Sequence[Transport], peer: int) -> Link:
@@ -361,16 +415,16 @@ class SocketNetwork(Network):
 class SocketDoor(Door):
     """A port, and an abstract Unix socket, for the next epoch."""
 
-    def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, epoch: int) -> None:
+    def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, number: tuple[int, int]) -> None:
         self.part: bytes = msgpack.packb([listener.port, unix])
         self._network = network
         self._listener = listener
-        self._epoch = epoch
+        self._number = number
 
     @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
         found = {rank: tuple(msgpack.unpackb(part)) for rank, part in doors.items()}
-        return self._network.next(self._listener, found, self._epoch, joiners)
+        return self._network.next(self._listener, found, self._number, joiners)
 
     @override
     async def close(self) -> None:

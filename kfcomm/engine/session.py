@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,9 @@ class Session(ControlEvents, StatusSource):
         self._over: Cause | None = None
         self._follower: Session | None = None
         self._former: list[Session] = []
+        self._prepared: Session | None = None  # of the next epoch, while this one is in use
+        self.num_prepared = 0  # in this epoch, the same on all ranks
+        self.is_in_use = True  # not prepared only
         self._retiring: set[asyncio.Task[None]] = set()
         self.agreements = Agreements(rank, layout.size, self._say)
         self.door: Door | None = None  # listens for the next epoch while that is being agreed
@@ -131,7 +134,8 @@ class Session(ControlEvents, StatusSource):
             reason = f"the others have given this rank up: {reason}"
             self.agreements.fail(PeerLost(reason, rank=rank))
         self.agreements.lost(rank, has_ended=False)
-        logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
+        if self.is_in_use:
+            logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         for observer in self.engine.all_observers():
             observer.lost(rank, reason)
         self.engine.on_peer_lost(rank, reason)
@@ -227,21 +231,49 @@ class Session(ControlEvents, StatusSource):
         self._closed = self._over.message
         self.engine.end(self._over.message, self._over)
 
+    def prepare(self, network: Network) -> Session:
+        """Make the session of the next epoch, while this one stays in use: for `follow`, or `drop_prepared`."""
+        self._prepared = made = self._next(network)
+        made.is_in_use = False
+        return made
+
+    def drop_prepared(self) -> None:
+        """Close a session that was prepared, in the background."""
+        made, self._prepared = self._prepared, None
+        if made is not None:
+            why = "this epoch was prepared, and another one has begun"
+            self.latest._in_background(made.abandon(why), "kfcomm drops a prepared epoch")
+
+    async def abandon(self, why: str) -> None:
+        """Close a session that was prepared, with what belongs to it alone."""
+        self.lag.stop()
+        self.give_up(why)
+        await self._retire(lingers=False)
+
+    def _next(self, network: Network) -> Session:
+        rank = network.births.index(self.network.births[self.rank])
+        return Session(rank, network, DeviceSetup.none(network.layout.size), self._options, self.epoch + 1)
+
     def follow(self, network: Network) -> Session:
-        """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
+        """Make the session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
+        self.drop_prepared()
+        return self.hand_on(self._next(network))
+
+    def hand_on(self, follower: Session) -> Session:
+        """Hand on to a session that was prepared."""
+        self._prepared = None
         observers = self.engine.observers
         self.engine.observe(None)
-        given = self.devices
-        self.devices = DeviceSetup.none(self.layout.size)
-        birth = self.network.births[self.rank]
-        rank, devices = network.births.index(birth), given._replace(reports=network.reports)
-        follower = Session(rank, network, devices, self._options, self.epoch + 1)
+        given, self.devices = self.devices, DeviceSetup.none(self.layout.size)
+        follower.devices, follower.is_in_use = given._replace(reports=follower.network.reports), True
+        self.network.hand_on(follower.network)
         if self.engine.meter is not None and follower.engine.meter is not None:
             from kfcomm.engine.meter import with_epoch  # for jobs whose ranks change
 
             follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
+        follower._retiring |= self._retiring
         follower.engine.observe(tuple(one for one in observers or () if one.outlives_epoch))
         follower.where = self.where
         for observer in follower.engine.observers or ():
@@ -261,15 +293,18 @@ class Session(ControlEvents, StatusSource):
             stays = lingers and any(map(session.network.membership.may_live, session.agreements.strays))
             if stays:
                 self._former.append(session)
-            retiring = session._retire(lingers=stays)
-            task = self.engine.loop.create_task(retiring, name=f"kfcomm ends epoch {session.epoch}")
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            self._in_background(session._retire(lingers=stays), f"kfcomm ends epoch {session.epoch}")
+
+    def _in_background(self, ending: Coroutine[Any, Any, None], name: str) -> None:
+        task = self.engine.loop.create_task(ending, name=name)
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def _bury_former(self) -> None:
         """Close the remains of former epochs, and the listener for a next one."""
         if self.door is not None:
             await self.door.close()
+        self.drop_prepared()
         self.retire_former(lingers=False)
         await asyncio.gather(*self._retiring)
 

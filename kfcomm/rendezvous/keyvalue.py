@@ -29,7 +29,7 @@ AGAIN_S = 1.0
 
 SIZES = "sizes"
 """Folder of the requested numbers of ranks, counted from 1."""
-JOINING, ENTRY = "joining", "entry"
+JOINING, ASIDE, INVITED, ENTRY = "joining", "aside", "invited", "entry"
 """Folders of a running job: processes that ask to join, by uid, and the answer each one gets."""
 GIVEN_UP = "given-up"
 """Folder of uids that the other ranks of an elastic job have given up, whether their processes have ended or not."""

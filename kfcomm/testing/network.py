@@ -58,6 +58,9 @@ class InMemory:
         """The memory that ``rank`` shares with other processes of its host, if it does."""
         return None
 
+    def keep_apart(self) -> None:
+        """Do nothing: no memory is shared."""
+
 
 class InSharedMemory:
     """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections."""
@@ -107,6 +110,10 @@ class InSharedMemory:
         """The memory that ``rank`` shares with other processes of its host, if it does."""
         return self._ranks[rank]
 
+    def keep_apart(self) -> None:
+        """Take over nothing from the epoch before, which is in use."""
+        self._latest = {}
+
 
 Links: TypeAlias = InMemory | InSharedMemory
 
@@ -124,6 +131,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[MemoryWelcome]] = {}
+        self._invited: dict[int, asyncio.Future[MemoryWelcome]] = {}
         self._wanted = Wanted()
         self._changed = asyncio.Event()
 
@@ -145,6 +153,17 @@ class MemoryStore:
             waiting = self._waiting.get(birth)
             if waiting is not None and not waiting.done():
                 waiting.set_result(said)
+
+    def invitation(self, birth: int) -> asyncio.Future[MemoryWelcome]:
+        """What the process of this uid is invited to, which comes once."""
+        return self._invited.setdefault(birth, asyncio.get_running_loop().create_future())
+
+    async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
+        """Invite these processes; False if one was invited to another epoch before."""
+        for birth in births:
+            if not (invited := self.invitation(birth)).done():
+                invited.set_result(said)
+        return all(self.invitation(birth).result().epoch is said.epoch for birth in births)
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Return the latest request for a size, as soon as it differs from the known one."""
@@ -192,7 +211,7 @@ class MemoryEpoch:
         self.hub = world.new_hub(births)
         self.joined: set[int] = set()
         self._arrival = asyncio.Event()
-        self._next: dict[tuple[int, ...], MemoryEpoch] = {}
+        self._next: dict[tuple[int, ...], MemoryEpoch] = {}  # by births, and the attempt
 
     async def is_there(self, rank: int) -> None:
         """Wait until a rank has joined, or is dead."""
@@ -216,22 +235,25 @@ class MemoryEpoch:
         for one in self._next.values():
             one.kill(birth)
 
-    def network_of(self, rank: int, num_old: int = 0) -> Network:
+    def network_of(self, rank: int, num_old: int = 0) -> _RankNetwork:
         """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
         return _RankNetwork(rank, self, num_old)
 
-    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> MemoryEpoch:
+    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate], attempt: int) -> MemoryEpoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         # The first rank that enters makes the epoch; all others have to find the same one.
-        if births not in self._next:
+        key = (*births, attempt)
+        if key not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
             layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs._replace(rates=None))
-            self._next[births] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
+            self._next[key] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
+            if attempt:
+                made.links.keep_apart()
             # These died while the epoch did not exist, so that it could not be told.
             for birth in self.world.dead:
                 made.kill(birth)
-        return self._next[births]
+        return self._next[key]
 
 
 class _Door(Door):
@@ -239,14 +261,15 @@ class _Door(Door):
 
     part = b""
 
-    def __init__(self, rank: int, epoch: MemoryEpoch) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch, attempt: int) -> None:
         self._rank = rank
         self._epoch = epoch
+        self._attempt = attempt
 
     @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
         members = tuple(doors)
-        return self._epoch.next(members, joiners).network_of(members.index(self._rank))
+        return self._epoch.next(members, joiners, self._attempt).network_of(members.index(self._rank))
 
     async def close(self) -> None:
         """Do nothing: nothing was opened."""
@@ -269,6 +292,9 @@ class _Members(Membership):
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         await self._store.welcome(births, MemoryWelcome(self._epoch, num_old, strategy))
+
+    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+        return await self._store.invite(births, MemoryWelcome(self._epoch, num_old, strategy))
 
     async def give_up(self, births: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
@@ -301,6 +327,8 @@ class _RankNetwork:
         self.births = epoch.births
         self.epoch = epoch.number
         self.num_old = num_old
+        self.admitting: asyncio.Future[MemoryWelcome] | None = None  # of a process that was invited
+        self.is_invited = False
         self.reports = tuple(epoch.world.reports.get(birth, NO_DEVICE) for birth in epoch.births)
         self.job = epoch.job
         self._epoch = epoch
@@ -321,8 +349,18 @@ class _RankNetwork:
             self._epoch.kill(birth)
         return plane
 
-    async def open_door(self, epoch: int) -> _Door:
-        return _Door(self._rank, self._epoch)
+    async def open_door(self, epoch: int, attempt: int = 0) -> _Door:
+        return _Door(self._rank, self._epoch, attempt)
+
+    def hand_on(self, network: Network) -> None:
+        """Nothing is owned."""
+
+    async def admission(self) -> Network | None:
+        if self.admitting is None:
+            return None
+        epoch, num_old, _ = await self.admitting
+        self.admitting, self.is_invited = None, False
+        return None if epoch is self._epoch else epoch.network_of(epoch.births.index(self.births[self._rank]), num_old)
 
     async def connect(self, peer: int) -> Link:
         await self._epoch.is_there(peer)

@@ -14,6 +14,7 @@ from kfcomm.arrays.devices import Device
 from kfcomm.arrays.devices.routes import choose
 from kfcomm.common.sizes import seconds_of
 from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.entering import entered
 from kfcomm.engine.control.memory import MemoryHub
 from kfcomm.engine.engine import SessionOptions
 from kfcomm.engine.interfaces import Network
@@ -28,8 +29,7 @@ from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.types import Layout, Seconds
-from kfcomm.world.communicator import ARRIVED, Communicator
-from kfcomm.world.epochs import settle
+from kfcomm.world.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -118,11 +118,23 @@ class MemoryWorld(Sequence[Communicator]):
 
         ``birth`` is its uid, which no other process of this world has or had.
         """
-        epoch, num_old, strategy = await self.store.ask_in(birth)
-        rank = epoch.births.index(birth)
-        none = DeviceSetup.none(epoch.layout.size)
-        comm = self._made(epoch.network_of(rank, num_old), rank, none, strategy, epoch.number)
-        settle(comm._session, comm.barrier(ARRIVED))
+        admitting, inviting = asyncio.ensure_future(self.store.ask_in(birth)), self.store.invitation(birth)
+        try:
+            await asyncio.wait([admitting, inviting], return_when=asyncio.FIRST_COMPLETED)
+            epoch, num_old, strategy = (admitting if admitting.done() else inviting).result()
+            network = epoch.network_of(epoch.births.index(birth), num_old)
+            if not admitting.done():
+                network.admitting, network.is_invited = admitting, True
+
+            def make(network: Any) -> Communicator:
+                none = DeviceSetup.none(network.layout.size)
+                return self._made(network, network.births.index(birth), none, strategy, network.epoch)
+
+            comm = await entered(network, make)
+        except BaseException:
+            admitting.cancel()
+            await asyncio.gather(admitting, return_exceptions=True)
+            raise
         self._all.append(comm)
         return self._shown(comm)
 

@@ -45,6 +45,7 @@ from kfcomm.world.epochs import NO_PLAN, EpochPlan, agree, next_epoch, settle
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
     from kfcomm.probe import Probe, Prober
+    from kfcomm.world.prepared import PreparedEpoch
 
 
 T = TypeVar("T")
@@ -199,8 +200,9 @@ class Communicator(Persistent):
         return made
 
     async def _succeed(
-        self, part: bytes, *, plan: EpochPlan = NO_PLAN, timeout: Seconds | None = None
-    ) -> tuple[Communicator, dict[int, bytes], bool]:
+        self, part: bytes, *, plan: EpochPlan = NO_PLAN, timeout: Seconds | None = None,
+        prepared: PreparedEpoch | None = None,
+    ) -> tuple[Communicator, dict[int, bytes], bool]:  # fmt: skip
         """As ``shrink``; also what each rank that lives has given, by its rank before, and if the plan was carried out.
 
         Raises:
@@ -209,9 +211,13 @@ class Communicator(Persistent):
         strategy = self._strategy_below()
         # Sent along: the decision tells whether all ranks have one strategy, without another exchange.
         given = self.strategy.digest[:DIGEST_NBYTES] + part
-        session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan)
-        is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
-        made = Communicator(session, session.world, strategy if is_one else "auto", self.name)
+        if prepared is not None and (prepared.plan != plan or not prepared.fits(self)):
+            prepared = None
+        session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan, prepared)
+        made = None if prepared is None else prepared.comm
+        if made is None or made._session is not session:
+            is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
+            made = Communicator(session, session.world, strategy if is_one else "auto", self.name)
         self._follower = made
         settle(session, made.barrier(ARRIVED, timeout=timeout), plan)
         return made, {rank: one[DIGEST_NBYTES:] for rank, one in said.items()}, is_planned

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -28,6 +28,9 @@ from kfcomm.engine.agreements import AgreementCall
 from kfcomm.engine.session import Session
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, KfcommError, RendezvousError
 from kfcomm.types import Candidate
+
+if TYPE_CHECKING:
+    from kfcomm.world.prepared import PreparedEpoch
 
 logger = logging.getLogger("kfcomm")
 
@@ -85,18 +88,24 @@ async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
     return bool(together) if is_flag else together
 
 
-async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: EpochPlan = NO_PLAN) -> Succession:
-    """Continue with the surviving ranks, which all call it; ``Released`` if this rank leaves by the plan."""
+async def next_epoch(
+    session: Session, part: bytes, timeout_s: float, plan: EpochPlan = NO_PLAN, prepared: PreparedEpoch | None = None
+) -> Succession:
+    """Continue with the surviving ranks, which all call it; ``Released`` if this rank leaves by the plan.
+
+    If all ranks are there and have prepared the epoch of this plan, it begins as it is.
+    """
     # Kept until a decision: after a timeout the next call takes it up, and the others may know its address.
     if session.door is None:
         session.door = await session.network.open_door(session.epoch + 1)
     door, network = session.door, session.network
-    given: bytes = msgpack.packb([door.part, part, plan.digest])
+    given: bytes = msgpack.packb([door.part, part, plan.digest, prepared is not None])
     said = await session.agreements.decide(AgreementCall.SHRINK, given, timeout_s, network.membership.has_word)
     session.door = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
     # A rank that has died may have told the plan to some only: it counts if all surviving ranks gave its digest.
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
+    is_prepared = is_planned and len(said) == session.layout.size and all(row[3] for row in opened.values())
     births = session.network.births
     members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
     if session.rank not in said:
@@ -116,7 +125,11 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Epoc
         await door.close()
         await network.membership.let_go([births[session.rank]])
         raise Released(text)
-    follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
+    if is_prepared and prepared is not None and prepared.comm is not None:
+        await door.close()
+        follower = session.hand_on(prepared.comm._session)
+    else:
+        follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
 
 

@@ -147,6 +147,11 @@ class VirtualStore(MemoryStore):
         await self._reached()
         await super().welcome(births, said)
 
+    @override
+    async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
+        await self._reached()
+        return await super().invite(births, said)
+
     async def wanted(self, known: Wanted) -> Wanted:
         """Answer after a latency; raises `RendezvousError` while the store is lost."""
         await self._latency()
