@@ -60,7 +60,8 @@ class Preparation:
     async def begin(self, comm: Communicator, plan: EpochPlan) -> bool:
         """Begin to prepare a plan; all ranks call it. False, on all, if that fails: it is to be carried out now."""
         self.drop()
-        self._epoch = await prepare(comm, plan, lambda value: self._calls.gather(value, "doors"))
+        attempt = self._calls.log.step  # of this boundary
+        self._epoch = await prepare(comm, plan, attempt, lambda value: self._calls.gather(value, "addresses"))
         if self._epoch is None:
             return False
         self._until_s = self._loop.time() + READY_WITHIN_S

@@ -112,7 +112,10 @@ _inherited: list[DeviceSetup] = []
 
 def open_sessions() -> list[Session]:
     """The sessions of this process that are not closed, by rank."""
-    return sorted((session for session in sessions if not session.is_closed), key=lambda session: session.rank)
+    return sorted(
+        (session for session in sessions if session.is_in_use and not session.is_closed),
+        key=lambda session: session.rank,
+    )
 
 
 def let_go(session: Session) -> None:

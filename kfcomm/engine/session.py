@@ -56,7 +56,6 @@ class Session(ControlEvents, StatusSource):
         self._follower: Session | None = None
         self._former: list[Session] = []
         self._prepared: Session | None = None  # of the next epoch, while this one is in use
-        self.num_prepared = 0  # in this epoch, the same on all ranks
         self.is_in_use = True  # not prepared only
         self._retiring: set[asyncio.Task[None]] = set()
         self.agreements = Agreements(rank, layout.size, self._say)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from kfcomm.errors import KfcommError
 from kfcomm.world.communicator import Communicator
@@ -70,17 +70,18 @@ class PreparedEpoch:
             self.former._session.drop_prepared()
 
 
-async def prepare(
-    comm: Communicator, plan: EpochPlan, exchange: Callable[[Any], Awaitable[tuple[list[Any], tuple[int, ...]]]]
-) -> PreparedEpoch | None:
+Exchange: TypeAlias = Callable[[Any], Awaitable[tuple[list[Any], tuple[int, ...]]]]
+"""Gathers a value of each surviving rank, with their uids."""
+
+
+async def prepare(comm: Communicator, plan: EpochPlan, attempt: int, exchange: Exchange) -> PreparedEpoch | None:
     """Prepare the epoch after that of ``comm``; all its ranks call it. None, on all, if that fails.
 
-    ``exchange`` gathers a value of each surviving rank, with their uids.
+    ``attempt``: number from 1 on, the same on all ranks, and another one each time in an epoch.
     """
     session, door = comm._session, None
-    session.num_prepared += 1
     try:
-        door = await session.network.open_door(session.epoch + 1, session.num_prepared)
+        door = await session.network.open_door(session.epoch + 1, attempt)
     except KfcommError as error:
         logger.info("rank %d cannot prepare the next epoch: %s", comm.rank, error)
     mine, strategy, digest = comm.births[comm.rank], comm._strategy_below(), comm.strategy.digest
