@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
+from kfcomm.probe import Probe
 from kfcomm.strategies import build, names
 from kfcomm.strategies.draw import as_svg, as_text
 from kfcomm.types import Layout
@@ -53,10 +56,37 @@ def test_a_picture_of_another_kind_is_refused_before_it_is_drawn(name: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_auto_says_what_it_takes_why_and_what_the_next_best_would_take(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    ports = [50e6, 50e6, 50e6, 12e6, 6e6]
+    bandwidth = np.array([[min(a, b) for b in ports] for a in ports])
+    latency = np.full((5, 5), 1e-4)
+    Probe(Layout.even(5, 5), latency, bandwidth).save(path)
+    lines = topology("show", "auto", "--probe", str(path)).output.splitlines()
+    assert lines[0].startswith("auto, by the time model with the rates of each host")
+    table = lines[1 : lines.index("")]
+    assert re.fullmatch(
+        r"  1 GiB and more  packed_trees +[\d.]+ ms \(ports\); next \w+, 1\.\d\d times as long", table[-1]
+    )
+    assert re.fullmatch(r"  to .*ms \((latency|work|ports)\); next .* times as long", table[0])
+    assert "packed_trees: 5 ranks on 5 hosts" in "\n".join(lines)
+
+
+def test_a_probe_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    assert "cannot read" in topology("show", "auto", "--probe", str(path)).output
+    path.write_text('{"format": 1}')
+    assert "this is no probe: field 'hosts' is missing" in topology("show", "auto", "--probe", str(path)).output
+    assert "leave -n and --hosts out" in topology("show", "auto", "--probe", str(path), "-n", "4").output
+
+
 def test_auto_is_shown_whole_or_for_one_size(tmp_path: Path) -> None:
-    assert "auto, from" in topology("show", "auto", "-n", "4").output
+    shown = topology("show", "auto", "-n", "4").output
+    assert "auto, from" in shown
+    assert shown.startswith("auto, by the time model with hosts that are alike; times are those of the largest size")
     assert topology("show", "auto", "-n", "4", "--nbytes", "8").output.startswith("direct: 4 ranks")
-    for size, name in ((["--nbytes", "8"], "clique"), ([], "tree")):
+    long = build("auto", Layout.even(4, 2)).select(1 << 30).name
+    for size, name in ((["--nbytes", "8"], "clique"), ([], long)):
         assert topology("show", "auto", "-n", "4", "--hosts", "2", *size, "-o", str(tmp_path / name)).exit_code == 0
         assert f">{name} " in (tmp_path / name).read_text("utf-8")
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -100,6 +100,12 @@ class Probe:
     def costs(self) -> Costs:
         """Costs of messages here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
         return costs_of(self.layout, *self._lists())
+
+    def measured_layout(self) -> Layout:
+        """The layout with these costs and, of several hosts, their rates: what a job on them sees after ``keep``."""
+        several = self.layout.num_hosts > 1
+        rates = host_rates(self.layout, *self._lists()[:3]) if several else None
+        return replace(self.layout, costs=self.costs()._replace(rates=rates))
 
     def keep(self, busy: float | None = None) -> Path:
         """Keep the costs for all jobs of this user that start on this host after this: their ``auto`` counts with them.

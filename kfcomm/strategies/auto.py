@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from kfcomm.common.sizes import show_size
 from kfcomm.strategies.base import SizedStrategy, Strategy
 from kfcomm.strategies.builtin import ALGORITHMS, BuiltinStrategy, multi_binary_tree_star, multi_star
 from kfcomm.strategies.network import NetworkModel
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
         seconds: the predicted time of an all_reduce with it.
         runner_up: the cheapest with other graphs; None without others.
         runner_up_s: the same with it; infinite without one.
+        limit: what takes most of the time: ``latency``, ``work`` or ``ports``.
     """
 
     nbytes: int
@@ -43,6 +45,7 @@ class Choice(NamedTuple):
     seconds: float
     runner_up: Strategy | None
     runner_up_s: float
+    limit: str
 
 
 def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
@@ -75,11 +78,12 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Cho
     priced = [Priced(one, market) for one in _candidates(layout, network)]
     for nbytes in _SIZES:
         seconds = [one.seconds(nbytes) if _may_take(one.strategy, nbytes, layout) else math.inf for one in priced]
-        yield _chosen(nbytes, [one.strategy for one in priced], seconds)
+        yield _chosen(nbytes, priced, seconds)
 
 
-def _chosen(nbytes: int, candidates: Sequence[Strategy], seconds: Sequence[float]) -> Choice:
+def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float]) -> Choice:
     """The cheapest candidate, and the next one that has other pairs."""
+    candidates = [one.strategy for one in priced]
     best = seconds.index(min(seconds))
     alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
     if nbytes > _SHORT_NBYTES:
@@ -88,7 +92,31 @@ def _chosen(nbytes: int, candidates: Sequence[Strategy], seconds: Sequence[float
         best = next((place for place in alike if not candidates[place].is_whole and seconds[place] <= limit_s), best)
     others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
     second_s, second = min(others, default=(math.inf, -1))
-    return Choice(nbytes, candidates[best], seconds[best], candidates[second] if others else None, second_s)
+    runner_up = candidates[second] if others else None
+    return Choice(nbytes, candidates[best], seconds[best], runner_up, second_s, priced[best].limit(nbytes))
+
+
+def explained(layout: Layout, network: NetworkModel | None = None) -> Iterator[str]:
+    """Lines that say what `auto` takes for which sizes, what limits it there, and what the next best would take."""
+    network = network or NetworkModel.of(layout.costs)
+    known = "the rates of each host" if network.rates is not None else "hosts that are alike"
+    yield f"auto, by the time model with {known}; times are those of the largest size of a line:"
+    made = list(choices(layout, network))
+    for one, following in zip(made, [*made[1:], None], strict=True):
+        if following is None or following.strategy is not one.strategy:
+            bound = f"to {show_size(one.nbytes)}" if following is not None else f"{show_size(one.nbytes)} and more"
+            yield f"  {bound:<16}{_called(one.strategy):<32}{one.seconds * 1e3:10.3f} ms ({one.limit}){_next(one)}"
+
+
+def _called(strategy: Strategy) -> str:
+    return f"{strategy.name}, not shared out" if strategy.is_whole else strategy.name
+
+
+def _next(choice: Choice) -> str:
+    if choice.runner_up is None:
+        return ""
+    more = choice.runner_up_s / choice.seconds if choice.seconds else 1.0
+    return f"; next {_called(choice.runner_up)}, {more:.2f} times as long"
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:

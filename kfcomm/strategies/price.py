@@ -175,6 +175,18 @@ class Price(NamedTuple):
         whole_s = self.fill_s + busy_s + rest_s / max(num_chunks, 1 if self.shape is _Shape.FLAT else 2)
         return max(max(piped_s, whole_s) + self.feed * part * local_s, self.fill_s + crowd_s)
 
+    def limit(self, nbytes: int, chunk_nbytes: int) -> str:
+        """Name of what takes most of the time: ``latency``, ``work`` or ``ports``."""
+        profile, network = self.profile, replace(self.network, chunk_nbytes=chunk_nbytes)
+        part = nbytes / profile.num_parts
+        chunk = min(part * profile.largest, chunk_nbytes)
+        seconds = {
+            "ports": part * max(profile.local_parts * network.local_beta_s_per_byte, self.cross_s),
+            "work": max(profile.work_s(nbytes, network), profile.crowd_s(nbytes, network)),
+            "latency": self.fill_s if self.path is None else self.path.seconds(chunk),
+        }
+        return max(seconds, key=seconds.__getitem__)
+
 
 class Priced:
     """A strategy with its price, of messages that are shared out and of those that go whole along one pair."""
@@ -188,22 +200,40 @@ class Priced:
 
     def seconds(self, nbytes: int) -> float:
         """How long an all_reduce of ``nbytes`` bytes takes."""
+        if (steps := self._in_steps(nbytes)) is not None:
+            return steps.seconds(nbytes)
+        chunk_nbytes = self._market.chunks.of(self.strategy, nbytes)
+        return max(price.seconds(nbytes, chunk_nbytes) for price in self._prices(nbytes))
+
+    def limit(self, nbytes: int) -> str:
+        """Name of what takes most of that time: ``latency``, ``work`` or ``ports``; in steps, the first or the last."""
+        if (steps := self._in_steps(nbytes)) is not None:
+            return "latency" if 2 * steps.seconds(1) > steps.seconds(nbytes) else "ports"
+        chunk_nbytes = self._market.chunks.of(self.strategy, nbytes)
+        slowest = max(self._prices(nbytes), key=lambda price: price.seconds(nbytes, chunk_nbytes))
+        return slowest.limit(nbytes, chunk_nbytes)
+
+    def _in_steps(self, nbytes: int) -> StepCosts | None:
+        """Costs of steps, if a message of this size goes in steps."""
+        if not goes_in_steps(self.strategy, nbytes) or self._market.layout.num_hosts == 1:
+            return None
+        if self._steps is None:
+            self._steps = StepCosts(self.strategy, self._market.layout, self._market.network)
+        return self._steps
+
+    def _prices(self, nbytes: int) -> Sequence[Price]:
+        """Of each pair alone, for messages that go whole; else of all pairs together."""
         strategy, market = self.strategy, self._market
-        if goes_in_steps(strategy, nbytes) and market.layout.num_hosts > 1:
-            if self._steps is None:
-                self._steps = StepCosts(strategy, market.layout, market.network)
-            return self._steps.seconds(nbytes)
-        chunk_nbytes = market.chunks.of(strategy, nbytes)
         is_short = nbytes < WHOLE_BELOW * _ELEMENT_NBYTES and market.layout.num_hosts > 1 and not strategy.direct
         if strategy.is_whole or (is_short and len(strategy.pairs) > 1):
             if not self._whole:
                 some = market.some(strategy.pairs)
                 ones = [replace(strategy, pairs=(pair,), shares=(), is_whole=False) for pair in some]
                 self._whole = [market.price(one) for one in ones]
-            return max(price.seconds(nbytes, chunk_nbytes) for price in self._whole)
+            return self._whole
         if self._shared is None:
             self._shared = market.price(strategy)
-        return self._shared.seconds(nbytes, chunk_nbytes)
+        return (self._shared,)
 
 
 def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:

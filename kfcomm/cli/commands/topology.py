@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from kfcomm.cli.options import Commands, WithStrategy, as_size, of_kind, reported_errors
 from kfcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kfcomm.types import Layout
 
 
 class _Topology(Commands):
@@ -51,6 +55,7 @@ class _Drawing:
     hosts: str | None
     root_pair: int | None
     nbytes: int | None
+    probe: Path | None
     output: TextIO | None
 
 
@@ -63,6 +68,12 @@ class _Drawing:
     "--nbytes", callback=as_size, metavar="SIZE", help="Draw what auto takes for messages of this size: 64KiB."
 )
 @click.option(
+    "--probe",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For the hosts of a probe, from kfcomm probe --json; in the place of -n and --hosts.",
+)
+@click.option(
     "-o",
     "--output",
     type=click.File("w", encoding="utf-8", lazy=True),
@@ -72,21 +83,22 @@ class _Drawing:
 def show(strategy: str, **options: Any) -> None:
     """Draw the graphs of STRATEGY as text, or as a picture with -o.
 
-    STRATEGY is a name of kfcomm topology list, or rules by size: "<=64KiB: star, else: ring".
+    STRATEGY is a name of kfcomm topology list, or rules by size: "<=64KiB: star, else: ring". For auto, a table says
+    what it takes for which size, what limits it there, and what the next best strategy would take.
 
     \b
       kfcomm topology show ring -n 8 --hosts 2
       kfcomm topology show ring --hosts 2x4
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
+      kfcomm topology show auto --probe links.json
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.rendezvous.saved_costs import saved_costs
+    from kfcomm.strategies.auto import explained
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
-    from kfcomm.types import Layout
 
     given = _Drawing(**options)
     with reported_errors():
-        layout = replace(Layout.even(*_ranks_and_hosts(given.num_ranks, given.hosts)), costs=saved_costs())
+        layout = _layout(given)
         built = build(strategy, layout)
         if given.output is not None:
             # a picture shows one strategy: of auto's, unless asked, that for long messages
@@ -95,8 +107,31 @@ def show(strategy: str, **options: Any) -> None:
             picture = as_svg(chosen, layout, given.root_pair or 0)
             given.output.write(picture)
         else:
+            if strategy == "auto" and given.nbytes is None:
+                click.echo("\n".join(explained(layout)) + "\n")
             drawn = built if given.nbytes is None else built.select(given.nbytes)
             click.echo(as_text(drawn, layout, given.root_pair), nl=False)
+
+
+def _layout(given: _Drawing) -> Layout:
+    """Layout with the costs that were kept on this host, or of a probe's file.
+
+    Raises:
+        ConfigError: options contradict each other, or the file holds no probe or cannot be read.
+    """
+    from kfcomm.rendezvous.saved_costs import saved_costs
+    from kfcomm.types import Layout
+
+    if given.probe is None:
+        return replace(Layout.even(*_ranks_and_hosts(given.num_ranks, given.hosts)), costs=saved_costs())
+    from kfcomm.probe import Probe
+
+    if given.num_ranks is not None or given.hosts is not None:
+        raise ConfigError("--probe says how many ranks and hosts there are: leave -n and --hosts out")
+    try:
+        return Probe.load(given.probe).measured_layout()
+    except OSError as error:
+        raise ConfigError(f"cannot read {given.probe}: {error.strerror}") from error
 
 
 def _ranks_and_hosts(num_ranks: int | None, hosts: str | None) -> tuple[int, int]:
