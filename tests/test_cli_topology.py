@@ -65,10 +65,8 @@ def test_auto_says_what_it_takes_why_and_what_the_next_best_would_take(tmp_path:
     lines = topology("show", "auto", "--probe", str(path)).output.splitlines()
     assert lines[0].startswith("auto, by the time model with the rates of each host")
     table = lines[1 : lines.index("")]
-    assert re.fullmatch(
-        r"  1 GiB and more  packed_trees +[\d.]+ ms \(ports\); next \w+, 1\.\d\d times as long", table[-1]
-    )
-    assert re.fullmatch(r"  to .*ms \((latency|work|ports)\); next .* times as long", table[0])
+    assert re.fullmatch(r"  1 GiB and more  packed_trees +[\d.]+ ms \(ports\); next \w+ [\d.]+ ms", table[-1])
+    assert re.fullmatch(r"  to .*ms \((latency|work|ports)\); next .* ms", table[0])
     assert "packed_trees: 5 ranks on 5 hosts" in "\n".join(lines)
 
 
@@ -76,7 +74,7 @@ def test_a_probe_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     assert "cannot read" in topology("show", "auto", "--probe", str(path)).output
     path.write_text('{"format": 1}')
-    assert "this is no probe: field 'hosts' is missing" in topology("show", "auto", "--probe", str(path)).output
+    assert "field 'hosts' is missing" in topology("show", "auto", "--probe", str(path)).output
     assert "leave -n and --hosts out" in topology("show", "auto", "--probe", str(path), "-n", "4").output
 
 

@@ -24,7 +24,7 @@ _MAX_ENTRIES: Final = 128 * 128
 _MOST_WHOLE_NBYTES: Final = 1 << 20
 """Longer messages are shared out, so that no rank has all the work."""
 _SHORT_NBYTES: Final = 1 << 16
-_ABOUT_EQUAL: Final = 1.05
+_ABOUT_EQUAL: Final = 1.08
 _SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
 
 
@@ -85,15 +85,27 @@ def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float]) -> 
     """The cheapest candidate, and the next one that has other pairs."""
     candidates = [one.strategy for one in priced]
     best = seconds.index(min(seconds))
-    alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
     if nbytes > _SHORT_NBYTES:
-        # Where sharing out costs about the same, no rank has all the work.
-        limit_s = _ABOUT_EQUAL * seconds[best]
-        best = next((place for place in alike if not candidates[place].is_whole and seconds[place] <= limit_s), best)
+        best = _spread(best, candidates, seconds)
+    alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
     others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
     second_s, second = min(others, default=(math.inf, -1))
     runner_up = candidates[second] if others else None
     return Choice(nbytes, candidates[best], seconds[best], runner_up, second_s, priced[best].limit(nbytes))
+
+
+def _spread(best: int, candidates: Sequence[Strategy], seconds: Sequence[float]) -> int:
+    """The best of those that take about as long and share a message out among most ranks; so none has all the work."""
+    if _is_spread(candidates[best]):
+        return best
+    limit_s = _ABOUT_EQUAL * seconds[best]
+    most = [(one_s, at) for at, one_s in enumerate(seconds) if one_s <= limit_s and _is_spread(candidates[at])]
+    return min(most, default=(0.0, best))[1]
+
+
+def _is_spread(strategy: Strategy) -> bool:
+    """Whether the work of a long message is that of most ranks."""
+    return strategy.exchange is not None or (len(strategy.pairs) > 2 and not strategy.is_whole)
 
 
 def explained(layout: Layout, network: NetworkModel | None = None) -> Iterator[str]:
@@ -115,8 +127,7 @@ def _called(strategy: Strategy) -> str:
 def _next(choice: Choice) -> str:
     if choice.runner_up is None:
         return ""
-    more = choice.runner_up_s / choice.seconds if choice.seconds else 1.0
-    return f"; next {_called(choice.runner_up)}, {more:.2f} times as long"
+    return f"; next {_called(choice.runner_up)} {choice.runner_up_s * 1e3:.3f} ms"
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:

@@ -14,7 +14,7 @@ pair. To these come
     the time in which a host's ranks give one of them what it passes on, beside the first of them, if several pairs
     wait for it; and
     where trees of several steps share ports, the idle time of ports in which they wait for each other, a fifth of
-    ``ports`` over √m (fitted to the simulator).
+    ``ports`` over m^¾ (fitted to the simulator).
 
 With fewer processors than ranks a host's whole work, divided among its processors, is a third bound. Where hosts are
 unlike (``NetworkModel.rates``), each port and link takes its own time, and unlike senders share ports as `incast` says.
@@ -27,7 +27,6 @@ Beside the simulator, for strategies with one pair, stars and chains: within 5 %
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -166,7 +165,7 @@ class Price(NamedTuple):
         chunk = min(part * profile.largest, chunk_nbytes)
         num_chunks = part * profile.largest / chunk if chunk else 1.0
         if self.shape is _Shape.TREES:
-            ports_s *= 1 + _STALL / math.sqrt(num_chunks)
+            ports_s *= 1 + _STALL / num_chunks**0.75
         busy_s, rest_s = max(work_s, ports_s), min(work_s, ports_s)
         path_s = self.path.seconds(chunk)
         if self.shape is _Shape.CHAINS:
