@@ -8,9 +8,7 @@ Invariant: a void step leaves the model, and the algorithm where it keeps replic
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kfcomm.adapt import Adaptation, Hyperparameters, Policy
@@ -23,6 +21,7 @@ from kfcomm.train.algorithms import Algorithm, Kind
 from kfcomm.train.composite import CompositeState
 from kfcomm.train.gradient_monitor import GradientMonitor
 from kfcomm.train.procedure import Comm, is_elastic
+from kfcomm.train.work import Meeting, Work, awaited, waited
 
 Apply = Callable[[Tree, Tree], Any]
 
@@ -151,7 +150,7 @@ class Training:
             CollectiveError: an exchange failed.
         """
         work = self._updated(gradients, apply, loss)
-        return _waited(work) if self._is_blocking else _awaited(work)
+        return waited(work) if self._is_blocking else awaited(work)
 
     def exchange(self, gradients: Tree, *, loss: Any = None) -> Any:
         """Exchange gradients, or models, as ``update`` does, and apply nothing.
@@ -164,7 +163,7 @@ class Training:
             ConfigError, GuardFailed, CollectiveError: see ``update``.
         """
         work = self._exchanged(gradients, loss)
-        return _waited(work) if self._is_blocking else _awaited(work)
+        return waited(work) if self._is_blocking else awaited(work)
 
     def steps(self, sampler: ElasticSampler, *, passes: int | None = None, **elastic: Any) -> TrainingSteps:
         """Return the steps of one pass of a sampler, or until a number of passes: ``for``, or ``async for``.
@@ -199,7 +198,7 @@ class Training:
         try:
             if way.keeps_replicas:
                 # Judged before the algorithm moves: it keeps what models and gradients leave behind.
-                meeting = _Meeting(way, self.model)
+                meeting = Meeting(way, self.model)
                 reduced = yield now.guarded(gradients, loss=loss, way=meeting, name=self._name)
                 model = meeting.model
             else:
@@ -351,78 +350,8 @@ class TrainingSteps:
                 sampler.give_back(batch)
 
 
-class _Meeting:
-    """The exchange of models of a step, begun before that of its gradients, once the step is judged."""
-
-    def __init__(self, way: Agreement, model: Tree) -> None:
-        self._way = way
-        self.model = model  # with which the step continues, once it is over
-
-    def gradients(self, tree: Tree) -> Any:
-        """Begin both exchanges."""
-        return _Both(self, self._way.parameters(self.model), self._way.gradients(tree))
-
-
-class _Both:
-    """Both exchanges of a step; what has failed first is raised, and the other one cancelled."""
-
-    def __init__(self, meeting: _Meeting, model: Any, gradients: Any) -> None:
-        self._meeting, self._model, self._gradients = meeting, model, gradients
-
-    def wait(self) -> Tree:
-        """Wait for the gradients, with the model in its place."""
-        try:
-            self._meeting.model = self._model.wait()
-        except BaseException:
-            self._gradients.cancel()
-            raise
-        return self._gradients.wait()
-
-    def __await__(self) -> Generator[Any, None, Tree]:
-        try:
-            self._meeting.model = yield from self._model.__await__()
-        except BaseException:
-            self._gradients.cancel()
-            raise
-        return (yield from self._gradients.__await__())
-
-
-Work = Generator[Any, Any, Any]
-"""Yields what is waited for: a `Pending`, a coroutine, or a result; and is sent the result."""
-
-
 def _nothing() -> None:
     """Without an exchange that runs behind the program."""
-
-
-def _waited(work: Work) -> Any:
-    advance: Callable[[], Any] = partial(next, work)
-    while True:
-        try:
-            wanted = advance()
-        except StopIteration as end:
-            return end.value
-        try:
-            found = wanted.wait() if hasattr(wanted, "wait") else wanted
-        except BaseException as error:  # noqa: BLE001  the work gets it, and raises it or another
-            advance = partial(work.throw, error)
-        else:
-            advance = partial(work.send, found)
-
-
-async def _awaited(work: Work) -> Any:
-    advance: Callable[[], Any] = partial(next, work)
-    while True:
-        try:
-            wanted = advance()
-        except StopIteration as end:
-            return end.value
-        try:
-            found = await wanted if inspect.isawaitable(wanted) else wanted
-        except BaseException as error:  # noqa: BLE001  the work gets it, and raises it or another
-            advance = partial(work.throw, error)
-        else:
-            advance = partial(work.send, found)
 
 
 def _monitor(comm: Comm, given: Any) -> GradientMonitor | None:
