@@ -25,7 +25,7 @@ from kfcomm.testing.processes import process_world
 from tests.search import driver
 from tests.search.pulls import strike
 
-LOST_AFTER_S = 3.0
+LOST_AFTER_S = 30.0  # a rank that is stopped for a moment on a busy machine is not lost
 
 
 def given(seed: int, rank: int, size: int) -> Any:
