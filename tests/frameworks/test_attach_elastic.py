@@ -111,8 +111,7 @@ def test_checkpoint_continues_with_its_algorithm_on_another_number_of_ranks(tmp_
         assert {used for _, _, used in found} == {str(diloco)}, "the checkpoint's algorithm is the one in force"
         numbers = found[0][0]
         assert numbers[-1] == 4 * passes - 1
-        assert (numbers[0] == 0) == (passes == 3)
-    assert numbers[0] > 12
+        assert (numbers[0] == 0) == (passes == 3), "the file may be some steps back, but is not from the beginning"
 
 
 def test_joining_rank_with_another_model_is_refused_alone() -> None:
