@@ -85,6 +85,17 @@ def test_progress_is_told_with_the_time_that_is_left(monkeypatch: pytest.MonkeyP
     assert "100% simulated, about 0 s left" in told[-1]
 
 
+def test_verbs_and_stragglers(tmp_path: Path) -> None:
+    done = run("--strategy", "star", "--hosts", "8x1", "--sizes", "1MiB", "--verb", "broadcast")
+    assert done.stdout.startswith("simulated broadcast of float32; network: ")
+    times = []
+    for late in ((), ("--late", "1 s"), ("--late", "1 s"), ("--late", "1 s", "--seed", "1")):
+        out = tmp_path / "x.json"
+        run("--strategy", "star", "--hosts", "8x1", "--json", str(out), *late)
+        times.append(json.loads(out.read_text())["results"][0]["seconds"])
+    assert times[0] < 1 < times[1] == times[2] != times[3]
+
+
 def test_ranks_that_are_alike_are_told() -> None:
     done = run("--strategy", "ring,clique", "--hosts", "1000x1", "--sizes", "1MiB")
     first, second = done.stderr.splitlines()
@@ -157,6 +168,8 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
         (["--strategy", "ring", "--probe", "/none.json"], "--probe '/none.json' cannot be read"),
         (["--strategy", "ring", "--probe", "/dev/null"], "/dev/null: "),
         (["--strategy", "ring", "--probe", "a", "--network", "b"], "--network and --probe contradict each other"),
+        (["--strategy", "ring", "--hosts", "2x1", "--verb", "reduec"], "verb 'reduec' is not simulated; these are: "),
+        (["--strategy", "ring", "--hosts", "2x1", "--late", "5"], "--late: expected a time, got '5'"),
         (["--strategy", "packed_trees", "--hosts", "4x1"], "--strategy packed_trees: all hosts are alike"),
     ],
 )

@@ -175,11 +175,12 @@ class Simulations:
     network: SimulatedNetwork  # the simulated one; hosts that it does not list are like its default
     source: str  # where it is described
     dtype: str = "float32"  # of the elements
+    verb: str = "all_reduce"
     results: list[Result] = field(default_factory=list)  # so far
 
     def title(self) -> str:
         """One line on what was simulated."""
-        return f"simulated all_reduce of {self.dtype}; network: {self.source}"
+        return f"simulated {self.verb} of {self.dtype}; network: {self.source}"
 
     def as_text(self) -> str:
         """Title and table; nothing without results."""
@@ -196,6 +197,7 @@ class Simulations:
             "network": asdict(self.network),
             "source": self.source,
             "dtype": self.dtype,
+            "verb": self.verb,
             "results": [result.as_json() for result in self.results],
         }
 

@@ -104,8 +104,8 @@ class Rank:
     """One rank; without ``processors``, which it shares with others, it has its own."""
 
     __slots__ = (
-        "_agenda", "_carry", "_find_ways", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_recorder",
-        "_ways", "_work", "done_s", "nbytes_sent", "num_messages", "number",
+        "_agenda", "_carry", "_early", "_find_ways", "_inbox", "_is_busy", "_machine", "_processors", "_program",
+        "_recorder", "_ways", "_work", "done_s", "nbytes_sent", "num_messages", "number",
     )  # fmt: skip
 
     def __init__(
@@ -122,6 +122,7 @@ class Rank:
         self._ways: dict[tuple[int, ...], tuple[Way, ...]] = {}
         self._processors = processors
         self._inbox: deque[Chunk | None] = deque()
+        self._early: list[Chunk] | None = []  # what arrived before this rank began; None from then on
         self._is_busy = False
         self.done_s: float | None = None  # when the collective was complete here
         self.num_messages = 0  # sent
@@ -142,7 +143,15 @@ class Rank:
 
     def arrived(self, chunk: Chunk | None) -> None:
         """Queue a chunk that has arrived, or None to begin; it is handled when there is time."""
-        self._inbox.append(chunk)
+        if self._early is not None:
+            if chunk is not None:
+                self._early.append(chunk)
+                return
+            self._inbox.append(None)
+            self._inbox.extend(self._early)
+            self._early = None
+        else:
+            self._inbox.append(chunk)
         if not self._is_busy:
             self._is_busy = True
             self._go_on()

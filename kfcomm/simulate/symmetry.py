@@ -34,23 +34,36 @@ from kfcomm.types import Layout, Op, Verb
 MANY_MESSAGES: Final = 200_000
 """More take long, one by one."""
 _FEW_PAIRS: Final = 4
+SIMULATED_VERBS: Final = tuple(
+    Verb(name) for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "all_to_all")
+)
+_ROOTED: Final = (Verb.REDUCE, Verb.BROADCAST, Verb.GATHER)
+_FOLDING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One all_reduce."""
+    """One collective."""
 
     count: int  # elements
     dtype: str
     key: str
+    verb: Verb = Verb.ALL_REDUCE
+    root: int = 0  # of verbs that have one
 
     @classmethod
-    def of(cls, nbytes: int, dtype: str, key: str) -> Message:
-        """Raises ConfigError: an unknown dtype, or less than an element."""
+    def of(cls, nbytes: int, dtype: str, key: str, verb: str = Verb.ALL_REDUCE, root: int = 0) -> Message:
+        """Check what is asked for.
+
+        Raises:
+            ConfigError: an unknown dtype or verb, or less than an element.
+        """
         element = dtype_of(dtype)
         if nbytes < element.itemsize:
             raise ConfigError(f"a message of {nbytes} bytes has less than one {element}")
-        return cls(nbytes // element.itemsize, dtype, key)
+        if verb not in SIMULATED_VERBS:
+            raise ConfigError(f"verb {verb!r} is not simulated; these are: {', '.join(SIMULATED_VERBS)}")
+        return cls(nbytes // element.itemsize, dtype, key, Verb(verb), root)
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +112,32 @@ class Simulated:
     def plans(self, ranks: Sequence[int]) -> list[Plan]:
         """Plans of some ranks, made as by real ranks."""
         message, size = self.message, self.layout.size
-        kind = PlanKey(Verb.ALL_REDUCE, dtype_of(message.dtype), (message.count,), Op.SUM)
+        verb = message.verb
+        # The input of an all_to_all has a part for each rank.
+        shape = (size, -(-message.count // size)) if verb is Verb.ALL_TO_ALL else (message.count,)
+        op, root = Op.SUM if verb in _FOLDING else None, message.root if verb in _ROOTED else -1
+        kind = PlanKey(verb, dtype_of(message.dtype), shape, op, root)
         chunks = ChunkSizes(self.layout)
         return [Plans(Planner(rank, size, self.strategy, chunks)).of(kind, message.key) for rank in ranks]
+
+    def relays(self, plans: Sequence[Plan]) -> frozenset[int]:
+        """Hosts to which ranks of other hosts send what is folded there; where all hosts are alike, none counts."""
+        if self.network.is_even:
+            return frozenset()
+        hosts = self.layout.hosts
+        if self.message.verb is Verb.ALL_REDUCE and goes_in_steps(self.graphs, self.message.nbytes):
+            ends = [(move.source, move.target) for move in moves_of(self.graphs) if move.is_folded]
+            return frozenset(hosts[target] for source, target in ends if hosts[source] != hosts[target])
+        if self.classes is not None:
+            edges = (edge for pair in pairs_of(self.graphs, self.message) for edge in pair.reduce.edges)
+        else:
+            edges = (
+                (rank, child)
+                for rank, plan in enumerate(plans)
+                for lane in plan.program.lanes.values()
+                for child in lane.children
+            )
+        return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
     def wiring(self, routes: Routes) -> Wiring:
         """The ranks to simulate, and how they reach each other."""
@@ -112,17 +148,6 @@ class Simulated:
         if self.classes is not None:
             return AlikeRanks(routes, self.classes)
         return EachRank(routes)
-
-    def relays(self) -> frozenset[int]:
-        """Hosts to which ranks of other hosts send what is folded there; where all hosts are alike, none counts."""
-        if self.network.is_even:
-            return frozenset()
-        hosts = self.layout.hosts
-        if goes_in_steps(self.graphs, self.message.nbytes):
-            ends = [(move.source, move.target) for move in moves_of(self.graphs) if move.is_folded]
-            return frozenset(hosts[target] for source, target in ends if hosts[source] != hosts[target])
-        edges = (edge for pair in pairs_of(self.graphs, self.message) for edge in pair.reduce.edges)
-        return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
 
 def simulated(
@@ -139,7 +164,7 @@ def simulated(
         ConfigError: an unknown strategy, or one of another size.
     """
     # A burst passes a token bucket for the first flow that comes, and so tells flows apart.
-    one_by_one = one_by_one or bool(network.burst_nbytes)
+    one_by_one = one_by_one or bool(network.burst_nbytes) or message.verb is not Verb.ALL_REDUCE
     if not one_by_one and isinstance(strategy, str):
         found = _turned(turned(strategy, layout, message.nbytes), layout, network, message)
         if found is not None:

@@ -7,8 +7,10 @@ links, the processors and the time are simulated, see ``ports`` and ``ranks``.
 from __future__ import annotations
 
 import gc
+import math
+import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +43,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One all_reduce on a simulated network.
+    """One collective on a simulated network.
 
     Attributes:
         strategy: its name.
@@ -49,7 +51,7 @@ class Result:
         size: number of ranks.
         num_hosts: on how many hosts.
         nbytes: of the message.
-        seconds: until it was complete on all ranks, which posted it at 0.
+        seconds: until it was complete on all ranks; the first one posted it at 0.
         rank_seconds: until it was complete on each.
         busiest: the port that needs longest for what goes through it.
         messages: how many were sent.
@@ -119,11 +121,14 @@ def simulate(
     *,
     dtype: str = "float32",
     key: str = "",
+    verb: str = "all_reduce",
+    root: int = 0,
+    starts_s: Sequence[float] = (),
     carry: Carry | None = None,
     one_by_one: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Result:
-    """How long an all_reduce takes that all ranks post at once.
+    """How long a collective takes; by default, an all_reduce that all ranks post at once.
 
     The same input gives the same result. Costs about 20 µs for each message that a simulated rank sends. Of ranks that
     are alike, and so do the same at the same time, one is simulated (see ``symmetry``): then 100,000 ranks take
@@ -136,6 +141,10 @@ def simulate(
         network: hosts in the order of the layout's; those that it does not list are like its default.
         dtype: of the elements, which are summed.
         key: the name of the collective, which picks the way of a message that is not shared out.
+        verb: all_reduce, reduce, broadcast, reduce_scatter, all_gather, gather or all_to_all; ``nbytes`` are those of
+            one rank's input.
+        root: of verbs that have one.
+        starts_s: when each rank posts it, by rank: stragglers are late; see `late`. All at 0 by default.
         carry: see ``ranks.Carry``; then every rank is simulated.
         one_by_one: simulate every rank, whether or not others are like it.
         progress: called now and then with the share of the work that is done, 0 to 1.
@@ -148,14 +157,41 @@ def simulate(
         build(strategy, layout)
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
-    message = Message.of(nbytes, dtype, key)
+    message = Message.of(nbytes, dtype, key, verb, _checked_root(root, layout))
+    one_by_one = one_by_one or carry is not None or len(set(_checked_starts(starts_s, layout))) > 1
     with _without_collections():
-        world = simulated(strategy, layout, network, message, one_by_one=one_by_one or carry is not None)
+        world = simulated(strategy, layout, network, message, one_by_one=one_by_one)
         try:
-            return _run(world, nbytes, carry, progress)
+            return _run(world, nbytes, starts_s, carry, progress)
         except NotAlike:
             world = simulated(strategy, layout, network, message, one_by_one=True)
-            return _run(world, nbytes, carry, progress)
+            return _run(world, nbytes, starts_s, carry, progress)
+
+
+def late(size: int, mean_s: float, seed: int = 0) -> tuple[float, ...]:
+    """Random ``starts_s`` of `simulate`: exponential, with this mean; the first rank to post does so at 0.
+
+    Raises:
+        ConfigError: the mean is negative or infinite.
+    """
+    if not 0 <= mean_s < math.inf:
+        raise ConfigError(f"stragglers are late by {mean_s!r} s in the mean: expected at least 0")
+    chance = random.Random(seed)
+    starts_s = [chance.expovariate(1 / mean_s) if mean_s else 0.0 for _ in range(size)]
+    first_s = min(starts_s)
+    return tuple(start_s - first_s for start_s in starts_s)
+
+
+def _checked_root(root: int, layout: Layout) -> int:
+    if not 0 <= root < layout.size:
+        raise ConfigError(f"root {root} is outside 0..{layout.size - 1}")
+    return root
+
+
+def _checked_starts(starts_s: Sequence[float], layout: Layout) -> Sequence[float]:
+    if starts_s and (len(starts_s) != layout.size or not all(0 <= start_s < math.inf for start_s in starts_s)):
+        raise ConfigError(f"starts_s: expected {layout.size} finite numbers of seconds from 0 on, got {starts_s!r}")
+    return starts_s
 
 
 def num_messages(
@@ -185,14 +221,22 @@ def num_messages(
     return simulated(strategy, layout, matched, Message.of(nbytes, dtype, "")).num_messages
 
 
-def _run(world: Simulated, nbytes: int, carry: Carry | None, progress: Callable[[float], None] | None) -> Result:
-    routes = Routes(Agenda(), world.network, world.layout, world.relays())
+def _run(
+    world: Simulated, nbytes: int, starts_s: Sequence[float], carry: Carry | None,
+    progress: Callable[[float], None] | None,
+) -> Result:  # fmt: skip
+    routes = Routes(Agenda(), world.network, world.layout)
     wiring = world.wiring(routes)
-    ranks = _ranks(routes, wiring, world.plans(wiring.numbers), carry)
+    plans = world.plans(wiring.numbers)
+    routes.relays = world.relays(plans)
+    ranks = _ranks(routes, wiring, plans, carry)
     wiring.join(ranks)
     for rank in ranks:
         # In order, so that a simulation repeats exactly.
-        rank.arrived(None)
+        if starts_s and starts_s[rank.number]:
+            routes.agenda.at(starts_s[rank.number], rank.arrived, None)
+        else:
+            rank.arrived(None)
     total = sum(rank.num_to_send for rank in ranks)
     routes.agenda.run(None if progress is None else partial(_look, ranks, total, progress))
     return _result(world, nbytes, routes, wiring, ranks)

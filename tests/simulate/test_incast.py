@@ -1,10 +1,11 @@
 """Incast: shares of a drop-tail port, in closed form and in the simulator, beside times of real beds."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from kfcomm.simulate import Host, Queue, SimulatedNetwork, simulate
+from kfcomm.simulate import Host, Local, Queue, SimulatedNetwork, simulate
 from kfcomm.simulate.network import TCP_EFFICIENCY
 from kfcomm.strategies import build
 from kfcomm.strategies.incast import RELAY, Sender, drain_s, pipelined_s
@@ -53,6 +54,21 @@ def test_queues_make_no_difference_where_hosts_are_alike(strategy):
         for network in (bed(*[100] * 6), bed(*[100] * 6, queue=Queue.FAIR))
     ]
     assert times[0] == times[1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_closed_form_is_the_simulation_of_one_port(seed):
+    chance = random.Random(seed)
+    rates = [float(chance.choice((10, 20, 40, 80, 160))) for _ in range(chance.randint(2, 6))]
+    port = float(chance.choice((20, 50, 160)))
+    local = Local(overhead_s=0.0, fold=float("inf"))
+    hosts = tuple(Host(f"h{number}", rate * 1e6, 0.0) for number, rate in enumerate([port, *rates]))
+    network = SimulatedNetwork(hosts=hosts, local=local)
+    nbytes = 32 << 20
+    # up only: what each sends arrives at the root, which is the bottleneck or not
+    found = simulate("star", network.layout, nbytes, network, verb="reduce").seconds
+    due = drain_s([Sender(nbytes, rate * 1e6) for rate in rates], port * 1e6)
+    assert found == pytest.approx(due, rel=0.05)
 
 
 def test_equal_senders_need_no_more_than_the_port():

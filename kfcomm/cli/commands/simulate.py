@@ -21,8 +21,9 @@ from kfcomm.cli import options
 from kfcomm.cli.options import WithSizes, reported_errors
 from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Result, SimulatedNetwork
+from kfcomm.simulate import Result, SimulatedNetwork, late
 from kfcomm.simulate import simulate as simulate_one
+from kfcomm.simulate.fields import parse_time_s
 from kfcomm.strategies import AnyStrategy, names
 from kfcomm.strategies.plugins import build
 from kfcomm.strategies.tree_packing import packed_by
@@ -47,8 +48,21 @@ class _SimulateOptions:
     network_path: Path | None
     probe_path: Path | None
     dtype: str
+    verb: str
+    late: str
+    seed: int
     json_path: Path | None
     html_path: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Collective to simulate on every world, with every strategy."""
+
+    dtype: str
+    verb: str = "all_reduce"
+    late_s: float = 0.0  # by how much ranks are late in the mean
+    seed: int = 0
 
 
 @click.command(cls=WithSizes)
@@ -87,10 +101,19 @@ class _SimulateOptions:
     help="In its place, the network that kfcomm probe --json measured.",
 )
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
+@click.option("--verb", default="all_reduce", show_default=True, metavar="NAME", help="Another collective.")
+@click.option(
+    "--late",
+    default="0 s",
+    show_default=True,
+    metavar="TIME",
+    help="Ranks post late: exponentially, by this much in the mean.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of --late.")
 @options.json_file("network and results")
 @options.page_file("plots")
 def simulate(**options: Any) -> None:
-    """Simulate all_reduce on a network, in virtual time.
+    """Simulate all_reduce, or another verb, on a network, in virtual time.
 
     The machines and graphs are those of real ranks; links and processors are simulated. Every combination of strategy,
     hosts and size is run. Options with * can be given again.
@@ -106,9 +129,10 @@ def simulate(**options: Any) -> None:
         files = Files(given.json_path, given.html_path)
         files.check()
         network, source = network_of(given.network_path, given.probe_path)
-        simulations = Simulations(network, source, given.dtype)
+        simulations = Simulations(network, source, given.dtype, given.verb)
+        case = Case(given.dtype, given.verb, _late_s(given.late), given.seed)
         strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
-        simulations.results.extend(simulated(strategies, worlds, sizes, network, given.dtype))
+        simulations.results.extend(simulated(strategies, worlds, sizes, network, case))
         click.echo(simulations.as_text(), nl=False)
         files.write(simulations)
 
@@ -131,6 +155,13 @@ def network_of(path: Path | None, probe: Path | None = None) -> tuple[SimulatedN
     if path is None:
         return SimulatedNetwork(), "10 Gbit/s Ethernet, shared memory inside of hosts"
     return SimulatedNetwork.load(path), str(path)
+
+
+def _late_s(text: str) -> float:
+    try:
+        return parse_time_s(text)
+    except ValueError as error:
+        raise ConfigError(f"--late: {error}") from error
 
 
 def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
@@ -172,7 +203,7 @@ def simulated(
     worlds: Sequence[World],
     sizes: Sequence[int],
     network: SimulatedNetwork,
-    dtype: str,
+    case: Case,
 ) -> Iterator[Result]:
     """Simulate every combination, with a message on each.
 
@@ -188,7 +219,10 @@ def simulated(
             for nbytes in sizes:
                 what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}"
                 watch = _Watch(what)
-                result = simulate_one(graphs, layout, nbytes, each, dtype=dtype, progress=watch.look)
+                result = simulate_one(
+                    graphs, layout, nbytes, each, dtype=case.dtype, verb=case.verb,
+                    starts_s=late(layout.size, case.late_s, case.seed), progress=watch.look,
+                )  # fmt: skip
                 _tell(f"{what}: {result.seconds * 1e3:.4g} ms ({watch.summary(result)})")
                 yield result
 
