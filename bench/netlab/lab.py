@@ -23,13 +23,14 @@ import ipaddress
 import itertools
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from bench.netlab import signals
 from bench.netlab.hosts import MAX_HOSTS, PORT, Host, HostSpec, index_of
-from bench.netlab.links import Shaper, shown_rate
+from bench.netlab.links import Shaper, TailShaper, shown_rate
 from bench.netlab.namespaces import Namespace, clean, owner
 from bench.netlab.program import Outcome, Program
 from bench.netlab.rates import MAX_MTU, MIN_MTU, Bucket, window_frames
@@ -46,6 +47,8 @@ VARIABLES = {
     "net.ipv4.tcp_wmem": "4096 65536 4194304",
 }
 _BRIDGE, _ASIDE = "bridge", "aside"
+_RACK, _UP, _DOWN = "rack", "uplink", "downlink"
+AnyShaper: TypeAlias = Shaper | TailShaper
 _serials = itertools.count()
 
 
@@ -55,6 +58,21 @@ class Direction(StrEnum):
     OUT = "out"
     IN = "in"
     BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """Cables and switches as most networks have them: drop-tail queues, and TCP as the kernel has it.
+
+    Attributes:
+        slow: pairs of hosts whose link is slower than their ports, in bits per second.
+        racks: hosts by rack, each rack with a switch of its own; at most two; empty for one switch.
+        uplink: bits per second between racks, in each direction.
+    """
+
+    slow: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    racks: tuple[tuple[str, ...], ...] = ()
+    uplink: float = 0.0
 
 
 class Netlab:
@@ -69,6 +87,7 @@ class Netlab:
         network: in CIDR notation; the hosts get its first addresses. No other host can see it.
         mtu: bytes of IP in one frame.
         variables: of sysctl(8), for each host, beside and before `VARIABLES`.
+        wires: drop-tail queues in place of fair ones, with slow links and racks.
 
     Attributes:
         hosts: those that stand there, in order; empty outside of the context.
@@ -86,12 +105,14 @@ class Netlab:
         network: str = NETWORK,
         mtu: int = MTU,
         variables: Mapping[str, str] | None = None,
+        wires: Wires | None = None,
     ) -> None:
         self.hosts: tuple[Host, ...] = ()
         self.mtu = mtu
         self._specs = tuple(hosts)
         self._network = _checked_network(network, self._specs)
         self._variables = {**VARIABLES, **(variables or {})}
+        self._wires = wires
         self._made: list[Namespace] = []
         self._switch = Namespace("")
         self._is_parted = False
@@ -207,11 +228,29 @@ class Netlab:
         with _naming("the kernel makes no bridge (module bridge)"):
             self._switch.ip("link", "add", _BRIDGE, "type", "bridge", "mcast_snooping", "0")
         self._switch.ip("link", "set", _BRIDGE, "mtu", str(self.mtu), "up")
+        if self._wires is not None and self._wires.racks:
+            self._join_racks(self._wires)
         addresses = self._network.hosts()
         self.hosts = tuple(Host(spec, str(next(addresses)), Namespace(f"{prefix}-{spec.name}")) for spec in self._specs)
         for host in self.hosts:
             self._add(host.namespace)
             self._connect(host)
+
+    def _join_racks(self, wires: Wires) -> None:
+        """A second bridge, and a cable between the two that is limited in both directions."""
+        switch = self._switch
+        switch.ip("link", "add", _RACK, "type", "bridge", "mcast_snooping", "0")
+        switch.ip("link", "set", _RACK, "mtu", str(self.mtu), "up")
+        switch.ip("link", "add", _UP, "type", "veth", "peer", "name", _DOWN)
+        gso = ["gso_max_size", str(Bucket.holding(wires.uplink, self.mtu).gso_nbytes(self.mtu))]
+        for interface, bridge in ((_UP, _BRIDGE), (_DOWN, _RACK)):
+            switch.ip("link", "set", interface, "mtu", str(self.mtu), "addrgenmode", "none", *gso)
+            switch.ip("link", "set", interface, "master", bridge, "up")
+            self._limit(switch, TailShaper(interface), wires.uplink)
+
+    def _bridge_of(self, host: Host) -> str:
+        racks = () if self._wires is None else self._wires.racks
+        return _RACK if len(racks) > 1 and host.name in racks[1] else _BRIDGE
 
     def _add(self, namespace: Namespace) -> None:
         self._made.append(namespace)
@@ -224,7 +263,7 @@ class Netlab:
             switch.ip("link", "add", cable_end, "type", "veth", "peer", "name", PORT, "netns", inside.name)
         options = ["mtu", str(self.mtu), "addrgenmode", "none", *self._segmentation(host)]
         switch.ip("link", "set", cable_end, *options)
-        switch.ip("link", "set", cable_end, "master", _BRIDGE, "up")
+        switch.ip("link", "set", cable_end, "master", self._bridge_of(host), "up")
         inside.ip("link", "set", PORT, *options)
         inside.ip("address", "add", f"{host.address}/{self._network.prefixlen}", "dev", PORT)
         inside.ip("link", "set", PORT, "up")
@@ -244,22 +283,35 @@ class Netlab:
     def _window(self) -> list[str]:
         """Wide enough for the fastest host: a connection keeps its window when rates change."""
         rates = [spec.rate for spec in self._specs if spec.rate is not None]
-        is_bounded = len(rates) == len(self._specs)
+        is_bounded = len(rates) == len(self._specs) and self._wires is None
         return ["cwnd", "lock", str(window_frames(max(rates), self.mtu))] if is_bounded else []
 
-    def _limit(self, namespace: Namespace, shaper: Shaper, rate: float | None, *, is_limited: bool = False) -> None:
+    def _limit(self, namespace: Namespace, shaper: AnyShaper, rate: float | None, *, is_limited: bool = False) -> None:
         if rate is not None:
             bucket = Bucket.holding(rate, self.mtu)
             namespace.tc_all(shaper.changed(bucket) if is_limited else shaper.added(bucket))
         elif is_limited:
             namespace.tc_all(shaper.removed())
 
-    def _ends(self, host: Host, direction: Direction) -> list[tuple[Namespace, Shaper]]:
+    def _ends(self, host: Host, direction: Direction) -> list[tuple[Namespace, AnyShaper]]:
         """Shapers of the link in this direction, and their namespaces."""
-        addresses = tuple(each.address for each in self.hosts)
-        out = host.namespace, Shaper(PORT, "dst", addresses)
-        into = self._switch, Shaper(self._cable_end(host), "src", addresses)
-        return {Direction.OUT: [out], Direction.IN: [into], Direction.BOTH: [out, into]}[Direction(direction)]
+        out: tuple[Namespace, AnyShaper]
+        into: tuple[Namespace, AnyShaper]
+        if self._wires is not None:
+            out = host.namespace, TailShaper(PORT, self._slow_links(host, self._wires))
+            into = self._switch, TailShaper(self._cable_end(host))
+        else:
+            addresses = tuple(each.address for each in self.hosts)
+            out = host.namespace, Shaper(PORT, "dst", addresses)
+            into = self._switch, Shaper(self._cable_end(host), "src", addresses)
+        ends = {Direction.OUT: (out,), Direction.IN: (into,), Direction.BOTH: (out, into)}
+        return list(ends[Direction(direction)])
+
+    def _slow_links(self, host: Host, wires: Wires) -> dict[str, float]:
+        """Rates of this host's slow links, by the address of the other end."""
+        addresses = {each.name: each.address for each in self.hosts}
+        ends = [(ends, rate) for (a, b), rate in wires.slow.items() for ends in ((a, b), (b, a))]
+        return {addresses[there]: rate for (here, there), rate in ends if here == host.name}
 
     def _cable_end(self, host: Host) -> str:
         return f"p{self.hosts.index(host)}"
@@ -304,7 +356,7 @@ def _checked_network(text: str, specs: Sequence[HostSpec]) -> ipaddress.IPv4Netw
     return network
 
 
-def _rate_of(namespace: Namespace, shaper: Shaper) -> float | None:
+def _rate_of(namespace: Namespace, shaper: AnyShaper) -> float | None:
     """Bits per second to which the kernel holds this direction; None if it does not."""
     return shown_rate(namespace.tc("class", "show", "dev", shaper.interface))
 

@@ -12,11 +12,15 @@ hosts sent to one at its full rate, that one sent a seventh of what it could.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from bench.netlab.rates import Bucket, parse_rate
 
 QUEUE_NBYTES = 64 << 20
+TAIL_QUEUE_S = 0.05
+"""What waits at most in a drop-tail queue, in seconds at its rate."""
+_LEAST_QUEUE_NBYTES = 32_000
 _ROOT, _WHOLE, _REST, _FIRST = "1:", "1:1", 2, 16
 _ACKNOWLEDGEMENT = "u32 match ip protocol 6 0xff match u16 0 0xffc0 at 2"
 """TCP with less than 64 bytes of IP: next to no data beside the headers and timestamps."""
@@ -64,6 +68,58 @@ class Shaper:
             f"class {verb} dev {self.interface} parent {parent} classid {name} "
             f"htb rate {rate} ceil {whole} prio {order} {burst}"
             for parent, name, rate, order in classes
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TailShaper:
+    """One direction of one link, as a switch has it: one queue, first in, first out, that drops what does not fit.
+
+    Attributes:
+        interface: where it waits.
+        limits: rates in bits per second of what goes to single addresses, below that of the whole.
+    """
+
+    interface: str
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    def added(self, bucket: Bucket) -> list[str]:
+        """The lines that begin to limit it."""
+        lines = [f"qdisc add dev {self.interface} root handle {_ROOT} htb default {_REST:x}"]
+        lines += self._classes("add", bucket)
+        rates = (bucket.rate, *self.limits.values())
+        for number, rate in zip((_REST, *self._numbers), rates, strict=True):
+            limit = max(_LEAST_QUEUE_NBYTES, round(rate / 8 * TAIL_QUEUE_S))
+            lines.append(f"qdisc add dev {self.interface} parent 1:{number:x} bfifo limit {limit}")
+        filters = f"filter add dev {self.interface} parent {_ROOT} protocol ip prio 1 u32 match ip dst"
+        lines += [
+            f"{filters} {address}/32 flowid 1:{number:x}"
+            for address, number in zip(self.limits, self._numbers, strict=True)
+        ]
+        return lines
+
+    def changed(self, bucket: Bucket) -> list[str]:
+        """The lines that give it another rate."""
+        return self._classes("change", bucket)
+
+    def removed(self) -> list[str]:
+        """The lines that limit it no longer."""
+        return [f"qdisc delete dev {self.interface} root"]
+
+    @property
+    def _numbers(self) -> range:
+        return range(_FIRST, _FIRST + len(self.limits))
+
+    def _classes(self, verb: str, bucket: Bucket) -> list[str]:
+        burst = f"burst {bucket.burst_nbytes}b cburst {bucket.burst_nbytes}b quantum {bucket.burst_nbytes}"
+        classes = [(_ROOT, _WHOLE, bucket.rate), (_WHOLE, f"1:{_REST:x}", bucket.rate)]
+        classes += [
+            (_WHOLE, f"1:{number:x}", rate) for number, rate in zip(self._numbers, self.limits.values(), strict=True)
+        ]
+        return [
+            f"class {verb} dev {self.interface} parent {parent} classid {name} "
+            f"htb rate {round(rate)}bit ceil {round(rate)}bit {burst}"
+            for parent, name, rate in classes
         ]
 
 

@@ -7,7 +7,7 @@
 Each step is a strategy and a size: all ranks meet, and then each times one all_reduce of float32, from its call to its
 result, which is compared with the right one afterwards. A strategy is a name, or ``module:function`` for one that is
 made from what can be measured: the coroutine function is called once on each rank, with the communicator, before the
-first step, and returns a ``Strategy``.
+first step, and returns a ``Strategy``; ``gloo`` is torch's all_reduce.
 
 With ``--output`` each rank writes ``rank-R.json``: its times by the monotonic clock, which the ranks of one machine
 share. With ``--conductor``, rank 0 says there which step is next and waits for a line: the listener may change the
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 import kfcomm
+from bench.netlab.rivals import GLOO, Gloo
 from bench.netlab.steps import Step
 from kfcomm.bench.harness import run_on_loop
 from kfcomm.strategies import Strategy
@@ -60,10 +61,14 @@ class Worker:
         self._comm = comm
         self._arrays: dict[int, tuple[Array, Array]] = {}
         self._strategies: dict[str, str | Strategy] = {}
+        self._gloo = Gloo(comm)
 
     async def prepare(self, steps: Sequence[Step]) -> None:
         """Make the strategies that are not names, in the order in which they come up."""
-        for name in dict.fromkeys(step.strategy for step in steps):
+        names = dict.fromkeys(step.strategy for step in steps)
+        if GLOO in names:
+            await self._gloo.prepare()
+        for name in names:
             self._strategies[name] = await _function(name)(self._comm) if ":" in name else name
 
     async def do(self, step: Step, number: int) -> Time:
@@ -72,11 +77,15 @@ class Worker:
         Raises:
             RuntimeError: the result is wrong.
         """
-        await self._comm.set_strategy(self._strategies[step.strategy])
+        if step.strategy != GLOO:
+            await self._comm.set_strategy(self._strategies[step.strategy])
         given, result = self._of(step.nbytes)
         await self._comm.barrier("step")
         start_s, start_cpu_s = time.monotonic(), time.process_time()
-        await self._comm.all_reduce(given, "step", out=result)
+        if step.strategy == GLOO:
+            await self._gloo.all_reduce(given, result)
+        else:
+            await self._comm.all_reduce(given, "step", out=result)
         took = Time(start_s, time.monotonic(), time.process_time() - start_cpu_s)
         if not np.array_equal(result, numbers(step.nbytes, sum(range(1, self._comm.size + 1)))):
             raise RuntimeError(f"step {number}, {step}: rank {self._comm.rank} has a wrong result")
