@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 from kfcomm.collectives.calling import Later, as_config_error
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
-from kfcomm.common import do_nothing
 from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import CollectiveError, EpochChanged, InternalError, PeerLost
 
@@ -135,8 +134,8 @@ class LaterSteps:
 
     def skip(self) -> None:
         """Leave the last step out, on all ranks."""
-        _, turn = self._later.pop()
-        turn.ready(do_nothing)
+        key, turn = self._later.pop()
+        turn.ready(partial(self._group.engine.leave_out, self._group.view, key, self.seq + 1))
 
     def post(self, posting: Posting, key: str) -> Handle[Any]:
         """Begin the next step now, with the time that is left."""
