@@ -148,6 +148,7 @@ async def test_the_user_of_a_link_may_judge_a_frame(kind):
 async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told(kind):
     async with linked(kind) as ends:
         link, late, num_sent = ends.link, Owner(), 2
+        payload = pairs.HALF if kind == "shm" else b"little"  # here the late one leaves with the first
 
         def again():
             nonlocal num_sent
@@ -156,15 +157,15 @@ async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told(kind):
                 is_read = True
                 while is_read:
                     num_sent += 1
-                    is_read = link.send(chunk(1), memoryview(pairs.HALF)[:], first)
+                    is_read = link.send(chunk(1), memoryview(payload)[:], first)
                 link.flush()
 
         first = Owner(again)
         num_sent += fill(kind, ends)
-        link.send(chunk(0), memoryview(pairs.HALF), first)
-        link.send(chunk(7777), memoryview(pairs.HALF), late)
+        link.send(chunk(0), memoryview(payload), first)
+        link.send(chunk(7777), memoryview(payload), late)
         link.flush()
-        await ends.heard.until(lambda heard: first.times == 100 and len(heard.frames) == num_sent - 1)
+        await ends.heard.until(lambda heard: first.times == 100 and len(heard.frames) >= num_sent - 1)
         assert (first.times, late.times) == (100, 0)
 
 
