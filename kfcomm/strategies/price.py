@@ -35,7 +35,7 @@ from typing import Final, NamedTuple, Self
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.errors import ConfigError
-from kfcomm.strategies.base import Strategy
+from kfcomm.strategies.base import Direct, Strategy
 from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.strategies.incast import Sender, drain_s, pipelined_s
 from kfcomm.strategies.moves import StepCosts, goes_in_steps
@@ -194,6 +194,7 @@ class Priced:
         self.strategy = strategy
         self._market = market
         self._shared: Price | None = None
+        self._relayed: Price | None = None  # of a direct strategy's long messages, which go along its pairs
         self._whole: list[Price] = []
         self._steps: StepCosts | None = None
 
@@ -223,6 +224,11 @@ class Priced:
     def _prices(self, nbytes: int) -> Sequence[Price]:
         """Of each pair alone, for messages that go whole; else of all pairs together."""
         strategy, market = self.strategy, self._market
+        if strategy.direct and market.layout.num_hosts > 1 and not strategy.sends_at_once(nbytes):
+            if self._relayed is None:
+                relayed = replace(strategy, pairs=strategy.pairs_of_direct, direct=Direct.NOT, for_long=None)
+                self._relayed = market.price(relayed)
+            return (self._relayed,)
         is_short = nbytes < WHOLE_BELOW * _ELEMENT_NBYTES and market.layout.num_hosts > 1 and not strategy.direct
         if strategy.is_whole or (is_short and len(strategy.pairs) > 1):
             if not self._whole:
