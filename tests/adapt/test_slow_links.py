@@ -29,7 +29,7 @@ def links(slow: int | None) -> Probe:
 
 
 RING_TAKES_S = 4.0
-TRIED = ("binary_tree_star", "packed_trees", "tree")
+TRIED = ("binary_tree_star", "packed_trees")
 """What fits these links, by prediction, the fastest first."""
 
 
@@ -66,7 +66,7 @@ def test_fitting_strategies_are_those_predicted_to_be_fast() -> None:
 async def test_a_link_that_drops() -> None:
     """Found in the third low step; the links are measured, and graphs set, at the end of the step after it."""
     looks: list[int] = []
-    decisions, in_force = await adapted(policy(looks), cost=falling(1.5, 2.0, 1.6), steps=40, strategy="ring")
+    decisions, in_force = await adapted(policy(looks), cost=falling(1.5, 2.0), steps=40, strategy="ring")
     assert sorted(looks) == [0, 0, 1, 1, 2, 2, 3, 3]  # what leads to a change is measured twice
     found, changed, kept = decisions
     assert (found.step, found.what) == (DROPS_AT + 2, "the network is slower: measures the links")
@@ -84,13 +84,14 @@ async def test_a_link_that_drops() -> None:
     assert "step 14: AvoidSlowLinks: the network is slower" in str(found)
 
 
-@pytest.mark.parametrize("seconds", [(4.0, 1.5, 3.0), (3.9, 4.0, 1.5), (5.0, 1.5, 1.0)])
+@pytest.mark.parametrize("seconds", [(4.0, 1.5), (1.5, 4.0), (5.0, 1.0)])
 @pytest.mark.asyncio
-async def test_a_prediction_that_does_not_hold_is_followed_by_the_next(seconds: tuple[float, float, float]) -> None:
+async def test_a_prediction_that_does_not_hold_is_followed_by_the_next(seconds: tuple[float, float]) -> None:
     decisions, in_force = await adapted(policy([]), cost=falling(*seconds), steps=60, strategy="ring")
     first_good = next(name for name, took_s in zip(TRIED, seconds, strict=True) if took_s < 3.0)
     assert in_force[-1] == first_good
-    assert f"keeps {first_good}, 2.67 times as fast as before" in [one.what for one in decisions]
+    times = f"{RING_TAKES_S / min(seconds):.2f}"
+    assert f"keeps {first_good}, {times} times as fast as before" in [one.what for one in decisions]
 
 
 @pytest.mark.asyncio
@@ -98,7 +99,7 @@ async def test_a_link_that_recovers() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(
         policy(looks, slow=lambda look: 2 if look <= 2 else None, rest=12),
-        cost=falling(1.5, 2.0, 2.0, until=40), steps=90, strategy="ring",
+        cost=falling(1.5, 2.0, until=40), steps=90, strategy="ring",
     )  # fmt: skip
     again = next(one for one in decisions if "faster: measures" in one.what)
     assert again.step == 43  # the fourth step that costs a third less
@@ -110,10 +111,10 @@ async def test_a_link_that_recovers() -> None:
 @pytest.mark.asyncio
 async def test_strategy_without_gain_is_undone() -> None:
     looks: list[int] = []
-    decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0, 3.9), steps=60, strategy="ring")
+    decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0), steps=60, strategy="ring")
     what = [one.what for one in decisions]
     assert what[1] == "strategy ring -> binary_tree_star"
-    assert what[-2:] == ["goes back to ring: nothing is faster", "strategy tree -> ring"]
+    assert what[-2:] == ["goes back to ring: nothing is faster", "strategy packed_trees -> ring"]
     assert in_force[-1] == "ring"
     assert len(looks) == 2 * SIZE  # the slow state is the reference now
 
@@ -122,7 +123,7 @@ async def test_strategy_without_gain_is_undone() -> None:
 async def test_unchanged_links_keep_the_strategy() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(
-        policy(looks, slow=lambda look: None), cost=falling(1.5, 1.5, 1.5), steps=60, strategy="clique"
+        policy(looks, slow=lambda look: None), cost=falling(1.5, 1.5), steps=60, strategy="clique"
     )
     assert [one.what for one in decisions] == [
         "the network is slower: measures the links", "keeps clique, which fits the links",
@@ -134,7 +135,7 @@ async def test_unchanged_links_keep_the_strategy() -> None:
 @pytest.mark.asyncio
 async def test_a_change_needs_both_probes() -> None:
     decisions, in_force = await adapted(
-        policy([], slow=lambda look: 2 if look == 1 else None), cost=falling(1.5, 1.5, 1.5), steps=40, strategy="clique"
+        policy([], slow=lambda look: 2 if look == 1 else None), cost=falling(1.5, 1.5), steps=40, strategy="clique"
     )
     assert decisions[-1].what == "keeps clique, which fits the links"
     assert set(in_force) == {"clique"}
@@ -190,9 +191,7 @@ async def test_fitting_strategy_is_kept_and_not_measured_again_too_soon() -> Non
 
 @pytest.mark.asyncio
 async def test_little_messages_say_nothing_of_links() -> None:
-    decisions, _ = await adapted(
-        policy([], least_nbytes=NBYTES + 1), cost=falling(1.5, 1.5, 1.5), steps=30, strategy="ring"
-    )
+    decisions, _ = await adapted(policy([], least_nbytes=NBYTES + 1), cost=falling(1.5, 1.5), steps=30, strategy="ring")
     assert not decisions
 
 
@@ -202,7 +201,7 @@ async def test_a_probe_that_fails_leaves_the_job_as_it_is() -> None:
         raise OSError("rank 2 does not answer")
 
     decisions, in_force = await adapted(
-        lambda comm: [AvoidSlowLinks(measure=measure)], cost=falling(1.5, 1.5, 1.5), steps=30, strategy="ring"
+        lambda comm: [AvoidSlowLinks(measure=measure)], cost=falling(1.5, 1.5), steps=30, strategy="ring"
     )
     assert decisions[-1].what.startswith(
         "switched off: it raised on every rank: OSError in after_step: rank 2 does not"
@@ -220,7 +219,7 @@ async def test_the_program_changes_the_strategy_itself_meanwhile() -> None:
                 ctx.set_strategy("clique")
 
     decisions, in_force = await adapted(
-        lambda comm: [*policy([])(comm), Program()], cost=falling(1.5, 1.5, 1.5), steps=40, strategy="ring"
+        lambda comm: [*policy([])(comm), Program()], cost=falling(1.5, 1.5), steps=40, strategy="ring"
     )
     assert in_force[-1] == "clique"
     assert [one.policy for one in decisions] == ["AvoidSlowLinks", "AvoidSlowLinks", "Program"]
