@@ -78,14 +78,15 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Cho
     priced = [Priced(one, market) for one in _candidates(layout, network)]
     for nbytes in _SIZES:
         seconds = [one.seconds(nbytes) if _may_take(one.strategy, nbytes, layout) else math.inf for one in priced]
-        yield _chosen(nbytes, priced, seconds)
+        # Where rates are known, few trees are there for a reason: several meet at ports.
+        yield _chosen(nbytes, priced, seconds, spreads=network.rates is None and nbytes > _SHORT_NBYTES)
 
 
-def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float]) -> Choice:
+def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], *, spreads: bool) -> Choice:
     """The cheapest candidate, and the next one that has other pairs."""
     candidates = [one.strategy for one in priced]
     best = seconds.index(min(seconds))
-    if nbytes > _SHORT_NBYTES:
+    if spreads:
         best = _spread(best, candidates, seconds)
     alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
     others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
