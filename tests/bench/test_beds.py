@@ -1,4 +1,4 @@
-"""The table of six beds: what is measured, what is said of it, and where it is taken up again."""
+"""The table of six beds: networks, figures, and a record that is continued."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_a_wrong_winner_is_told():
     assert verdict(rows)["winners right, where clear"] == "0 of 1"
 
 
-def test_what_is_in_the_record_is_not_measured_again(tmp_path, monkeypatch):
+def test_recorded_cells_are_not_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     measured = []
 

@@ -9,6 +9,8 @@ from kfcomm.strategies import names
 from kfcomm.types import Layout
 
 NAMES = [name for name in names() if name != "auto"]
+ALIKE = [name for name in NAMES if name not in ("double_tree", "halving_doubling", "dissemination")]
+"""Those whose ranks are alike on equal hosts, for any number of them."""
 
 
 def network_of(chance, hosts, local):
@@ -106,9 +108,8 @@ def test_unequal_parts_of_too_many_ranks_count_as_the_largest():
     assert found.seconds >= simulate("ring", layout, 4 * 400 * 50, network).seconds
 
 
-# Exchanges in steps are simulated one by one: a rank of halving_doubling sends 34 messages or more.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "halving_doubling"])
+@pytest.mark.parametrize("name", ALIKE)
 def test_100000_ranks_are_simulated(name):
     network = SimulatedNetwork().of_hosts(100_000)
     found = simulate(name, network.layout, 1 << 20, network)
