@@ -74,7 +74,7 @@ class Preparation:
         epoch.is_ready = epoch.comm is None or await set_up(epoch.comm, num_old)
 
     async def taken(self, comm: Communicator, stage: Stage) -> PreparedEpoch | None:
-        """Return the epoch that was prepared, to be carried out; None if this rank has none."""
+        """Return the epoch that was prepared, to be carried out; None without one."""
         epoch = self._present(comm)
         if epoch is None or stage is not Stage.PREPARED:
             self.drop()

@@ -29,7 +29,7 @@ async def set_up(comm: Communicator, num_old: int) -> bool:
             if comm.rank in members:
                 await share_stripe(comm, members, [np.zeros(1, np.uint8)])
     except KfcommError as error:
-        logger.info("rank %d: an epoch was prepared in vain: %s", comm.rank, error)
+        logger.info("rank %d: a prepared epoch is dropped: %s", comm.rank, error)
         return False
     return True
 

@@ -432,5 +432,5 @@ class Walks:
 
 
 def _wishes(left: Sequence[Course]) -> AbstractSet[str]:
-    """What the program has wished for in steps that have ended."""
+    """Wishes of the program in steps that have ended."""
     return frozenset[str]().union(*(one.wishes for one in left if one.step is not None))

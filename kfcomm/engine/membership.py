@@ -67,7 +67,7 @@ class StoreMembership(Membership):
                 return sorted([await self._with_aside(one) for one in fit])
 
     async def _with_aside(self, candidate: Candidate) -> Candidate:
-        """Tell of a process also where it listens for an epoch that is prepared; see `peer_of`."""
+        """Add a process's address for a prepared epoch; see `peer_of`."""
         aside = await self._meeting.client.find(f"{ASIDE}/{candidate.birth}")
         return candidate._replace(about=msgpack.packb([candidate.about, aside]))
 

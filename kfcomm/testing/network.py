@@ -155,7 +155,7 @@ class MemoryStore:
                 waiting.set_result(said)
 
     def invitation(self, birth: int) -> asyncio.Future[MemoryWelcome]:
-        """What the process of this uid is invited to, which comes once."""
+        """Invitation of the process of this uid; it comes once."""
         return self._invited.setdefault(birth, asyncio.get_running_loop().create_future())
 
     async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
