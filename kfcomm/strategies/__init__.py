@@ -26,7 +26,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.builtin import ALGORITHMS
-from kfcomm.strategies.combine import combined
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
@@ -189,6 +188,8 @@ def _of_both(
             f"a combination has {_INSIDE!r} and {_BETWEEN!r}, as in 'inside: direct, between: double_tree'; "
             f"there are {', '.join(map(repr, spec))}"
         )
+    from kfcomm.strategies.combine import combined  # few programs combine
+
     return combined(
         layout, lambda part: build(spec[_INSIDE], part, others), lambda part: build(spec[_BETWEEN], part, others)
     )

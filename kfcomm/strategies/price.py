@@ -30,19 +30,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Direct, Strategy
 from kfcomm.strategies.chunks import ChunkSizes
-from kfcomm.strategies.incast import Sender, drain_s, pipelined_s
 from kfcomm.strategies.moves import StepCosts, goes_in_steps
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.strategies.paths import Edges, Path
 from kfcomm.strategies.profile import Load, Profile, crossing, shares_of
 from kfcomm.types import Layout, Rates
+
+if TYPE_CHECKING:
+    from kfcomm.strategies.paths import Edges, Path
 
 _ALL_BELOW: Final = 1024
 """Pairs times ranks up to which each pair is walked for its path. Above, a sample is."""
@@ -51,13 +52,6 @@ _FILL_STEPS: Final = 4
 _STALL: Final = 0.2
 _ELEMENT_NBYTES: Final = 4
 """Assumed where only bytes are known."""
-
-
-class Walk(NamedTuple):
-    """Counts and path of one pair."""
-
-    load: Load
-    path: Path
 
 
 class Market:
@@ -74,7 +68,7 @@ class Market:
         self.layout = layout
         self.network = network
         self.chunks = ChunkSizes(layout, network)
-        self._edges = Edges.of(layout, network)
+        self._edges: Edges | None = None
         # By identity, since a hash costs O(ranks). The pair is kept, so that its number stays its own.
         self._loads: dict[int, tuple[GraphPair, Load]] = {}
         self._paths: dict[int, tuple[GraphPair, Path]] = {}
@@ -87,10 +81,14 @@ class Market:
 
     def path(self, pairs: Sequence[GraphPair]) -> Path:
         """The longest path of pairs, as far as they differ."""
-        some = self.some(pairs)
+        from kfcomm.strategies.paths import Edges, Path  # not needed on one host
+
+        some, edges = self.some(pairs), self._edges
+        if edges is None:
+            edges = self._edges = Edges.of(self.layout, self.network)
         for pair in some:
             if id(pair) not in self._paths:
-                self._paths[id(pair)] = pair, Path.of(pair, self._edges)
+                self._paths[id(pair)] = pair, Path.of(pair, edges)
         return Path.longest([self._paths[id(pair)][1] for pair in some])
 
     def some(self, pairs: Sequence[GraphPair]) -> Sequence[GraphPair]:
@@ -254,6 +252,8 @@ def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:
 
 def _root_s(pair: GraphPair, layout: Layout, rates: Rates, relays: Collection[int]) -> float:
     """Seconds until the root of a tree has passed on a byte, which it can once it has that byte of all hosts below."""
+    from kfcomm.strategies.incast import Sender, pipelined_s  # few ranks know the rates of their network
+
     here = layout.hosts[pair.root]
     above = {layout.hosts[child] for child in pair.reduce.children[pair.root]} - {here}
     below = [layout.hosts[child] for child in pair.broadcast.children[pair.root]]
@@ -276,6 +276,8 @@ def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: C
 
     ``relays`` are the hosts to which others send what they fold.
     """
+    from kfcomm.strategies.incast import Sender, drain_s
+
     for (a, b), nbytes in moved.items():
         yield nbytes / rates.links[a][b]
     for host in range(len(rates.send)):
