@@ -235,9 +235,9 @@ class MemoryEpoch:
         for one in self._next.values():
             one.kill(birth)
 
-    def network_of(self, rank: int, num_old: int = 0) -> _RankNetwork:
+    def network_of(self, rank: int, num_old: int = 0, strategy: str = "auto") -> _RankNetwork:
         """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
-        return _RankNetwork(rank, self, num_old)
+        return _RankNetwork(rank, self, num_old, strategy)
 
     def next(self, members: tuple[int, ...], joiners: Sequence[Candidate], attempt: int) -> MemoryEpoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
@@ -321,12 +321,13 @@ class _Members(Membership):
 class _RankNetwork:
     """Network of one rank in one epoch; implements ``engine.interfaces.Network``."""
 
-    def __init__(self, rank: int, epoch: MemoryEpoch, num_old: int = 0) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch, num_old: int = 0, strategy: str = "auto") -> None:
         self.layout = epoch.layout
         self.host_names: tuple[str, ...] = ()
         self.births = epoch.births
         self.epoch = epoch.number
         self.num_old = num_old
+        self.strategy = strategy  # of the epoch's beginning, for a joining rank
         self.admitting: asyncio.Future[MemoryWelcome] | None = None  # of a process that was invited
         self.is_invited = False
         self.reports = tuple(epoch.world.reports.get(birth, NO_DEVICE) for birth in epoch.births)
@@ -358,9 +359,11 @@ class _RankNetwork:
     async def admission(self) -> Network | None:
         if self.admitting is None:
             return None
-        epoch, num_old, _ = await self.admitting
+        epoch, num_old, strategy = await self.admitting
         self.admitting, self.is_invited = None, False
-        return None if epoch is self._epoch else epoch.network_of(epoch.births.index(self.births[self._rank]), num_old)
+        if epoch is self._epoch:
+            return None
+        return epoch.network_of(epoch.births.index(self.births[self._rank]), num_old, strategy)
 
     async def connect(self, peer: int) -> Link:
         await self._epoch.is_there(peer)

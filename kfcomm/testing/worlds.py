@@ -122,13 +122,13 @@ class MemoryWorld(Sequence[Communicator]):
         try:
             await asyncio.wait([admitting, inviting], return_when=asyncio.FIRST_COMPLETED)
             epoch, num_old, strategy = (admitting if admitting.done() else inviting).result()
-            network = epoch.network_of(epoch.births.index(birth), num_old)
+            network = epoch.network_of(epoch.births.index(birth), num_old, strategy)
             if not admitting.done():
                 network.admitting, network.is_invited = admitting, True
 
             def make(network: Any) -> Communicator:
                 none = DeviceSetup.none(network.layout.size)
-                return self._made(network, network.births.index(birth), none, strategy, network.epoch)
+                return self._made(network, network.births.index(birth), none, network.strategy, network.epoch)
 
             comm = await entered(network, make)
         except BaseException:
