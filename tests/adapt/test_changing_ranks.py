@@ -231,21 +231,22 @@ async def test_joining_rank_receives_the_state_of_the_policies() -> None:
         may_come = asyncio.Event()
 
         async def main(comm: Any, is_new: bool = False) -> Any:
-            policy, sampler = Counts(), ElasticSampler(96, BATCH)
+            policy, sampler = Counts(), ElasticSampler(BATCH << 20, BATCH)
             given = Hyperparameters(batch_size=BATCH)
             async with (
                 Elastic(comm, State()) as elastic,
                 Adaptation(comm, [policy], hyperparameters=given) as adaptation,
             ):
-                seen = []
+                seen: list[Any] = []
                 async for step in elastic.steps(sampler):
                     async with adaptation.step():
                         seen.append((adaptation.num_steps, len(step.batch), adaptation.local_batch_size))
                         await comm.barrier()
-                        if step.number == 3 and not is_new and comm.rank == 0:
+                        if step.number == 3:
                             may_come.set()
-                            await until(lambda: elastic._requests._candidates)
                     sampler.batch = adaptation.batch_size or 0
+                    if len(seen) > 1 and seen[-2][-1] == 8:
+                        break
             return seen, policy.steps, policy.sizes
 
         async def new() -> Any:
@@ -254,9 +255,13 @@ async def test_joining_rank_receives_the_state_of_the_policies() -> None:
 
         one, other, joined = await asyncio.gather(*map(main, list(comms)), new())
         assert one == other
-        assert one[0] == [(0, 12, 6), (1, 12, 6), (2, 12, 6), (3, 24, 12), (4, 24, 12), (5, 12, 8)]
-        assert joined[0] == one[0][5:]
-        assert joined[1] == one[1] == list(range(6))
+        # Training continues while the epoch of the joining rank is prepared.
+        joined_at = len(one[0]) - 2
+        assert joined_at > 3
+        assert one[0][:3] == [(0, 12, 6), (1, 12, 6), (2, 12, 6)]
+        assert one[0][3:joined_at] == [(step, 24, 12) for step in range(3, joined_at)]
+        assert one[0][joined_at:] == joined[0] == [(joined_at, 24, 8), (joined_at + 1, 24, 8)]
+        assert joined[1] == one[1] == list(range(joined_at + 2))
         assert one[2] == [2, 3]
         assert joined[2] == [3]
 
