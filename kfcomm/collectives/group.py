@@ -136,7 +136,7 @@ class Group:
     """A group and its engine. Everything here runs on the engine's loop."""
 
     def __init__(
-        self, engine: Engine, view: GroupView, layout: Layout, strategy: AnyStrategy, timeout_s: float
+        self, engine: Engine, view: GroupView, layout: Layout, strategy: StrategySpec, timeout_s: float
     ) -> None:
         self.engine = engine
         self.view = view
@@ -145,12 +145,12 @@ class Group:
         self.heaps: Heaps | None = None  # memory that all ranks of the group share, if they do
         self.kept: KeptBuffers | None = None  # buffers in that memory; None in a group that a rank may leave alone
         self._generations = Generations(view.rank, layout)
-        self.plans = self._generations.plans(strategy, 0)
+        self._built: dict[Hashable, AnyStrategy] = {}
+        self.plans = self._generations.plans(self.build(strategy), 0)
         self.turns = GroupTurns()
         # By name. ``compiled`` is empty while a strategy is being agreed; ``former`` is that of the one in force then.
         self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
-        self._built: dict[Hashable, AnyStrategy] = {}
 
     @property
     def strategy(self) -> AnyStrategy:

@@ -30,7 +30,6 @@ from kfcomm.engine.engine import Engine
 from kfcomm.engine.memory import Array, Work
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.probe.record import Probe
-from kfcomm.strategies import build
 from kfcomm.types import Layout, Op, Seconds, Verb
 
 Slot = tuple[tuple[int, int], ...]
@@ -83,7 +82,7 @@ class Prober:
         self, engine: Engine, view: GroupView, layout: Layout, timeout_s: float, host_names: tuple[str, ...] = ()
     ) -> None:
         self._host_names = host_names
-        self._group = Group(engine, view, layout, build("binary_tree", layout), timeout_s)
+        self._group = Group(engine, view, layout, "binary_tree", timeout_s)
         self._slots = slots_of(layout)
         self._calls = 0
         self._turn = asyncio.Lock()
@@ -262,7 +261,7 @@ class Way:
         members = (view.members[source], view.members[target])
         pair = GroupView(pair_id(view, source, target), members, int(view.rank == target), view)
         layout = Layout((0, 0))
-        group = Group(engine, pair, layout, build("star", layout), 0.0)
+        group = Group(engine, pair, layout, "star", 0.0)
         return cls(group, source, target, number * MOST_USES, deadline_s)
 
     def send(self, data: Array, chunk: int | None = None) -> Handle[None]:

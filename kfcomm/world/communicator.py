@@ -37,7 +37,6 @@ from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor.dumps import snapshot
 from kfcomm.rendezvous import exit_report
 from kfcomm.strategies import AnyStrategy, StrategySpec
-from kfcomm.strategies.plugins import build
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds
 from kfcomm.world.epochs import NO_PLAN, EpochPlan, agree, next_epoch, settle
@@ -72,7 +71,7 @@ class Communicator(Persistent):
         self._final: Statistics | None = None
         layout = session.layout_of(view)
         self._births = tuple(session.network.births[rank] for rank in view.members)
-        self._group = Group(session.engine, view, layout, build(strategy, layout), session.timeout_s)
+        self._group = Group(session.engine, view, layout, strategy, session.timeout_s)
         heaps = session.network.heaps()
         self._group.heaps = heaps if len(set(layout.hosts)) == 1 else None
         self._group.kept = KeptBuffers() if view is session.world else None

@@ -85,7 +85,7 @@ def test_with_kills_and_without_training_comes_to_the_same_to_rounding() -> None
     plain = trained(run(0))
     assert plain.loss < 0.1
     num_void = num_changed = 0
-    for seed in range(12):
+    for seed in range(20):
         found = trained(run(seed, *plan_of(seed)))
         num_void += found.num_void
         num_changed += found.births != plain.births
@@ -93,7 +93,7 @@ def test_with_kills_and_without_training_comes_to_the_same_to_rounding() -> None
         np.testing.assert_allclose(weights, expected, rtol=1e-12)
         assert found.loss == pytest.approx(plain.loss, rel=1e-12)
     assert num_void > 3
-    assert num_changed > 8
+    assert num_changed > 14
 
 
 def test_a_loss_is_heard_in_the_midst_of_a_step() -> None:

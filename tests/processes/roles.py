@@ -188,7 +188,8 @@ async def listening(me: Actor) -> dict[str, Any]:
     """Return where this rank listens, and its description."""
     network = me.comm._session.network
     assert isinstance(network, SocketNetwork)
-    return asdict(network.peers[me.comm.rank])
+    about = asdict(network.peers[me.comm.rank])
+    return {name: one.hex() if isinstance(one, bytes) else one for name, one in about.items()}
 
 
 async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:

@@ -38,7 +38,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import AnyStrategy
 from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Layout, Verb
 
@@ -352,4 +352,4 @@ class Paths:
     def _subgroup(self, name: str, ranks: Sequence[int]) -> Group:
         view, layout = self.new_group(name, ranks)
         group = self.group
-        return Group(group.engine, view, layout, build("auto", layout), group.timeout_s)
+        return Group(group.engine, view, layout, "auto", group.timeout_s)
