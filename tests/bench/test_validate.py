@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from bench.validate import NOISE, Cell, Winner, bed_of, main, processor_costs, simulated, validated, winners_of
 from kfcomm.simulate import Host, Local, SimulatedNetwork, simulate
+from kfcomm.types import Costs
 
 OVERHEAD_S, COPY_S_PER_BYTE, LATENCY_S = 5e-5, 2e-9, 4e-5
 
@@ -23,7 +25,7 @@ def record() -> dict[str, Any]:
     figures = []
     for nbytes in (1 << 18, 1 << 21):
         for strategy in ("ring", "star", "binary_tree"):
-            result = simulate(strategy, network.layout, nbytes, network, key="step")
+            result = simulate(strategy, replace(network.layout, costs=Costs()), nbytes, network, key="step")
             cpu_s = 2 * result.messages * OVERHEAD_S + 2 * result.nbytes_sent * COPY_S_PER_BYTE
             figures.append({"strategy": strategy, "nbytes": nbytes, "median_s": result.seconds, "cpu_s": cpu_s})
     return {
