@@ -113,7 +113,7 @@ class _Shape(Enum):
     ONE_TREE = auto()
 
     @classmethod
-    def of(cls, pairs: Sequence[GraphPair], steps: int) -> Self:
+    def of(cls, pairs: Sequence[GraphPair], steps: int) -> _Shape:
         """Look at the first pairs, whose longest way has this many steps."""
         if steps <= 2:
             return cls.FLAT
