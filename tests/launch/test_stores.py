@@ -98,12 +98,12 @@ def test_without_a_quorum_a_job_trains_and_a_change_waits(job: Callable[..., Job
 
 LATE = """
 import asyncio, os
-from kfcomm.rendezvous.keyvalue import ENTRY
+from kfcomm.rendezvous.keyvalue import ENTRY, INVITED
 from kfcomm.rendezvous.client import StoreClient
 
 async def late(self, key, timeout_s, get=StoreClient.get):
     found = await get(self, key, timeout_s)
-    while key == f"{ENTRY}/2" and not os.path.exists("told"):
+    while key in (f"{ENTRY}/2", f"{INVITED}/2") and not os.path.exists("told"):
         await asyncio.sleep(0.05)
     return found
 
