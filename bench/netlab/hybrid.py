@@ -87,7 +87,9 @@ def measured(lab: Netlab, num_rounds: int, samples: int, divisor: int) -> dict[s
     """Run it across a bed; one round more than is counted."""
     given = {"--rounds": num_rounds + 1, "--samples": samples, "--divisor": divisor}
     arguments = [str(one) for pair in given.items() for one in pair]
-    records = records_of(lab, "bench.netlab.factoring", arguments, env={"OPENBLAS_NUM_THREADS": "1"})
+    records = records_of(
+        lab, "bench.netlab.factoring", arguments, env={"OPENBLAS_NUM_THREADS": "1", "KFCOMM_STRATEGY": "clique"}
+    )
     found = {}
     for way in WAYS:
         turns = [[record["times"][way][at] for record in records] for at in range(1, num_rounds + 1)]
