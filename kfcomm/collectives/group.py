@@ -161,7 +161,7 @@ class Group:
         """The strategy that ``spec`` means for this group; names, and rules made of names, are built once.
 
         Raises:
-            ConfigError: there is no such strategy, or it is for another number of ranks.
+            ConfigError: the strategy is unknown, or for another number of ranks.
         """
         key = _key_of(spec)
         if key is None:

@@ -247,7 +247,7 @@ class Communicator(Persistent):
             A handle of the outcome; the call has its place in the program whether or not it is awaited at once.
 
         Raises:
-            ConfigError: there is no such strategy, or it is for another number of ranks.
+            ConfigError: the strategy is unknown, or for another number of ranks.
             CollectiveMismatch: the ranks do not agree; the old strategy stays.
             CollectiveTimeout, CollectiveAborted, PeerLost: the old strategy stays on this rank. As with every
                 collective, others may have been done by then; the ranks meet again at their next ``set_strategy``.

@@ -162,7 +162,7 @@ class World(NamedTuple):
     def objection(self, hello: Hello) -> str | None:
         """Reason to refuse this dialler, or None."""
         if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
-            return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
+            return f"rank {hello.rank} is not a peer of rank {self.rank} in a world of {len(self.peers)}"
         if hello.uid != self.peers[hello.rank].uid:
             return f"rank {hello.rank} is another process"
         return None
