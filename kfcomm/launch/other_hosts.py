@@ -114,32 +114,32 @@ async def arrive(job: LaunchJob, client: StoreClient, store: KeyValue, within_s:
             if plan.is_late and not is_told:
                 logger.warning("this host, as %s, waits until --discover names it", plan.address)
                 is_told = True
-            position = await _new_position(store, plan, me, max(within_s, _MISSED_AFTER_S))
+            position = await _new_position(job, store, max(within_s, _MISSED_AFTER_S))
             if position is not None and await store.claim(f"{LAUNCHED}/{position}", me) == me:
                 await client.arrive(position)
                 return position
         except StoreClosed as error:
             client.identity = b""  # another job may take its place, and this launcher may belong to that
             if loop.time() >= deadline_s:
-                raise NotNeeded("the job ended before it had a use for this host") from error
+                raise NotNeeded(f"the job ended before it had a use for this host: {error}") from error
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _new_position(store: KeyValue, plan: HostPlan, me: bytes, patience_s: float) -> int | None:
+async def _new_position(job: LaunchJob, store: KeyValue, patience_s: float) -> int | None:
     """Request a position, and wait for it; None if the request is lost, as when a job begins again.
 
     Raises:
-        RendezvousError: the request is refused; or the store is gone for longer than ``patience_s``.
+        StoreClosed: the store has closed; or is gone for longer than ``patience_s``, and nobody restores it.
+        RendezvousError: the request is refused; or the store is gone, and is kept elsewhere.
     """
     loop = asyncio.get_running_loop()
-    asked: bytes = msgpack.packb([plan.address, me])
+    asked: bytes = msgpack.packb([job.plan.address, job.launcher])
     number, heard_s = 0, loop.time()
-    # Numbers have no gaps: if another launcher claims one first, try the next.
-    while not number or await store.claim(f"{COMERS}/{number}", asked) != asked:
-        number = 1 + len(await store.collect(COMERS, 0, timeout_s=0.0))
     answers: dict[str, bytes] = {}
     while (told := answers.get(str(number))) is None:
         try:
+            if not number:
+                number = await _ask(store, asked)
             comers = await store.collect(COMERS, 0, timeout_s=0.0)
             if comers.get(str(number)) != asked:
                 return None
@@ -148,13 +148,24 @@ async def _new_position(store: KeyValue, plan: HostPlan, me: bytes, patience_s: 
             heard_s = loop.time()
         except StoreClosed:
             raise
-        except RendezvousError:
+        except RendezvousError as error:
             if loop.time() - heard_s > patience_s:
-                raise
+                if job.options.store is not None:
+                    raise
+                raise StoreClosed(str(error)) from error
             await asyncio.sleep(LOOK_EVERY_S)
     if told:
         raise RendezvousError(told.decode(errors="replace"))
-    return plan.num_first - 1 + number
+    return job.plan.num_first - 1 + number
+
+
+async def _ask(store: KeyValue, asked: bytes) -> int:
+    """Request a position; return the number of the request."""
+    number = 0
+    # Numbers have no gaps: if another launcher claims one first, try the next.
+    while not number or await store.claim(f"{COMERS}/{number}", asked) != asked:
+        number = 1 + len(await store.collect(COMERS, 0, timeout_s=0.0))
+    return number
 
 
 def expect_those_admitted(store: LocalStore, plan: HostPlan, elastic: Elasticity) -> None:
