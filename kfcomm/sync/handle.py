@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.collectives.handle import Unawaited
@@ -34,6 +34,21 @@ T = TypeVar("T")
 logger = logging.getLogger("kfcomm")
 
 
+class _Unread:
+    """Logs an error, when its handle is gone, that the program has never read."""
+
+    # Not a ``__del__`` of every handle: Python swallows a Ctrl-C that comes in there.
+    __slots__ = ("error", "rank")
+
+    def __init__(self, rank: int, error: BaseException | None) -> None:
+        self.rank = rank
+        self.error = error
+
+    def __del__(self) -> None:
+        if (error := self.error) is not None:
+            logger.error("rank %d: nobody has waited for %s: %s", self.rank, type(error).__name__, error)
+
+
 class Handle(Unawaited, concurrent.futures.Future[T]):
     """A collective under way: wait for it, look at ``done()``, or ``cancel()`` it; on any thread.
 
@@ -41,7 +56,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
     ``asyncio.wrap_future`` take it. Callbacks run on the I/O thread, where nothing may block.
     """
 
-    _is_unheard = False
+    _unread: _Unread | None = None
     verb = ""
     """Verb of the call."""
 
@@ -81,7 +96,8 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
                 # Nothing is lost of a handle that is done: of hundreds, most are when they are waited for.
                 is_held = self._driver.signals.hold()
                 self._wait_for_the_end(timeout)
-            self._is_unheard = False
+            if self._unread is not None:
+                self._unread.error = None
             return super().result(0)
         except KfcommError as error:
             raise self._driver.shown(error)
@@ -96,18 +112,15 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
     def exception(self, timeout: Seconds | None = None) -> BaseException | None:
         """Wait for the end; the error, or None if there is a result. See ``wait``."""
         self._wait_for_the_end(timeout)
-        self._is_unheard = False
+        if self._unread is not None:
+            self._unread.error = None
         return super().exception(0)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Fail the future. An error that the program never reads is logged, unless the communicator was closed."""
-        self._is_unheard = not self._session.is_closed
+        if not self._session.is_closed:
+            self._unread = _Unread(self._session.rank, exception)
         super().set_exception(exception)
-
-    def __del__(self) -> None:
-        if self._is_unheard:
-            error = super().exception(0)
-            logger.error("rank %d: nobody has waited for %s: %s", self._session.rank, type(error).__name__, error)
 
     @outermost
     def cancel(self) -> bool:
@@ -155,17 +168,16 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         timeout_s = seconds_of(timeout)
         if self.done():
             return
-        inner = self._inner
         # A collective: this thread drives the engine while it waits. A coroutine runs on the I/O thread alone.
-        if isinstance(inner, Inner):
-            if not self._driver.wait(inner, timeout_s, self._session):
+        if isinstance(self._inner, Inner):
+            if not self._driver.wait(self._inner, timeout_s, self._session):
                 raise TimeoutError(f"not done within {timeout_s} s; it goes on")
-            self._settle(inner)
+            self._settle(self._inner)
             return
         self._io.may_block()
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._io.await_end(self, cast("asyncio.Future[T]", inner), deadline_s, self._cancel_here)
+            self._io.await_end(self, self._is_over, deadline_s, self._cancel_here)
         except BaseException as error:
             if error is not self._io.signals.raised:  # Ctrl-C
                 with contextlib.suppress(KfcommError):  # the caller has the interrupt instead
@@ -173,6 +185,9 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
             raise
         if not self.done():
             raise TimeoutError(f"not done within {timeout_s} s; it goes on")
+
+    def _is_over(self) -> bool:
+        return self._inner is None or self._inner.done()
 
     def _cancel_here(self) -> bool:
         inner = self._inner
@@ -189,6 +204,8 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
             if self.done():
                 return
             self._io.pending.discard(self)
+            if not isinstance(inner, Inner):
+                self._inner = None  # the last reference to a task is not the program's: see ``IoThread.wait_for``
             if inner.cancelled() and (self._is_unwanted or isinstance(inner, Inner)):  # a task's end may be the loop's
                 super().cancel()
                 self.set_running_or_notify_cancel()

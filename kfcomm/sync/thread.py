@@ -220,6 +220,8 @@ class IoThread:
             return self.signals.holding(lambda: self.wait_for(call))
         self.may_block()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # Emptied here: on the caller's thread the last reference to a task would run the callbacks of weak ones, those
+        # of asyncio's set of all tasks, in which Python swallows Ctrl-C.
         running: list[asyncio.Future[T]] = []
 
         def begun(future: asyncio.Future[T]) -> None:
@@ -228,28 +230,34 @@ class IoThread:
             future.add_done_callback(ended)
 
         def ended(future: asyncio.Future[T]) -> None:
+            running.clear()
             self.pending.discard(result)
             copy_end(future, result)
 
+        def cancel() -> None:
+            if running:
+                running[0].cancel()
+
         try:
             self.start(call, begun)
-            self.await_end(result, running[0], math.inf, lambda: running[0].cancel())
+            self.await_end(result, lambda: not running or running[0].done(), math.inf, cancel)
         except BaseException as error:
-            if running and not result.done() and error is not self.signals.raised:
+            if not result.done() and error is not self.signals.raised:
                 with contextlib.suppress(SessionClosed):
-                    self.post(running[0].cancel)
+                    self.post(cancel)
             raise
         outcome = result.result()
         self.signals.is_kept = self.signals.is_here()
         return outcome
 
     def await_end(
-        self, future: concurrent.futures.Future[Any], inner: asyncio.Future[Any], deadline_s: float,
+        self, future: concurrent.futures.Future[Any], is_over: Callable[[], bool], deadline_s: float,
         cancel: Callable[[], object],
     ) -> None:  # fmt: skip
-        """Wait until a future is over, which follows ``inner`` of this thread, or it is time; it raises no error of it.
+        """Wait until a future is over, which follows one of this thread, or it is time; it raises no error of it.
 
-        If a signal handler raises before ``inner`` is over, ``cancel`` is called, with the lock held.
+        ``is_over`` says whether the one of this thread is; if a signal handler raises before, ``cancel`` is called.
+        Both are called with the lock held.
         """
 
         def fall_asleep() -> None:
@@ -264,13 +272,13 @@ class IoThread:
         while not future.done() and time.monotonic() < deadline_s:
             self.signals.sleep(fall_asleep, wake)
             if self.signals.is_here() and self.signals.noted:
-                self._answer(inner, cancel)
+                self._answer(is_over, cancel)
 
-    def _answer(self, inner: asyncio.Future[Any], cancel: Callable[[], object]) -> None:
+    def _answer(self, is_over: Callable[[], bool], cancel: Callable[[], object]) -> None:
         """Run the handlers of signals, unless it is over by now; it cannot end meanwhile by itself."""
         self.lock.take()
         try:
-            if not inner.done():
+            if not is_over():
                 self.signals.answer()
         except BaseException:
             self.lock.take()  # a call that a handler made may have laid it down

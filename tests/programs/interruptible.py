@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -191,23 +192,26 @@ class Recorded(Lines):
 
 
 class Interrupting(Lines):
-    """A signal comes at one place.
+    """A signal comes at one place, after a pause in which other threads do what they can.
 
     Attributes:
         has_come: it has.
     """
 
-    def __init__(self, place: Place, number: int = signal.SIGINT) -> None:
+    def __init__(self, place: Place, number: int = signal.SIGINT, pause_s: float = 0.0) -> None:
         super().__init__()
         self.has_come = False
         self._place = place
         self._number = number
+        self._pause_s = pause_s
 
     def at(self, place: Place) -> None:
         """See `Lines`."""
         if place == self._place:
-            self.has_come = True
             sys.settrace(None)
+            if self._pause_s:
+                time.sleep(self._pause_s)
+            self.has_come = True
 
     def _traced(self, frame: FrameType, event: str, arg: Any) -> Any:
         super()._traced(frame, event, arg)
@@ -266,7 +270,7 @@ class Rank:
             found.append(lines.places)
         return found
 
-    def interrupt(self, verb: str, name: str, place: list[Any], raises: str) -> str:
+    def interrupt(self, verb: str, name: str, place: list[Any], raises: str, pause_s: float) -> str:
         """Make the call; how it ended.
 
         Returns:
@@ -277,7 +281,7 @@ class Rank:
         if raises != CTRL_C:
             number, error = signal.SIGALRM, RAISED[raises]()
             signal.signal(number, partial(_raise, error))
-        lines, has_returned = Interrupting((place[0], place[1], place[2]), number), False
+        lines, has_returned = Interrupting((place[0], place[1], place[2]), number, pause_s), False
         try:
             call = VICTIMS[verb](self._comm, name)
             lines.start()

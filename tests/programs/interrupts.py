@@ -51,6 +51,8 @@ TIMES = 2
 """Of a line that runs again and again in one call, so many are places of their own."""
 MOST_TURNS = 1_000_000
 """Of an empty loop, some 20 ms: a signal comes after fewer, at no moment in particular."""
+PAUSE_S = 3e-3
+"""Before an interrupt, for other threads of its process."""
 ATTEMPTS = 3
 """To meet a place that a call does not run each time."""
 
@@ -176,27 +178,28 @@ class World:
             self._settle(give_up=False)
         return list(found)
 
-    def interrupt(self, verb: str, place: Place, raises: str, *, is_late: bool) -> Result:
-        """One call, interrupted. If its end is ``closed`` or wrong, this world is over."""
+    def interrupt(self, verb: str, place: Place, raises: str, *, is_late: bool, pause_s: float = 0.0) -> Result:
+        """One call, interrupted after a pause. If its end is ``closed`` or wrong, this world is over."""
         text = ""
         try:
-            end = self._interrupted(verb, place, raises, is_late)
+            end = self._interrupted(verb, place, raises, is_late, pause_s)
         except Gone as gone:
             end, text = HUNG, f"{gone}\n{self._said()}"
         except Broken as broken:
             end, text = BROKEN, str(broken)
         return Result(verb, self.transport, place, end, text, raises)
 
-    def _interrupted(self, verb: str, place: Place, raises: str, is_late: bool) -> str:
+    def _interrupted(self, verb: str, place: Place, raises: str, is_late: bool, pause_s: float) -> str:
         name = self._name(verb)
         helping = [] if is_late else [one.do(Rank.help, verb=verb, names=[name]) for one in self.helpers]
-        interrupting = self.victim.do(Rank.interrupt, verb=verb, name=name, place=list(place), raises=raises)
+        how = {"place": list(place), "raises": raises, "pause_s": pause_s}
+        interrupting = self.victim.do(Rank.interrupt, verb=verb, name=name, **how)
         helping += [one.do(Rank.help, verb=verb, names=[name]) for one in self.helpers] if is_late else []
         came = interrupting.result()
         for call in helping:
             call.result()
         if came not in ("interrupted", RETURNED, MISSED):
-            raise Broken(f"the call ended with {came}, not with {raises}")
+            raise Broken(f"the call ended with {came}, not with {raises}; the ranks said:\n{self._said()}")
         end = SURVIVED if came == "interrupted" else came
         if verb in RECEIVING and came == "interrupted" and raises != CTRL_C:
             end = self._taken_again(verb, name)
@@ -333,10 +336,11 @@ def interrupted(children: Nursery, transport: str, size: int, targets: Targets) 
 
 
 def _attempts(one: World, raises: Sequence[str], verb: str, number: int, place: Place) -> Result:
-    """Its partner is before or behind, by turns."""
+    """Its partner is before or behind, and its I/O thread before it or not, by turns."""
+    what = raises[(number // 2) % len(raises)]
     for attempt in range(ATTEMPTS):
-        what = raises[(number // 2) % len(raises)]
-        result = one.interrupt(verb, place, what, is_late=(number + attempt) % 2 == 1)
+        pause_s = PAUSE_S * ((number // 2 + attempt) % 2)
+        result = one.interrupt(verb, place, what, is_late=(number + attempt) % 2 == 1, pause_s=pause_s)
         if result.end != MISSED:
             break
     return result

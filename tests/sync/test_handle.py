@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import signal
 import threading
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,3 +112,49 @@ def test_handles_that_nobody_waits_for_end_with_the_communicator() -> None:
         one.close()
         assert {type(each.exception()) for each in begun} == {kfcomm.CollectiveAborted}
         assert isinstance(one, Communicator)
+
+
+def waited_for(comm: Communicator, call: Any) -> None:
+    driver_of(comm).io.wait_for(call)
+
+
+def begun_and_waited_for(comm: Communicator, call: Any) -> None:
+    begun: Handle[None] = Handle(driver_of(comm), comm._session)
+    begun.start(call)
+    begun.wait()
+
+
+def begun_and_cancelled(comm: Communicator, call: Any) -> None:
+    begun: Handle[None] = Handle(driver_of(comm), comm._session)
+    begun.start(partial(call, asyncio.Event().wait))
+    assert begun.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        begun.wait()
+
+
+@pytest.mark.parametrize("made", [waited_for, begun_and_waited_for, begun_and_cancelled])
+def test_the_last_reference_to_a_task_is_never_of_the_program(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end calls back asyncio's weak set of all tasks: Python swallows a Ctrl-C that comes in there."""
+    gone: list[threading.Thread] = []
+    tasks = []
+
+    async def call(until: Any = None) -> None:
+        task = asyncio.current_task()
+        tasks.append(weakref.ref(task, lambda _: gone.append(threading.current_thread())))  # type: ignore[arg-type]
+        del task
+        await (until() if until else asyncio.sleep(0))
+
+    with sync_world(1) as (comm,):
+        io = driver_of(comm).io
+
+        def turned() -> bool:
+            """The I/O thread has forgotten by now what it ran before."""
+            has_turned = threading.Event()
+            io.loop.call_soon_threadsafe(lambda: io.loop.call_soon(has_turned.set))
+            return has_turned.wait() and False
+
+        with monkeypatch.context() as patch:
+            patch.setattr(io.signals, "is_here", turned)
+            made(comm, call)
+            turned()
+        assert gone == [io._thread]
