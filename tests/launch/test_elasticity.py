@@ -15,7 +15,7 @@ from kfcomm.launch.exit_reports import Blame
 from kfcomm.launch.launcher import Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks
 from kfcomm.launch.primary import PrimaryRole, Sizing
-from kfcomm.rendezvous.keyvalue import START, Exit
+from kfcomm.rendezvous.keyvalue import START, Exit, Why
 
 if TYPE_CHECKING:
     from kfcomm.launch.process import Child
@@ -315,13 +315,14 @@ async def primary(size: int, store: SlowStore, started: list[int]) -> AsyncItera
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_the_end() -> None:
+@pytest.mark.parametrize("end", [Exit(1, -9), Exit(1, 1, Why.ELSEWHERE)], ids=["killed", "it has heard of that"])
+async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_the_end(end: Exit) -> None:
     async with primary(4, SlowStore(), []) as role:
         role.rank_given_up(1)
         for birth, code in ((3, -9), (2, -9), (0, 0)):
             role.launcher.note(Exit(birth, code))
         role.sizing.give_up_starting()
-    role.launcher.note(Exit(1, -9))
+    role.launcher.note(end)
     assert role.elastic.has_failed
     assert role.launcher.verdict.is_open
 
