@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, RESULT, UP
-from kfcomm.core.program import Lane, LaneRoute, Program, Step, StepSend
+from kfcomm.core.program import ExchangeStep, Lane, LaneRoute, Program, StepSend
 from kfcomm.core.signature import num_chunks
 
 Blocks = tuple[tuple[int, int], ...]
@@ -153,7 +153,7 @@ class _StepBuilder:
         self._lanes: dict[int, Lane] = {}
         self._num_awaited = self._num_sent = 0
         self._neighbours: set[int] = set()
-        self._steps: list[Step] = []
+        self._steps: list[ExchangeStep] = []
 
     def lane(self, blocks: tuple[int, int], number: int, sender: int, **what: object) -> Lane:
         """Lane of some blocks; only those of other senders are awaited."""
@@ -186,7 +186,7 @@ class _StepBuilder:
         self._neighbours.update(to for to, _ in sends)
         begin = arrivals[0].lane.base if arrivals else self._num_awaited
         self._steps.append(
-            Step(
+            ExchangeStep(
                 tuple(StepSend(to, lane, *way) for to, lane in sends),
                 tuple(arrivals),
                 begin,

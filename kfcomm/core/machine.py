@@ -21,7 +21,7 @@ held until the steps before it are over, a result is stored at once. A step begi
 last chunk of the one before has come.
 
 It owns no memory and knows no clock, socket or array: it takes events and decides what follows, and its *driver* does
-that at once. `EffectRecorder` is a driver that writes down *effects* instead: tuples that begin with their tag.
+that at once; `kfcomm.core.recorder.EffectRecorder` is one that writes them down instead.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Protocol
 
-from kfcomm.core.program import ABSENT, Lane, LaneRoute, Program, Step
-from kfcomm.types import override
+from kfcomm.core.program import ABSENT, ExchangeStep, Lane, LaneRoute, Program
 
 
 class Phase(IntEnum):
@@ -351,7 +350,7 @@ class Machine:
         while self._step < len(steps) and not self._is_awaited(steps[self._step - 1]):
             self._begin_step()
 
-    def _is_awaited(self, step: Step) -> bool:
+    def _is_awaited(self, step: ExchangeStep) -> bool:
         """Whether a chunk of a step is missing."""
         if not step.arrivals:
             return False
@@ -382,54 +381,3 @@ class Machine:
             if key in held:
                 self._fold_of_step(route, index, held.pop(key))
         self._held = held or None
-
-
-class EffectRecorder(CollectiveDriver):
-    """CollectiveDriver that appends effects to a list, for its caller to carry out in order."""
-
-    def __init__(self, effects: Effects) -> None:
-        self.effects = effects
-        self.machine: Machine  # set by ``begin``
-
-    @override
-    def begin(self, machine: Machine) -> None:
-        self.machine = machine
-        machine.start()
-
-    @override
-    def send(self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any) -> None:
-        self.machine.sends += len(to)
-        self.effects.append((SEND, self.machine, to, lane, index, phase, source, payload))
-
-    @override
-    def fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool) -> None:
-        self.effects.append((tag, self.machine, lane, index, payload, first))
-
-    @override
-    def hold(self, payload: Any) -> Any:
-        self.effects.append((HOLD, self.machine, payload))
-        return payload
-
-    @override
-    def finish(self, lane: Lane, index: int) -> None:
-        self.effects.append((FINISH, self.machine, lane, index))
-
-    @override
-    def store(self, lane: Lane, index: int, payload: Any) -> None:
-        self.effects.append((STORE, self.machine, lane, index, payload))
-
-    @override
-    def copy(self, lane: Lane, index: int) -> None:
-        self.effects.append((COPY, self.machine, lane, index))
-
-    @override
-    def begin_partial(self, lane: Lane, index: int) -> None:
-        self.effects.append((BEGIN, self.machine, lane, index))
-
-    @override
-    def release(self, payload: Any) -> None:
-        self.effects.append((RELEASE, self.machine, payload))
-
-    @override
-    def completed(self) -> None:
-        self.effects.append((DONE, self.machine))

@@ -90,7 +90,7 @@ class StepSend:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ExchangeStep:
     """One step of an exchange; it begins when the last chunk of the one before has come, see `kfcomm.core.exchange`."""
 
     sends: tuple[StepSend, ...]
@@ -109,7 +109,7 @@ class Program:
     num_slots: int  # chunks of all lanes together, each of which must complete
     gate: int  # number of chunks that must complete before gated lanes begin; 0 if none begin here
     neighbours: frozenset[int] = field(default_factory=frozenset)  # ranks with which this rank exchanges chunks
-    steps: tuple[Step, ...] = ()  # if it is an exchange
+    steps: tuple[ExchangeStep, ...] = ()  # if it is an exchange
     no_folds: bytearray | list[int] = field(init=False, repr=False, compare=False)  # a zero for each chunk, to copy
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)  # begin here at once
     # If the program begins by sending parts of the input up, and does nothing else at once: these chunks, each as

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
-from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, EffectRecorder, Machine
+from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, Machine
 from kfcomm.core.program import ABSENT, Lane, Program
+from kfcomm.core.recorder import EffectRecorder
 from kfcomm.errors import InternalError
 from kfcomm.simulate.ports import Agenda, Flow
 

@@ -11,7 +11,8 @@ from kfcomm.core.collective import GroupView
 from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.links import Credit, Incoming, Outgoing
-from kfcomm.core.machine import UP, Do, EffectRecorder
+from kfcomm.core.machine import UP, Do
+from kfcomm.core.recorder import EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.types import Verb
 from tests.core.specs import ITEM, Spec

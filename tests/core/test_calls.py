@@ -12,7 +12,8 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, ItemSizes, Post
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import Incoming
-from kfcomm.core.machine import UP, EffectRecorder
+from kfcomm.core.machine import UP
+from kfcomm.core.recorder import EffectRecorder
 from kfcomm.core.router import Router
 from kfcomm.core.signature import Signature
 from tests.core.desk import NBYTES, SUM, Desk

@@ -9,8 +9,9 @@ import pytest
 
 from kfcomm.core.exchange import Exchange, dissemination, halving_doubling
 from kfcomm.core.graph import Graph
-from kfcomm.core.machine import Do, EffectRecorder, Machine, Source
+from kfcomm.core.machine import Do, Machine, Source
 from kfcomm.core.program import Lane, Program
+from kfcomm.core.recorder import EffectRecorder
 from kfcomm.core.signature import split
 
 Folded = tuple[int, ...]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kfcomm.core import program as programs
 from kfcomm.core.graph import Graph, GraphPair
-from kfcomm.core.machine import DOWN, INPUT, UP, Do, EffectRecorder, Machine
+from kfcomm.core.machine import DOWN, INPUT, UP, Do, Machine
+from kfcomm.core.recorder import EffectRecorder
 from tests.core import specs
 
 STAR = GraphPair.of(Graph.from_parents([0, 0, 0, 0]))

@@ -21,8 +21,9 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView
 from kfcomm.core.frame import Header, Kind, decode_header
 from kfcomm.core.links import DEFAULT_CREDIT, LINKS, Credit, Early, Incoming, Outgoing, admit, announce
-from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect, EffectRecorder
+from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
+from kfcomm.core.recorder import EffectRecorder
 from kfcomm.core.router import Router
 from tests.core.specs import ITEM, Spec
 
