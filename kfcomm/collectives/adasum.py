@@ -90,7 +90,7 @@ class Adasum:
         # First, since it may fail: turns that were taken must be used.
         self._block = self._new_block()
         self._layout.fill(self._block)
-        self._told: list[Told] = []
+        self._told: list[BufferRecord] = []
         self._results: list[Array] = []
         self._stamps: list[Array] = []
         self._part: TensorPart
@@ -117,18 +117,18 @@ class Adasum:
         self._buffer = np.empty(nbytes + STAMP.itemsize, np.uint8) if whole is None else whole
         return self._buffer[:nbytes].reshape(shape)
 
-    def _tell(self, heaps: Heaps) -> Told:
+    def _tell(self, heaps: Heaps) -> BufferRecord:
         """Record of the buffer for the other ranks."""
         key, kept = self._key, self._group.kept
         is_over = may_keep = False
         if kept is not None and key is not None and not may_overlap(key):
             is_over, may_keep = kept.begin(key, self._steps.whole), kept.has_room(key)
         place = heaps.place_of(self._buffer) if heaps.map(self._group.view.members) else NOWHERE
-        return Told(place, self._layout.row_nbytes, stamped(self._buffer), is_over, may_keep)
+        return BufferRecord(place, self._layout.row_nbytes, stamped(self._buffer), is_over, may_keep)
 
     def _meet(self, rows: Array, key: str) -> None:
         """Go on with what the ranks have told, in memory if all can."""
-        told, kept = [Told(*map(int, row)) for row in rows], self._group.kept
+        told, kept = [BufferRecord(*map(int, row)) for row in rows], self._group.kept
         if kept is not None and self._key is not None and all(one.is_over for one in told):
             kept.free(self._key, self._steps.seq)
         if self._heaps is None or any(one.place == NOWHERE for one in told):
@@ -216,7 +216,7 @@ class Adasum:
         return Posting((Plans.of, kind, key), adapt(rows), spec.result_shape(rows.shape, view.rank, view.size))
 
 
-class Told(NamedTuple):
+class BufferRecord(NamedTuple):
     """Record of a rank's buffer, for the others; numbers alone."""
 
     place: int  # `NOWHERE` if it is not in shared memory, or this rank cannot read those of others

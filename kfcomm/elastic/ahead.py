@@ -21,7 +21,7 @@ SET_UP_WITHIN_S = 1.0
 """For this rank, when another one is ready."""
 
 
-class Stage(IntEnum):
+class PlanStage(IntEnum):
     """How a plan is carried out; decided by the first rank, since others may know of other epochs by now."""
 
     PREPARE = 0  # its epoch is prepared now, and begins later
@@ -47,15 +47,15 @@ class Preparation:
         epoch = self._present(comm)
         return epoch is None or epoch.is_ready or not epoch.is_whole or self._loop.time() > self._until_s
 
-    def plan(self, comm: Communicator, wanted: EpochPlan) -> tuple[EpochPlan, Stage]:
+    def plan(self, comm: Communicator, wanted: EpochPlan) -> tuple[EpochPlan, PlanStage]:
         """Plan for the next change, given the requests, and how to carry it out; decided by the first rank."""
         epoch = self._present(comm)
         if epoch is None:
-            return wanted, Stage.PREPARE if wanted.joiners else Stage.UNPREPARED
+            return wanted, PlanStage.PREPARE if wanted.joiners else PlanStage.UNPREPARED
         # Ranks that have come since are admitted after those for which it was prepared.
         if epoch.plan.leavers == wanted.leavers and set(epoch.plan.joiners) <= set(wanted.joiners):
-            return epoch.plan, Stage.PREPARED if epoch.is_ready else Stage.UNPREPARED
-        return wanted, Stage.UNPREPARED
+            return epoch.plan, PlanStage.PREPARED if epoch.is_ready else PlanStage.UNPREPARED
+        return wanted, PlanStage.UNPREPARED
 
     async def begin(self, comm: Communicator, plan: EpochPlan) -> bool:
         """Begin to prepare a plan; all ranks call it. False, on all, if that fails: it is to be carried out now."""
@@ -73,10 +73,10 @@ class Preparation:
         num_old = 0 if epoch.comm is None else epoch.comm.size - len(epoch.plan.joiners)
         epoch.is_ready = epoch.comm is None or await set_up(epoch.comm, num_old)
 
-    async def taken(self, comm: Communicator, stage: Stage) -> PreparedEpoch | None:
+    async def taken(self, comm: Communicator, stage: PlanStage) -> PreparedEpoch | None:
         """Return the epoch that was prepared, to be carried out; None without one."""
         epoch = self._present(comm)
-        if epoch is None or stage is not Stage.PREPARED:
+        if epoch is None or stage is not PlanStage.PREPARED:
             self.drop()
             return None
         if self._task is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from kfcomm.elastic.course import Told
+from kfcomm.elastic.course import StepReport
 from kfcomm.elastic.positions import shown_walk
 from kfcomm.elastic.state import Array
 
@@ -23,7 +23,7 @@ class BoundaryReport(NamedTuple):
     where: list[Any]  # number of the boundary; name, position, passes and names of a walk, if any; wishes
     number: int  # of the step that it begins
     fault: str | None  # of its state
-    told: list[list[Any]]  # reports on the steps that are over, see `Told`
+    told: list[list[Any]]  # reports on the steps that are over, see `StepReport`
     flags: Sequence[bool]
 
     def text(self) -> str:
@@ -59,9 +59,9 @@ class Sums(NamedTuple):
         return cls(num_faults > 0 or not are_alike, count * told_squared == told * told, [one > 0 for one in flags])
 
 
-def reports_of(rows: Sequence[Sequence[Sequence[Any]]]) -> list[list[Told]]:
-    """Return what the ranks have told, as `Told`."""
-    return [[Told(*one) for one in each] for each in rows]
+def reports_of(rows: Sequence[Sequence[Sequence[Any]]]) -> list[list[StepReport]]:
+    """Return what the ranks have told, as `StepReport`."""
+    return [[StepReport(*one) for one in each] for each in rows]
 
 
 def hash_of(value: Any) -> int:

@@ -78,7 +78,7 @@ class Step:
         return self.is_void
 
 
-class Told(NamedTuple):
+class StepReport(NamedTuple):
     """Report of a rank about its step; msgpack can carry it."""
 
     is_tried: bool  # it has made a call that counts
@@ -96,7 +96,7 @@ class EndedStep(NamedTuple):
     uids: Uids
 
 
-def check_names(number: int, told: Sequence[Told]) -> None:
+def check_names(number: int, told: Sequence[StepReport]) -> None:
     """Refuse names by which no rank has made a call in a step of this number."""
     missing = sorted(set.intersection(*(set(one.missing) for one in told)))
     if missing:
@@ -108,7 +108,7 @@ def check_names(number: int, told: Sequence[Told]) -> None:
         )
 
 
-def check_counts(number: int, told: Sequence[Told]) -> None:
+def check_counts(number: int, told: Sequence[StepReport]) -> None:
     """Refuse a step that counts on some ranks only."""
     ranks = [rank for rank, one in enumerate(told) if not one.counts]
     if 0 < len(ranks) < len(told):
@@ -174,7 +174,7 @@ class Course:
         """Whether its step is void, as far as this rank knows: a call has failed because ranks were lost."""
         return self._is_void or (self.step is not None and self.step.is_void)
 
-    def told(self) -> Told:
+    def told(self) -> StepReport:
         """Report of this rank, when the step is over."""
         self._met |= self._made
         # A failed or void step may lack calls for that reason, and says nothing about a misspelt name.
@@ -183,7 +183,7 @@ class Course:
         missing = sorted(set(self.names) - self._met) if self.names and is_known else []
         is_whole = self._is_done and (self.names is None or not self._has_failed)
         made = sorted(self._made) if missing else []
-        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, made, counts)
+        return StepReport(self._is_tried, is_whole, sorted(self._lacking), missing, made, counts)
 
     def ended(self) -> EndedStep | None:
         """End the step; returns it, for `settle`. None between steps."""
@@ -193,7 +193,7 @@ class Course:
         step._is_over = True
         return EndedStep(step, self._uids)
 
-    def settle(self, ended: EndedStep | None, uids: Uids, told: Sequence[Told], *, is_void: bool) -> None:
+    def settle(self, ended: EndedStep | None, uids: Uids, told: Sequence[StepReport], *, is_void: bool) -> None:
         """Repeat unused samples of a step that has ended; ``uids``: the remaining ranks, with their reports."""
         if ended is not None:
             if not is_void:
@@ -212,7 +212,7 @@ class Course:
                 if uid not in counted:
                     self.sampler.give_back(share(step.batch, rank, num))
 
-    def _counted(self, former: Uids, uids: Uids, told: Sequence[Told]) -> Uids:
+    def _counted(self, former: Uids, uids: Uids, told: Sequence[StepReport]) -> Uids:
         """Uids of the ranks whose samples are used; ``former`` are those of the step."""
         if any(one.is_whole for one in told):
             # One rank that has the result decides: a rank that cancelled the call does not know the contributors.

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.elastic.ahead import Preparation, Stage
+from kfcomm.elastic.ahead import PlanStage, Preparation
 from kfcomm.elastic.boundary import BoundaryReport, Sums, hash_of, reports_of
 from kfcomm.elastic.call_log import BOUNDARY, Uids
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import names_of, passes_of, sendable, unreadable
-from kfcomm.elastic.course import KEEP, ROLL_BACK, Course, EndedStep, Step, Told
+from kfcomm.elastic.course import KEEP, ROLL_BACK, Course, EndedStep, Step, StepReport
 from kfcomm.elastic.joining import Handover
 from kfcomm.elastic.requests import SizeRequests
 from kfcomm.elastic.sampler import ElasticSampler, Position, Samplers, share
@@ -351,7 +351,7 @@ class Walks:
         if not is_void:
             self._grant(wishes)
 
-    def _meet(self, report: BoundaryReport) -> Walk[tuple[Uids, list[bool], list[list[Told]]]]:
+    def _meet(self, report: BoundaryReport) -> Walk[tuple[Uids, list[bool], list[list[StepReport]]]]:
         """Carry out the all_reduce of a boundary; ranks at different positions, or a fault, are an error on all.
 
         Returns the uids of the ranks of the next step, the flags that are set on any rank, and the reports of each rank
@@ -371,7 +371,7 @@ class Walks:
         sums = Sums.of(numbers)
         return sums, partial(self._tell, report) if sums.is_wrong else None
 
-    def _told(self, report: BoundaryReport, sums: Sums) -> Walk[list[list[Told]]]:
+    def _told(self, report: BoundaryReport, sums: Sums) -> Walk[list[list[StepReport]]]:
         """Reports of each rank on the steps that are over; only those of this rank where all are the same."""
         told = [report.told]
         if not sums.are_told_alike:
@@ -403,17 +403,17 @@ class Walks:
         """Carry out the plan of the first rank: all ranks receive it, or none does."""
         comm, calls = self._comm, self._calls
         # The first rank may have died since the boundary, and its successor may not know the request.
-        mine = NO_PLAN, Stage.UNPREPARED
+        mine = NO_PLAN, PlanStage.UNPREPARED
         if comm.rank == 0:
             mine = self._preparation.plan(comm.current, self._requests.plan(comm.current))
         try:
             fields, number = await comm.broadcast_object(mine, 0, "kfcomm/plan")
         except PeerLost:
             return
-        plan, stage = EpochPlan.of(fields), Stage(number)
+        plan, stage = EpochPlan.of(fields), PlanStage(number)
         if plan == NO_PLAN:
             return
-        if stage is Stage.PREPARE and await self._preparation.begin(comm.current, plan):
+        if stage is PlanStage.PREPARE and await self._preparation.begin(comm.current, plan):
             return
         steps = calls.log.step
         merged = await self._merging.collect()  # ranks that leave take part

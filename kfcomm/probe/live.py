@@ -115,7 +115,7 @@ class _Once:
         self._number = number
         # of its own, so that a probe that failed at different places on different ranks does no harm to the next
         self._first = self._seq = number * (len(slots) + 3)
-        self._ways: tuple[Way, ...] = ()
+        self._ways: tuple[OneWay, ...] = ()
         self._limit_s = 0.0
         size = group.view.size
         self._row = np.zeros((4, size))
@@ -149,7 +149,7 @@ class _Once:
             way.give_up(error)
         self._group.refuse_now(PROBE_KEY, error, seq=self._seq)
 
-    def _ways_in(self, slot: Slot, limit_s: float) -> tuple[Way, ...]:
+    def _ways_in(self, slot: Slot, limit_s: float) -> tuple[OneWay, ...]:
         """Both ways of this rank's pair, that which is measured first before the other; none if it rests."""
         group = self._group
         deadline_s = group.engine.reactor.time() + limit_s
@@ -157,7 +157,7 @@ class _Once:
         if pair is None:
             return ()
         ends = (pair, pair[::-1])
-        return tuple(Way.of(group.engine, group.view, end, self._number, deadline_s) for end in ends)
+        return tuple(OneWay.of(group.engine, group.view, end, self._number, deadline_s) for end in ends)
 
     async def _measure(self, nbytes: int, rounds: int) -> None:
         """This rank's pair in a slot, if it has one."""
@@ -244,7 +244,7 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Way:
+class OneWay:
     """Messages from one rank of a group to another; both ends have one. Each takes the next sequence number."""
 
     group: Group
@@ -255,7 +255,7 @@ class Way:
     under_way: list[Handle[None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, engine: Engine, view: GroupView, ends: tuple[int, int], number: int, deadline_s: float) -> Way:
+    def of(cls, engine: Engine, view: GroupView, ends: tuple[int, int], number: int, deadline_s: float) -> OneWay:
         """The way between two members for the probe of this number; its keys are the same for all probes."""
         source, target = ends
         members = (view.members[source], view.members[target])
@@ -319,7 +319,7 @@ def _heard(done: asyncio.Future[None]) -> None:
         done.exception()
 
 
-async def lead(way: Way, back: Way, nbytes: int, rounds: int) -> Measured:
+async def lead(way: OneWay, back: OneWay, nbytes: int, rounds: int) -> Measured:
     """Measure ``way`` from its source; the other end runs `follow`."""
     byte = np.ones(1, np.uint8)
     await back.recv(byte)  # the other end is ready; both links are open
@@ -352,7 +352,7 @@ def fold_s_per_byte(rounds: int) -> float:
     return max(min(took_s), _TICK_S) / own.nbytes
 
 
-async def follow(way: Way, back: Way, rounds: int) -> None:
+async def follow(way: OneWay, back: OneWay, rounds: int) -> None:
     """Answer at the target of ``way`` what its source measures with `lead`."""
     # Posted before the source sends: so none of them waits for a turn of this program.
     pings = [way.recv(np.empty(1, np.uint8)) for _ in range(rounds * PINGS_PER_ROUND)]
@@ -373,7 +373,7 @@ async def follow(way: Way, back: Way, rounds: int) -> None:
         await here
 
 
-async def _message(way: Way, back: Way, data: Array) -> float:
+async def _message(way: OneWay, back: OneWay, data: Array) -> float:
     """Seconds that a message takes, once the other end has memory for it."""
     ready = back.recv(np.empty(1, np.uint8))
     await way.send(np.array([len(data)], np.int64))

@@ -162,7 +162,7 @@ def before_forward(module: torch.nn.Module, call: Callable[[torch.nn.Module], ob
     return found
 
 
-class KeptBuffers:
+class SavedBuffers:
     """Copies of a model's buffers, from before the forward passes of a step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -236,7 +236,7 @@ class Guarded:
     def __init__(self, guard: GuardSteps, comm: Communicator, model: torch.nn.Module, name: str) -> None:
         self.guard = guard
         self.evidence = Evidence()
-        self.buffers = KeptBuffers(model)
+        self.buffers = SavedBuffers(model)
         self._order = {one: number for number, (one, _) in enumerate(model.named_parameters())}
         self._comm = comm
         self._name = name

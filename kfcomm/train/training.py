@@ -21,7 +21,7 @@ from kfcomm.train.algorithms import Algorithm, Kind
 from kfcomm.train.composite import CompositeState
 from kfcomm.train.gradient_monitor import GradientMonitor
 from kfcomm.train.procedure import Comm, is_elastic
-from kfcomm.train.work import Meeting, Work, awaited, waited
+from kfcomm.train.work import ModelExchange, Work, awaited, waited
 
 Apply = Callable[[Tree, Tree], Any]
 
@@ -198,9 +198,9 @@ class Training:
         try:
             if way.keeps_replicas:
                 # Judged before the algorithm moves: it keeps what models and gradients leave behind.
-                meeting = Meeting(way, self.model)
-                reduced = yield now.guarded(gradients, loss=loss, way=meeting, name=self._name)
-                model = meeting.model
+                models = ModelExchange(way, self.model)
+                reduced = yield now.guarded(gradients, loss=loss, way=models, name=self._name)
+                model = models.model
             else:
                 model = self.model = yield way.parameters(self.model)
                 reduced = yield now.guarded(gradients, loss=loss, way=way, name=self._name)

@@ -45,7 +45,7 @@ async def awaited(work: Work) -> Any:
             advance = partial(work.send, found)
 
 
-class Meeting:
+class ModelExchange:
     """The exchange of models of a step, begun before that of its gradients, once the step is judged."""
 
     def __init__(self, way: Agreement, model: Tree) -> None:
@@ -60,13 +60,13 @@ class Meeting:
 class _Both:
     """Both exchanges of a step; what has failed first is raised, and the other one cancelled."""
 
-    def __init__(self, meeting: Meeting, model: Any, gradients: Any) -> None:
-        self._meeting, self._model, self._gradients = meeting, model, gradients
+    def __init__(self, models: ModelExchange, model: Any, gradients: Any) -> None:
+        self._models, self._model, self._gradients = models, model, gradients
 
     def wait(self) -> Tree:
         """Wait for the gradients, with the model in its place."""
         try:
-            self._meeting.model = self._model.wait()
+            self._models.model = self._model.wait()
         except BaseException:
             self._gradients.cancel()
             raise
@@ -74,7 +74,7 @@ class _Both:
 
     def __await__(self) -> Generator[Any, None, Tree]:
         try:
-            self._meeting.model = yield from self._model.__await__()
+            self._models.model = yield from self._model.__await__()
         except BaseException:
             self._gradients.cancel()
             raise

@@ -98,13 +98,13 @@ async def test_messages_grow_until_they_take_long_enough(monkeypatch: pytest.Mon
     monkeypatch.setattr(live, "LONG_ENOUGH_S", 1e9)
     monkeypatch.setattr(live, "MOST_NBYTES", 1 << 16)
     lengths = []
-    original = live.Way.send
+    original = live.OneWay.send
 
-    def send(self: live.Way, data: Any, *chunk: int) -> Any:
+    def send(self: live.OneWay, data: Any, *chunk: int) -> Any:
         lengths.append(data.nbytes)
         return original(self, data, *chunk)
 
-    monkeypatch.setattr(live.Way, "send", send)
+    monkeypatch.setattr(live.OneWay, "send", send)
     async with world(2) as comms:
         await everywhere(comms, lambda comm: quick(comm, nbytes=1 << 10, rounds=3))
     messages = [nbytes for nbytes in lengths if nbytes > live.TRAIN]
@@ -116,13 +116,13 @@ async def test_no_probe_uses_more_numbers_than_it_has(monkeypatch: pytest.Monkey
     monkeypatch.setattr(live, "LONG_ENOUGH_S", 1e9)
     monkeypatch.setattr(live, "MOST_NBYTES", 1 << 12)
     used = []
-    original = live.Way._post
+    original = live.OneWay._post
 
-    def post(self: live.Way, *data: Any) -> Any:
+    def post(self: live.OneWay, *data: Any) -> Any:
         used.append(self.next_seq)
         return original(self, *data)
 
-    monkeypatch.setattr(live.Way, "_post", post)
+    monkeypatch.setattr(live.OneWay, "_post", post)
     async with world(2) as comms:
         await everywhere(comms, lambda comm: comm.probe(nbytes=1, rounds=live.MOST_ROUNDS))
         growths = 6  # from 1 byte to 4 KiB; to 32 MiB there are 13, of two messages each
@@ -134,14 +134,14 @@ async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages from one rank to another take longer than the rest, by its clock."""
     clock = {"now": 0.0}
     monkeypatch.setattr(live.time, "perf_counter", lambda: clock["now"])
-    original = live.Way.send
+    original = live.OneWay.send
 
-    def send(self: live.Way, data: Any, *chunk: int) -> Any:
+    def send(self: live.OneWay, data: Any, *chunk: int) -> Any:
         slow = (self.source, self.target) == (2, 0)
         clock["now"] += 1e-5 + data.nbytes / (1e6 if slow else 1e8)
         return original(self, data, *chunk)
 
-    monkeypatch.setattr(live.Way, "send", send)
+    monkeypatch.setattr(live.OneWay, "send", send)
     async with world(3) as comms:
         probes = await everywhere(comms, lambda comm: quick(comm, nbytes=1 << 16))
     assert probes[0].slowest(1) == [(2, 0)]
@@ -158,7 +158,7 @@ async def test_pairs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     original = live.lead
     together = 0
 
-    async def lead(way: live.Way, *more: Any) -> Any:
+    async def lead(way: live.OneWay, *more: Any) -> Any:
         nonlocal together
         layout = comms[0].layout
         hosts = {layout.hosts[way.source], layout.hosts[way.target]}
@@ -255,7 +255,7 @@ async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.Monk
     again = asyncio.Event()
     original = getattr(live, at)
 
-    async def stop(way: live.Way, *more: Any) -> Any:
+    async def stop(way: live.OneWay, *more: Any) -> Any:
         me = way.source if at == "lead" else way.target
         if me == 2 and not stopped.is_set():
             stopped.set()
@@ -294,7 +294,7 @@ async def test_a_dead_peer_is_named() -> None:
 async def test_a_peer_that_dies_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     original = live.follow
 
-    async def follow(way: live.Way, *more: Any) -> Any:
+    async def follow(way: live.OneWay, *more: Any) -> Any:
         if way.target == 1:
             comms.kill(1)
             await asyncio.Event().wait()

@@ -21,7 +21,7 @@ from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Suite
 from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies, distinct
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
-from kfcomm.cli.commands.simulate import Case, names_of, network_of, parse_worlds, simulated
+from kfcomm.cli.commands.simulate import SimulatedCall, names_of, network_of, parse_worlds, simulated
 from kfcomm.cli.options import NameChoice, WithSizes, reported_errors
 from kfcomm.common.arguments import meant
 from kfcomm.common.sizes import parse_sizes
@@ -172,7 +172,7 @@ def _simulate(files: Files, given: _Grid) -> None:
         asked = tuple(name for name in _all() if name not in left_out)
     twins = distinct(asked, layout)
     found = SimulatedTopologies(network, source, given.dtype, twins=twins, left_out=left_out)
-    found.results.extend(simulated(tuple(twins), worlds, parse_sizes(given.sizes), network, Case(given.dtype)))
+    found.results.extend(simulated(tuple(twins), worlds, parse_sizes(given.sizes), network, SimulatedCall(given.dtype)))
     click.echo(found.as_text(), nl=False)
     files.write(found)
 

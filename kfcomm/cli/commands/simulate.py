@@ -56,7 +56,7 @@ class _SimulateOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SimulatedCall:
     """Collective to simulate on every world, with every strategy."""
 
     dtype: str
@@ -130,7 +130,7 @@ def simulate(**options: Any) -> None:
         files.check()
         network, source = network_of(given.network_path, given.probe_path)
         simulations = Simulations(network, source, given.dtype, given.verb)
-        case = Case(given.dtype, given.verb, _late_s(given.late), given.seed)
+        case = SimulatedCall(given.dtype, given.verb, _late_s(given.late), given.seed)
         strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
         simulations.results.extend(simulated(strategies, worlds, sizes, network, case))
         click.echo(simulations.as_text(), nl=False)
@@ -203,7 +203,7 @@ def simulated(
     worlds: Sequence[World],
     sizes: Sequence[int],
     network: SimulatedNetwork,
-    case: Case,
+    case: SimulatedCall,
 ) -> Iterator[Result]:
     """Simulate every combination, with a message on each.
 

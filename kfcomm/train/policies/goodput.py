@@ -143,7 +143,7 @@ class PolluxGoodput(GradientPolicy):
         if signal is None or noise is None or first is None:
             return
         model = await asyncio.to_thread(fit, self._observations())
-        view = _View(model, GradientStatistics(signal, noise / first), first)
+        view = _Estimate(model, GradientStatistics(signal, noise / first), first)
         of_here = view.goodput(here)
         bound = (1 + self._least_gain) * of_here
         best = view.best(self._shapes(ctx, ctx.size))
@@ -165,7 +165,7 @@ class PolluxGoodput(GradientPolicy):
         else:
             ctx.set_batch_size(int(chosen.batch) * ctx.size, **evidence)
 
-    def _best_size(self, ctx: Context, view: _View, present: Shape) -> Shape | None:
+    def _best_size(self, ctx: Context, view: _Estimate, present: Shape) -> Shape | None:
         """The best shape of another number of ranks, if it is better than the best of the present one."""
         if self._sizes is None:
             return None
@@ -208,7 +208,7 @@ class PolluxGoodput(GradientPolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _Estimate:
     """Present estimate of throughput and gradients."""
 
     throughput: Throughput
