@@ -31,8 +31,8 @@ from kfcomm.types import UNMEASURED, Layout
 from kfcomm.world.communicator import Communicator
 
 if TYPE_CHECKING:
+    from kfcomm.engine.entrance import Exchange
     from kfcomm.engine.interfaces import Alone
-    from kfcomm.engine.membership import Exchange
     from kfcomm.engine.network import SocketNetwork
     from kfcomm.transports.base import BackendMaker
 
@@ -211,11 +211,11 @@ async def _network(settings: Settings, own: Accelerator, exchange: Exchange | No
         from kfcomm.engine.interfaces import Alone
 
         return Alone(settings, own.report)
-    from kfcomm.engine.network import SocketNetwork
+    from kfcomm.engine import entrance
 
     if exchange is None:
-        return await SocketNetwork.join(settings, own.report)
-    return await SocketNetwork.meet(settings, own.report, exchange)
+        return await entrance.join(settings, own.report)
+    return await entrance.meet(settings, own.report, exchange)
 
 
 def init(**arguments: Unpack[Arguments]) -> Init:

@@ -1,30 +1,24 @@
-"""Membership of a job: how its ranks meet, and their changes in the job's store."""
+"""Membership of a job: what ranks share for all epochs, and their changes in the job's store."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 
-from kfcomm.arrays.devices.routes import agree, choose
 from kfcomm.engine.interfaces import Membership
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous import exit_report
-from kfcomm.rendezvous.host import choose_address, host_and_port
-from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
+from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.join import check_versions
 from kfcomm.rendezvous.keyvalue import ASIDE, BOUNDS, ENTRY, GIVEN_UP, INVITED, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.saved_costs import rates_of_rows
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.transports.registry import AUTO, named, selected
-from kfcomm.transports.sockets import Listener
 from kfcomm.types import Candidate, Costs, Layout, Rates, Wanted, override
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.join import JobStore
     from kfcomm.transports.tls import Tls
@@ -170,10 +164,6 @@ def is_certain(end: Exit) -> bool:
     return end.why not in (Why.SILENT, Why.ABSENT)
 
 
-Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
-"""Tells the other ranks of this process, and gives those of all ranks, by rank; without a store of kfcomm's."""
-
-
 class Meeting(NamedTuple):
     """Meeting point of the first epoch, which stays open through all later epochs."""
 
@@ -196,55 +186,6 @@ class Meeting(NamedTuple):
         return self.store.client
 
 
-def tls_of(settings: Settings) -> Tls | None:
-    """Load the TLS contexts of connections; None without TLS."""
-    if settings.tls is None:
-        return None
-    from kfcomm.transports.tls import load
-
-    return load(settings.tls)
-
-
-async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[Listener, PeerInfo]:
-    """Open the port of this rank; return it with the `PeerInfo` for the others."""
-    if settings.store is None:
-        raise ConfigError("a world of one has no network")
-    if settings.links != AUTO and (unsupported := named(settings.links).why_unsupported()) is not None:
-        raise ConfigError(f"transport {settings.links!r} cannot work here: {unsupported}; use 'auto'")
-    address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
-    is_local = any(transport.is_local for transport in selected(settings.links))
-    unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
-    listener = Listener(address, unix=unix, ports=settings.ports)
-    me = PeerInfo.here(rank=settings.rank, address=address, port=listener.port, unix=unix, device=device)
-    return listener, replace(me, transport=settings.transport, checksum=settings.checksum)
-
-
-async def told_of(meeting: Meeting, about: str) -> list[Any]:
-    """Wait until the ranks of a running job invite, or admit, this process.
-
-    Raises:
-        ConfigError: its settings are not theirs.
-        RendezvousError: they do not within the timeout; or the store is gone.
-    """
-    from kfcomm.rendezvous.keyvalue import NotSet  # as the client does, which a world of one does without
-
-    settings, me, client = meeting.settings, meeting.me, meeting.client
-    try:
-        while True:
-            try:
-                said = await client.get(f"{about}/{me.rank}", settings.timeout_s)
-                break
-            except NotSet:
-                if not settings.launcher:  # else it may be a spare, which waits as long as there is a store
-                    raise
-    except RendezvousError as error:
-        raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
-    told = msgpack.unpackb(said, use_list=False)
-    if isinstance(told, str):
-        raise ConfigError(f"the ranks of the job do not let this process in: {told}")
-    return list(told)
-
-
 def peer_of(candidate: Candidate, rank: int, *, is_prepared: bool) -> PeerInfo:
     """Return a joining rank as its peers know it, in an epoch that is prepared, or in another one."""
     about, aside = msgpack.unpackb(candidate.about)
@@ -256,26 +197,12 @@ def unix_name(meeting: Meeting, epoch: int, attempt: int) -> str:
     return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}" + (f".{attempt}" if attempt else "")
 
 
-def check_reach(peers: Sequence[PeerInfo], transport: str) -> None:
-    """Refuse a transport that does not reach all ranks."""
-    here = host_id()
-    others = [peer.rank for peer in peers if peer.host != here]
-    if others and all(one.is_local for one in selected(transport)):
-        there = f"ranks {others[:16]}, which are on other hosts"
-        raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")
-
-
 def check_checksums(peers: Sequence[PeerInfo]) -> None:
     """Refuse checksums that are on for some ranks and off for others: they could not read each other's frames."""
     with_it = [peer.rank for peer in peers if peer.checksum]
     if with_it and len(with_it) < len(peers):
         without = next(peer.rank for peer in peers if not peer.checksum)
         raise ConfigError(f"checksum is on for rank {with_it[0]} and off for rank {without}: it has to be the same")
-
-
-def check_devices(peers: Sequence[PeerInfo]) -> None:
-    """Refuse transports that contradict each other, and NCCL where it cannot work."""
-    choose([peer.device for peer in peers], layout_of(peers), agree([peer.transport for peer in peers]))
 
 
 def layout_of(peers: Sequence[PeerInfo]) -> Layout:

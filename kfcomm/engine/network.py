@@ -7,10 +7,8 @@ Which transport an edge gets follows from where its ends are, and from the setti
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,27 +21,17 @@ from kfcomm.engine.control import World, addresses_of
 from kfcomm.engine.control.thread import ControlThread
 from kfcomm.engine.interfaces import Door, Network
 from kfcomm.engine.membership import (
-    Exchange,
     Meeting,
     StoreMembership,
-    check_checksums,
-    check_devices,
-    check_reach,
     is_certain,
     kept_rates,
     layout_of,
-    listen,
     peer_of,
-    tls_of,
-    told_of,
     unix_name,
 )
-from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import JobStore, check_versions, join
-from kfcomm.rendezvous.keyvalue import ASIDE, ENTRY, INVITED, JOINING
-from kfcomm.rendezvous.settings import Settings
 from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.registry import TCP, Transport, selected
 from kfcomm.transports.shm.heap import Heaps
@@ -51,7 +39,6 @@ from kfcomm.transports.sockets import Address, Connection, Listener
 from kfcomm.types import Candidate, override
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices import DeviceReport
     from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
     from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor
@@ -127,115 +114,16 @@ class SocketNetwork(Network):
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def join(cls, settings: Settings, device: DeviceReport) -> SocketNetwork:
-        """Listen, register, and wait for all others.
-
-        Args:
-            settings: of this rank.
-            device: of this rank, for the others.
-
-        Raises:
-            ConfigError: no such interface, or a port that is taken; on all ranks, in the same words, where device
-                memory cannot go as they ask.
-            RendezvousError: see ``rendezvous.join``.
-        """
-        tls = tls_of(settings)
-        store = await JobStore.open(settings, tls)
-        listener: Listener | None = None
-        try:
-            mark = secrets.token_hex(4)
-            listener, me = await listen(settings, device, mark)
-            meeting = Meeting(settings, me, mark, store, tls, {})
-            if settings.join:
-                return await cls._enter(meeting, listener, device)
-            peers = await join(settings, me, store.client)
-            check_reach(peers, settings.links)
-            try:
-                check_checksums(peers)
-                check_devices(peers)
-            except ConfigError:
-                # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
-                await store.leave(settings, me)
-                raise
-            return cls(meeting, peers, listener, range(settings.size))
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            await store.close()
-            raise
-
-    @classmethod
-    async def meet(cls, settings: Settings, device: DeviceReport, exchange: Exchange) -> SocketNetwork:
-        """Listen, and learn of all others by ``exchange``: for ranks that another library has brought together.
-
-        Without a store, ``resize`` and joining ranks are not available, and no half of a split world may continue
-        without the other.
-
-        Args:
-            settings: of this rank; ``store`` says towards which host the others are.
-            device: of this rank, for the others.
-            exchange: gathers the ``PeerInfo`` of all ranks.
-
-        Raises:
-            ConfigError: see ``join``.
-            RendezvousError: they run another version; and what ``exchange`` raises.
-        """
-        tls = tls_of(settings)
-        mark = secrets.token_hex(4)
-        listener, me = await listen(settings, device, mark)
-        try:
-            peers = await exchange(me)
-            check_versions(me, peers)
-            check_reach(peers, settings.links)
-            check_checksums(peers)
-            check_devices(peers)
-            return cls(Meeting(settings, me, mark, None, tls, {}), peers, listener, range(settings.size))
-        except BaseException:
-            listener.close()
-            raise
-
-    @classmethod
-    async def _enter(cls, meeting: Meeting, listener: Listener, device: DeviceReport) -> SocketNetwork:
-        """Wait until the ranks of a running job admit this process, or invite it to an epoch that they prepare.
-
-        Raises:
-            ConfigError: its number is another's, or its settings are not theirs.
-            RendezvousError: they do not within the timeout; or the store is gone.
-        """
-        me, client, loop = meeting.me, meeting.client, asyncio.get_running_loop()
-        aside: Listener | None = None
-        waits: dict[str, asyncio.Task[list[Any]]] = {}
-        try:
-            # Connections of an epoch that is prepared, perhaps in vain, come elsewhere. Without a port for that this
-            # process is admitted as it is.
-            with contextlib.suppress(ConfigError):
-                aside, there = await listen(meeting.settings, device, f"{meeting.mark}-aside")
-                await client.claim(f"{ASIDE}/{me.rank}", there.to_wire())
-            if await client.claim(f"{JOINING}/{me.rank}", me.to_wire()) != me.to_wire():
-                raise ConfigError(f"another process has joined this job as {me.rank}, or waits to: take another number")
-            for about in (ENTRY, INVITED) if aside is not None else (ENTRY,):
-                waits[about] = loop.create_task(told_of(meeting, about), name=f"kfcomm waits for {about}")
-            await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
-            if aside is None or waits[ENTRY].done() or waits[INVITED].exception() is not None:
-                return cls._of(meeting, await waits[ENTRY], listener)
-            made = cls._of(meeting, waits[INVITED].result(), aside)
-            made._admission, made._spare, made.is_invited = waits.pop(ENTRY), listener, True
-            aside = None
-            return made
-        finally:
-            if aside is not None:
-                aside.close()
-            for task in waits.values():
-                task.cancel()
-            await asyncio.gather(*waits.values(), return_exceptions=True)
-
-    @classmethod
-    def _of(cls, meeting: Meeting, told: Sequence[Any], listener: Listener) -> SocketNetwork:
+    def of(cls, meeting: Meeting, told: Sequence[Any], listener: Listener) -> SocketNetwork:
         """Network of an epoch to which this process is admitted, or invited."""
         epoch, births, wires, num_old, strategy, attempt = told
         made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch, attempt)
         made.num_old, made.strategy = num_old, strategy
         return made
+
+    def expect_admission(self, told: asyncio.Task[list[Any]], spare: Listener) -> None:
+        """Note that this process is invited only; ``spare`` listens for the epoch to which it is admitted at last."""
+        self._admission, self._spare, self.is_invited = told, spare, True
 
     @override
     async def admission(self) -> SocketNetwork | None:
@@ -246,7 +134,7 @@ class SocketNetwork(Network):
         if [told[0], told[-1]] == [self.epoch, self._attempt]:
             spare.close()
             return None
-        made = self._of(self._meeting, told, spare)
+        made = self.of(self._meeting, told, spare)
         self.hand_on(made)
         return made
 

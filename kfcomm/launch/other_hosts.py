@@ -129,7 +129,7 @@ async def _new_position(job: LaunchJob, store: KeyValue, patience_s: float) -> i
     """Request a position, and wait for it; None if the request is lost, as when a job begins again.
 
     Raises:
-        StoreClosed: the store has closed; or is gone for longer than ``patience_s``, and nobody restores it.
+        StoreClosed: the store has closed; or is gone for longer than ``patience_s``, and is not restored.
         RendezvousError: the request is refused; or the store is gone, and is kept elsewhere.
     """
     loop = asyncio.get_running_loop()

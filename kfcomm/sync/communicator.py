@@ -32,7 +32,7 @@ from kfcomm.types import Seconds
 from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
-    from kfcomm.engine.membership import Exchange
+    from kfcomm.engine.entrance import Exchange
     from kfcomm.rendezvous.settings import Settings
 
 
