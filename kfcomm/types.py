@@ -82,23 +82,48 @@ class Verb(StrEnum):
     SET_STRATEGY = "set_strategy"
 
 
+class Uplink(NamedTuple):
+    """Link between a rack and the rest of the network, which the hosts of the rack share.
+
+    Attributes:
+        hosts: those of the rack, ascending.
+        send: bytes/s that leave the rack at most.
+        receive: bytes/s that come to it from other hosts at most.
+    """
+
+    hosts: tuple[int, ...]
+    send: float
+    receive: float
+
+
 class Rates(NamedTuple):
     """Rates of ports and links between hosts of a heterogeneous network.
 
     The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
-    port of the one that receives it, and the link between the two.
+    port of the one that receives it, the link between the two, and the uplinks of their racks if these are two.
 
     Attributes:
         send: bytes/s that leave each host at most.
         receive: bytes/s that each host takes at most.
-        links: bytes/s from host (row) to host (column); the diagonal does not matter.
+        links: bytes/s from host (row) to host (column), alone; the diagonal does not matter.
         latency_s: from host to host, 0 on the diagonal; empty where it is not known.
+        uplinks: of racks, each host in one at most; those that hold up several hosts together.
     """
 
     send: tuple[float, ...]
     receive: tuple[float, ...]
     links: tuple[tuple[float, ...], ...]
     latency_s: tuple[tuple[float, ...], ...] = ()
+    uplinks: tuple[Uplink, ...] = ()
+
+    @property
+    def rack_of(self) -> tuple[int | None, ...]:
+        """Number of each host's uplink; None for hosts without one."""
+        racks: list[int | None] = [None] * len(self.send)
+        for number, uplink in enumerate(self.uplinks):
+            for host in uplink.hosts:
+                racks[host] = number
+        return tuple(racks)
 
     def part(self, hosts: Sequence[int]) -> Rates:
         """The rates of some of the hosts, in this order."""
@@ -107,7 +132,14 @@ class Rates(NamedTuple):
             return tuple(tuple(rows[a][b] for b in hosts) for a in hosts) if rows else ()
 
         send, receive = (tuple(ports[host] for host in hosts) for ports in (self.send, self.receive))
-        return Rates(send, receive, square(self.links), square(self.latency_s))
+        places = {host: place for place, host in enumerate(hosts)}
+        left = [
+            uplink._replace(hosts=tuple(sorted(places[host] for host in uplink.hosts if host in places)))
+            for uplink in self.uplinks
+        ]
+        # Of a single host the links are the uplink, and a rack of all hosts has nothing beyond it.
+        uplinks = tuple(uplink for uplink in left if 1 < len(uplink.hosts) < len(hosts))
+        return Rates(send, receive, square(self.links), square(self.latency_s), uplinks)
 
 
 class Costs(NamedTuple):
@@ -135,7 +167,10 @@ class Costs(NamedTuple):
     def of_record(cls, record: Sequence[Any]) -> Costs:
         """Read costs back from JSON, which has lists in the place of tuples."""
         costs = cls(*record)
-        return costs if costs.rates is None else costs._replace(rates=Rates(*map(_tuples, costs.rates)))
+        if costs.rates is None:
+            return costs
+        rates = Rates(*map(_tuples, costs.rates))
+        return costs._replace(rates=rates._replace(uplinks=tuple(Uplink(*one) for one in rates.uplinks)))
 
     @property
     def constants(self) -> tuple[float | None, ...]:
@@ -145,6 +180,16 @@ class Costs(NamedTuple):
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _check_racks(uplinks: Sequence[Uplink], num_hosts: int) -> None:
+    named = [host for uplink in uplinks for host in uplink.hosts]
+    unknown = sorted(host for host in named if not 0 <= host < num_hosts)
+    if unknown:
+        raise ValueError(f"a rack names host {unknown[0]}, the layout has {num_hosts}: 0..{num_hosts - 1}")
+    twice = sorted(host for host in set(named) if named.count(host) > 1)
+    if twice:
+        raise ValueError(f"host {twice[0]} is in two racks: expected one at most")
 
 
 UNMEASURED = Costs()
@@ -177,6 +222,8 @@ class Layout:
         rates = self.costs.rates
         if rates is not None and len(rates.send) != seen:
             raise ValueError(f"the costs have rates of {len(rates.send)} hosts, the layout has {seen}")
+        if rates is not None and rates.uplinks:
+            _check_racks(rates.uplinks, seen)
 
     @classmethod
     def of(cls, names: Iterable[object], num_cpus: int = 0, costs: Costs = UNMEASURED) -> Layout:

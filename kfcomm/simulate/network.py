@@ -57,7 +57,7 @@ from kfcomm.simulate.files import described
 from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, Queue, Switch
 from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.types import Costs, Layout, Rates
+from kfcomm.types import Costs, Layout, Rates, Uplink
 
 if TYPE_CHECKING:
     from kfcomm.probe.record import Probe
@@ -204,7 +204,18 @@ class SimulatedNetwork:
         numbers = range(len(self.hosts))
         rows = [[ways(a, b) if a != b else (0.0, 0.0) for b in numbers] for a in numbers]
         rates, latencies = (tuple(tuple(each[at] for each in row) for row in rows) for at in (0, 1))
-        return Rates(ports, ports, rates, latencies)
+        racks: dict[int, list[int]] = {}
+        for number, switch in enumerate(switches):
+            if switch is not None:
+                racks.setdefault(switch, []).append(number)
+        shared = [(tuple(rack), self.uplink_of(switch) * self.efficiency) for switch, rack in sorted(racks.items())]
+        # As a probe has it: what holds up no two hosts is no place of its own.
+        found = tuple(
+            Uplink(rack, rate, rate)
+            for rack, rate in shared
+            if 1 < len(rack) < len(ports) and rate < sum(ports[number] for number in rack)
+        )
+        return Rates(ports, ports, rates, latencies, found)
 
     def of_hosts(self, num_hosts: int | None = None, ranks: int | None = None) -> Self:
         """The network with ``num_hosts`` hosts: those that it lists come first, further ones are like the default.

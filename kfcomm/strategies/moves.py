@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kfcomm.core.exchange import num_blocks
 from kfcomm.strategies.base import Direct, Strategy
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Rates
 
 
 class Move(NamedTuple):
@@ -136,4 +136,14 @@ def _port_s(far: Counter[tuple[int, int]], network: NetworkModel) -> float:
         return max([*out.values(), *into.values()], default=0) * network.cross_beta_s_per_byte
     links = [parts / rates.links[here][there] for (here, there), parts in far.items()]
     sends = [parts / rates.send[host] for host, parts in out.items()]
-    return max([*links, *sends, *(parts / rates.receive[host] for host, parts in into.items())], default=0.0)
+    takes = [parts / rates.receive[host] for host, parts in into.items()]
+    return max([*links, *sends, *takes, *_uplinks_s(far, rates)], default=0.0)
+
+
+def _uplinks_s(far: Counter[tuple[int, int]], rates: Rates) -> Iterator[float]:
+    """Seconds of each uplink and direction."""
+    racks = rates.rack_of if rates.uplinks else ()
+    for number, uplink in enumerate(rates.uplinks):
+        between = [(racks[a] == number, racks[b] == number, parts) for (a, b), parts in far.items()]
+        yield sum(parts for out, into, parts in between if out and not into) / uplink.send
+        yield sum(parts for out, into, parts in between if into and not out) / uplink.receive

@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from kfcomm.strategies.paths import uplink_ports
 from kfcomm.strategies.price import port_seconds
 from kfcomm.types import Rates
 
 Place: TypeAlias = tuple[int, ...]
-"""A port, ``(0, host)`` out and ``(1, host)`` in, or a link, ``(2, from, to)``."""
+"""A port, ``(0, host)`` out and ``(1, host)`` in, a link, ``(2, from, to)``, or a rack's uplink, ``(4, rack)`` out and
+``(5, rack)`` in."""
 
 MAX_HOSTS: Final = 16
 """Above it the program takes seconds."""
@@ -53,9 +55,11 @@ class Tree(NamedTuple):
 def loads_of(tree: Tree, rates: Rates) -> dict[Place, float]:
     """Seconds per byte on every port and link, if the tree carries everything."""
     loads: dict[Place, float] = {}
+    racks = rates.rack_of
     for a, b in tree.sends():
-        for place, rate in (((0, a), rates.send[a]), ((1, b), rates.receive[b]), ((2, a, b), rates.links[a][b])):
-            loads[place] = loads.get(place, 0.0) + 1 / rate
+        ends = ((0, a), 1 / rates.send[a]), ((1, b), 1 / rates.receive[b]), ((2, a, b), 1 / rates.links[a][b])
+        for place, load in (*ends, *uplink_ports(rates, racks[a], racks[b])):
+            loads[place] = loads.get(place, 0.0) + load
     return loads
 
 
@@ -77,7 +81,9 @@ def packed_with_fans(rates: Rates, fan: int, enough_s: float = 0.0) -> list[tupl
     hosts = range(len(rates.send))
     places: list[Place] = [(way, host) for way in (0, 1) for host in hosts]
     # A link that is no slower than the ports at its ends is never the narrowest place.
-    places += [(2, a, b) for a in hosts for b in hosts if a != b and _is_slow(rates, a, b)]
+    racks = rates.rack_of
+    places += [(2, a, b) for a in hosts for b in hosts if a != b and _is_slow(rates, racks, a, b)]
+    places += [(way, rack) for rack in range(len(rates.uplinks)) for way in (4, 5)]
     unit = min(*rates.send, *rates.receive)  # bytes: so that loads are about 1, whatever the rates
     program = _Program(len(places))
     trees: list[Tree] = []
@@ -109,8 +115,9 @@ def packed_with_fans(rates: Rates, fan: int, enough_s: float = 0.0) -> list[tupl
     return [(trees[column], weight / total) for column, weight in sorted(weights.items())]
 
 
-def _is_slow(rates: Rates, a: int, b: int) -> bool:
-    return rates.links[a][b] < min(rates.send[a], rates.receive[b])
+def _is_slow(rates: Rates, racks: Sequence[int | None], a: int, b: int) -> bool:
+    narrowest_s = max(s for _, s in uplink_ports(rates, racks[a], racks[b])) if racks[a] != racks[b] else 0.0
+    return 1 / rates.links[a][b] > max(1 / rates.send[a], 1 / rates.receive[b], narrowest_s)
 
 
 def _cheapest(root: int, rates: Rates, fan: int, prices: Mapping[Place, float]) -> Tree:
@@ -123,9 +130,12 @@ def _cheapest(root: int, rates: Rates, fan: int, prices: Mapping[Place, float]) 
     def price(place: Place) -> float:
         return prices.get(place, 0.0)
 
+    racks = rates.rack_of
+
     def cost(a: int, b: int) -> float:
         ends = price((0, a)) / rates.send[a] + price((1, b)) / rates.receive[b]
-        return ends + price((2, a, b)) / rates.links[a][b]
+        between = sum(price(place) * load for place, load in uplink_ports(rates, racks[a], racks[b]))
+        return ends + price((2, a, b)) / rates.links[a][b] + between
 
     def grown(cost_above: Callable[[int], float], edge: Callable[[int, int], float]) -> tuple[int, ...]:
         parents, depth, below = [root] * len(rates.send), {root: 0}, {root: 0}

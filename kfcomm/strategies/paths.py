@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Self
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Rates
 
 _SIZES: Final = (0, 1 << 14, 1 << 19)
 """Bytes of a chunk at which paths are walked; in between they are taken as straight."""
@@ -38,7 +38,7 @@ class Edges(NamedTuple):
         hosts, rates = layout.hosts, network.rates
         local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
         latencies = rates.latency_s if rates is not None else ()
-        size = layout.size
+        size, racks = layout.size, rates.rack_of if rates is not None else ()
 
         def alpha_s(edge: Edge) -> float:
             here, there = hosts[edge[0]], hosts[edge[1]]
@@ -52,10 +52,11 @@ class Edges(NamedTuple):
                 return ((0, edge[0]), local_s), ((1, edge[1]), local_s)
             if rates is None:
                 return ((2, here), cross_s), ((3, there), cross_s)
-            link = 4 + here, size + there
+            link = 6 + here, size + there
+            between = uplink_ports(rates, racks[here], racks[there])
             return (
                 ((2, here), 1 / rates.send[here]), ((3, there), 1 / rates.receive[there]),
-                (link, 1 / rates.links[here][there]),
+                (link, 1 / rates.links[here][there]), *between,
             )  # fmt: skip
 
         return cls(alpha_s, ports, network.overhead_s, network.gamma_s_per_byte)
@@ -95,6 +96,15 @@ def _shared(starts: Sequence[tuple[float, int]], alone_s: float) -> list[tuple[i
         now_s = start_s
         under_way.append((given + 1, place))
     return ends
+
+
+def uplink_ports(rates: Rates, here: int | None, there: int | None) -> Ports:
+    """Uplinks that a message from one rack to another passes; None for a host without a rack."""
+    if here == there:
+        return ()
+    up = () if here is None else (((4, here), 1 / rates.uplinks[here].send),)
+    down = () if there is None else (((5, there), 1 / rates.uplinks[there].receive),)
+    return (*up, *down)
 
 
 class Path(NamedTuple):

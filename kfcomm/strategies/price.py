@@ -17,10 +17,9 @@ pair. To these come
     ``ports`` over m^¾ (fitted to the simulator).
 
 With fewer processors than ranks a host's whole work, divided among its processors, is a third bound. Where hosts are
-unlike (``NetworkModel.rates``), each port and link takes its own time, and unlike senders share ports as `incast` says.
-A message of few elements goes whole along one pair, and the worst pair counts.
-unlike (``NetworkModel.rates``), each port and link takes its own time. A message of few elements goes whole along one
-pair, and the worst pair counts. Exchanges in steps are priced step by step (see `moves`).
+unlike (``NetworkModel.rates``), each port, link and uplink of a rack takes its own time, and unlike senders share ports
+as `incast` says. A message of few elements goes whole along one pair, and the worst pair counts. Exchanges in steps are
+priced step by step (see `moves`).
 
 Beside the simulator, for strategies with one pair, stars and chains: within 5 %; for others within 20 %, mostly 10.
 """
@@ -40,7 +39,7 @@ from kfcomm.strategies.chunks import ChunkSizes
 from kfcomm.strategies.moves import StepCosts, goes_in_steps
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.profile import Load, Profile, crossing, shares_of
-from kfcomm.types import Layout, Rates
+from kfcomm.types import Layout, Rates, Uplink
 
 if TYPE_CHECKING:
     from kfcomm.strategies.paths import Edges, Path
@@ -272,7 +271,7 @@ def _moved(strategy: Strategy, layout: Layout) -> dict[tuple[int, int], int]:
 
 
 def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: Collection[int]) -> Iterable[float]:
-    """Seconds that each link and port needs for what moves from host to host, in bytes.
+    """Seconds that each link, port and uplink needs for what moves from host to host, in bytes.
 
     ``relays`` are the hosts to which others send what they fold.
     """
@@ -280,6 +279,8 @@ def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: C
 
     for (a, b), nbytes in moved.items():
         yield nbytes / rates.links[a][b]
+    for uplink in rates.uplinks:
+        yield from _uplink_seconds(uplink, moved, rates, relays)
     for host in range(len(rates.send)):
         yield sum(nbytes for (a, _), nbytes in moved.items() if a == host) / rates.send[host]
         senders = [
@@ -287,6 +288,23 @@ def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: C
             for (a, b), nbytes in moved.items() if b == host
         ]  # fmt: skip
         yield drain_s(senders, rates.receive[host])
+
+
+def _uplink_seconds(
+    uplink: Uplink, moved: Mapping[tuple[int, int], float], rates: Rates, relays: Collection[int]
+) -> Iterable[float]:
+    """Seconds that an uplink needs in each direction; its flows are those of hosts, as in a port."""
+    from kfcomm.strategies.incast import Sender, drain_s
+
+    inside = frozenset(uplink.hosts)
+    for rate, is_out in ((uplink.send, True), (uplink.receive, False)):
+        crossing: dict[int, float] = {}
+        fastest: dict[int, float] = {}
+        for (a, b), nbytes in moved.items():
+            if (a in inside, b in inside) == (is_out, not is_out):
+                crossing[a] = crossing.get(a, 0.0) + nbytes
+                fastest[a] = max(fastest.get(a, 0.0), min(rates.send[a], rates.links[a][b]))
+        yield drain_s([Sender(nbytes, fastest[a], a in relays) for a, nbytes in crossing.items()], rate)
 
 
 def _feed(strategy: Strategy, layout: Layout) -> int:

@@ -106,7 +106,8 @@ def _packings(rates: Rates) -> list[list[tuple[Tree, float]]]:
     flat, bound = _packed(rates), _bound(rates)
     hosts = len(rates.send)
     slowest = min(min(row[:a] + row[a + 1 :]) for a, row in enumerate(rates.links)) if hosts > 1 else 0.0
-    if not 2 < hosts <= MAX_HOSTS or slowest * _UNLIKE > max(*rates.send, *rates.receive):
+    is_alike = slowest * _UNLIKE > max(*rates.send, *rates.receive) and not rates.uplinks
+    if not 2 < hosts <= MAX_HOSTS or is_alike:
         return [flat]
     return [flat, *(packed_with_fans(rates, fan, bound * _NEAR) for fan in _FANS if fan < hosts - 1)]
 
@@ -147,8 +148,14 @@ def ports_of(layout: Layout) -> Layout:
 
 def _bound(rates: Rates) -> float:
     """Seconds per byte."""
-    copies = 2 * (len(rates.send) - 1)
-    return max(max(1 / min(ports), copies / sum(ports)) for ports in (rates.send, rates.receive))
+    bounds = [0.0]
+    loose = [host for host, rack in enumerate(rates.rack_of) if rack is None]
+    for way in ("send", "receive"):
+        ports: Sequence[float] = getattr(rates, way)
+        # Racks have the bound of hosts with ports: they need to hear of each other, too.
+        racks = [*(getattr(uplink, way) for uplink in rates.uplinks), *(ports[host] for host in loose)]
+        bounds += [max(1 / min(them), 2 * (len(them) - 1) / sum(them)) for them in (ports, racks)]
+    return max(bounds)
 
 
 def _packed(rates: Rates) -> list[tuple[Tree, float]]:
