@@ -152,10 +152,13 @@ def _num_pairs(algorithm: BuiltinStrategy, layout: Layout) -> int:
 
 def _candidates(layout: Layout, network: NetworkModel) -> list[Strategy]:
     built = [one.build(layout) for one in ALGORITHMS if _num_pairs(one, layout) * layout.size <= _MAX_ENTRIES]
+    more: list[Strategy] = []
     if network.rates is not None and layout.num_hosts > 1:
+        from kfcomm.strategies.racks import by_rack
         from kfcomm.strategies.tree_packing import packings
 
         built += packings(layout, network.rates)
+        more += by_rack(layout, network.rates, _MAX_ENTRIES)
     # Messages that go whole spread themselves over the pairs by their keys: where two cost the same, the more pairs.
     whole = [replace(strategy, is_whole=True) for strategy in built if len(strategy.pairs) > 1 and not strategy.direct]
-    return [*sorted(whole, key=lambda strategy: -len(strategy.pairs)), *built]
+    return [*sorted(whole, key=lambda strategy: -len(strategy.pairs)), *more, *built]

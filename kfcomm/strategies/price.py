@@ -49,6 +49,8 @@ _ALL_BELOW: Final = 1024
 _MOST_PATHS: Final = 6
 _FILL_STEPS: Final = 4
 _STALL: Final = 0.2
+_RACK_STALL: Final = 0.1
+"""The same of trees that share uplinks, however many chunks there are; likewise."""
 _ELEMENT_NBYTES: Final = 4
 """Assumed where only bytes are known."""
 
@@ -162,7 +164,8 @@ class Price(NamedTuple):
         chunk = min(part * profile.largest, chunk_nbytes)
         num_chunks = part * profile.largest / chunk if chunk else 1.0
         if self.shape is _Shape.TREES:
-            ports_s *= 1 + _STALL / num_chunks**0.75
+            rates = network.rates
+            ports_s *= 1 + _STALL / num_chunks**0.75 + (_RACK_STALL if rates is not None and rates.uplinks else 0.0)
         busy_s, rest_s = max(work_s, ports_s), min(work_s, ports_s)
         path_s = self.path.seconds(chunk)
         if self.shape is _Shape.CHAINS:

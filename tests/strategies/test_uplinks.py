@@ -10,10 +10,16 @@ import pytest
 
 from kfcomm.simulate import Host, SimulatedNetwork, Switch, simulate
 from kfcomm.strategies import build
+from kfcomm.strategies.auto import auto
+from kfcomm.strategies.builtin import ALGORITHMS
 from kfcomm.strategies.cost import NetworkModel, predict_seconds
 from kfcomm.strategies.packing_lp import loads_of, packed_with_fans
-from kfcomm.strategies.tree_packing import packed_by
+from kfcomm.strategies.racks import by_rack
+from kfcomm.strategies.tree_packing import packed_by, packings
 from kfcomm.types import Costs, Layout, Rates, Uplink
+from tests.conformance import oracle
+from tests.conformance.worlds import everywhere, same_bits, world
+from tests.strategies.layouts import assert_spans
 
 MIB = 1 << 20
 PORT = 25e6
@@ -101,3 +107,57 @@ def test_packed_trees_cross_uplinks_once(seed: int) -> None:
     assert max(sums.values()) <= 1.03 * bound
     layout = Layout.even(len(hosts), len(hosts))
     assert packed_by(layout, rates) == packed_by(layout, rates)
+
+
+RACKS = {
+    "two of four": ([[0, 1, 2, 3], [4, 5, 6, 7]], 1.0),
+    "in turns": ([[0, 2, 4, 6], [1, 3, 5, 7]], 1.0),
+    "half of that": ([[0, 2, 4, 6], [1, 3, 5, 7]], 0.5),
+    "uneven": ([[0, 2, 4, 6, 7], [1, 3, 5]], 1.0),
+    "three": ([[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]], 1.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("racks", "ports"), RACKS.values(), ids=RACKS)
+@pytest.mark.parametrize("nbytes", [MIB // 16, MIB, 16 * MIB, 64 * MIB])
+def test_auto_is_within_a_tenth_of_the_best_in_racks(racks: list[list[int]], ports: float, nbytes: int) -> None:
+    network = racked(racks, PORT * ports)
+    layout, rates = network.layout, network.costs().rates
+    assert rates is not None
+    rivals = [one.build(layout) for one in ALGORITHMS] + packings(layout, rates)
+    rivals += by_rack(layout, rates, 1 << 14)
+    chosen = simulate(auto(layout), layout, nbytes, network).seconds
+    assert chosen <= 1.10 * min(simulate(one, layout, nbytes, network).seconds for one in rivals)
+
+
+def test_graphs_by_racks_cross_uplinks_as_often_as_racks_have_to() -> None:
+    network = racked([[0, 2, 4, 6], [1, 3, 5, 7]], PORT)
+    layout, rates = network.layout, network.costs().rates
+    assert rates is not None
+    made = list(by_rack(layout, rates, 1 << 14))
+    assert {"ring by racks", "inside racks: clique, between racks: ring"} <= {one.name for one in made}
+    for strategy in made:
+        for pair in strategy.pairs:
+            for graph in (pair.reduce, pair.broadcast):
+                assert_spans(graph)
+                # A chain that begins within a rack comes back to it.
+                most = 2 if strategy.name == "ring by racks" else 1
+                assert sum(a % 2 != b % 2 for a, b in graph.edges) <= most
+    assert list(by_rack(layout, rates._replace(uplinks=()), 1 << 14)) == []
+    assert list(by_rack(layout, rates, layout.size**2 - 1)) == []
+
+
+@pytest.mark.asyncio
+async def test_results_of_graphs_by_racks_are_those_of_all_ranks() -> None:
+    network = racked([[0, 2, 4], [1, 3, 5]], PORT)
+    rates = network.costs().rates
+    assert rates is not None
+    async with world(6, hosts=6) as comms:
+        for strategy in by_rack(network.layout, rates, 1 << 14):
+            xs = [oracle.data("float32", 20_000, rank) for rank in range(6)]
+            results = await everywhere(
+                comms, lambda comm, xs=xs, strategy=strategy: comm.all_reduce(xs[comm.rank], "x", strategy=strategy)
+            )
+            wanted = oracle.all_reduced("sum", xs, strategy, "x")
+            assert all(same_bits(result, wanted) for result in results)
