@@ -73,7 +73,7 @@ class PeerInfo:
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
             costs=kept.costs,
-            links=row_of(kept.links, host_name(hostname(), address)),
+            links=row_of(kept.links, host_name(hostname(), address), kept.racks),
             versions=versions(),
             transport="auto",
             checksum=False,

@@ -4,8 +4,8 @@ They are saved in the user's cache. Homes may be shared by hosts, so the file is
 file is ignored with a warning, and the default costs apply.
 
 Hosts are known by name and address together: another interface, or a host that was given the address of another, is
-another host. Each host tells the others its own *row*, the rates of its port and of the links from it. All ranks have
-the rows of all, and make the same `Rates` of them, whatever files they have themselves.
+another host. Each host tells the others its own *row*, the rates of its port, of its rack's uplink, and of the links
+from it. All ranks have the rows of all, and make the same `Rates` of them, whatever files they have themselves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.host import hostname
-from kfcomm.types import UNMEASURED, Costs, Rates
+from kfcomm.types import UNMEASURED, Costs, Rates, Uplink
 
 logger = logging.getLogger("kfcomm")
 
@@ -37,7 +37,17 @@ Link: TypeAlias = tuple[float, float]
 Links: TypeAlias = Mapping[str, Mapping[str, Link]]
 """From host to host, both by `host_name`."""
 
-_HEAD = struct.Struct("<ff")  # bytes/s that the port sends, and receives, at most
+
+class Rack(NamedTuple):
+    """Hosts that share an uplink, by `host_name`, and the bytes/s that it sends and receives at most."""
+
+    hosts: tuple[str, ...]
+    send: float
+    receive: float
+
+
+# bytes/s that the port sends, and receives, at most; digest of the rack, 0 without one; bytes/s of its uplink likewise
+_HEAD = struct.Struct("<ff8sff")
 _ENTRY = struct.Struct("<8sff")  # digest of the other host's name, bytes/s to it, seconds one way
 MAX_ROW_NBYTES: Final = _HEAD.size + MAX_HOSTS * _ENTRY.size
 
@@ -47,6 +57,7 @@ class Saved(NamedTuple):
 
     costs: Costs = UNMEASURED
     links: Links = {}  # noqa: RUF012  never changed
+    racks: tuple[Rack, ...] = ()
 
 
 def host_name(name: str, address: str) -> str:
@@ -66,16 +77,22 @@ def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache) / "kfcomm" / f"costs-{hostname().replace('/', '_')}.json"
 
 
-def save_costs(costs: Costs, busy: float | None = None, links: Links | None = None) -> Path:
-    """Save costs and links for later jobs on this host; unmeasured ones keep their saved values.
+def save_costs(
+    costs: Costs, busy: float | None = None, links: Links | None = None, racks: Sequence[Rack] = ()
+) -> Path:  # fmt: skip
+    """Save costs, links and racks for later jobs on this host; unmeasured ones keep their saved values.
 
-    ``busy`` is the share of the processors that was in use before. Raises `ConfigError`: the file cannot be written.
+    A rack is forgotten when links were measured between its hosts and one more. ``busy`` is the share of the processors
+    that was in use before. Raises `ConfigError`: the file cannot be written.
     """
     path = path_of_costs()
     before = saved()
     known = {name: value for name, value in _constants(costs).items() if value is not None}
     about = {"format": FORMAT, "measured": time.strftime("%Y-%m-%d %H:%M"), "busy": busy, "load": os.getloadavg()[0]}
-    record = {**about, **_constants(before.costs), **known, **_matrices(_merged(before.links, links or {}))}
+    merged = _merged(before.links, links or {})
+    record = {**about, **_constants(before.costs), **known, **_matrices(merged)}
+    if kept := [*_still_racks(before.racks, links or {}, merged, racks), *racks]:
+        record["racks"] = [rack._asdict() for rack in kept]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partly = path.with_suffix(f".{os.getpid()}")
@@ -113,12 +130,15 @@ def saved() -> Saved:
         record = json.loads(path.read_text(encoding="utf-8"))
         costs = Costs(**{name: record[name] for name in _CONSTANTS})
         if record["format"] == FORMAT and is_plausible(costs):
-            return Saved(costs, _links_of(record))
+            links = _links_of(record)
+            return Saved(costs, links, _racks_of(record, links))
         reason = "it holds something else"
     except FileNotFoundError:
         return Saved()
     except OSError as error:
         reason = error.strerror or str(error)
+    except _BadRackError as error:
+        reason = str(error)
     except (ValueError, TypeError, KeyError, IndexError):
         reason = "it holds something else"
     logger.warning("%s is left out: %s; kfcomm probe --keep makes it anew", path, reason)
@@ -140,7 +160,8 @@ def describe_saved() -> str:
     busy = record.get("busy")
     how_busy = f", {busy:.0%} of the processors busy" if isinstance(busy, float) else ""
     links = f", with the links of {len(kept.links)} hosts" if kept.links else ""
-    return f"{path}, measured {record.get('measured')}{how_busy}{links}"
+    racks = f" in {len(kept.racks)} rack{'s' * (len(kept.racks) > 1)}" if kept.racks else ""
+    return f"{path}, measured {record.get('measured')}{how_busy}{links}{racks}"
 
 
 def is_plausible(costs: object) -> bool:
@@ -153,15 +174,21 @@ def is_plausible(costs: object) -> bool:
 # ---------------------------------------------------------------- rows
 
 
-def row_of(links: Links, name: str) -> bytes:
-    """Pack the rates of a host's port and the links from it, for the other hosts; empty where none was measured."""
+def row_of(links: Links, name: str, racks: Sequence[Rack] = ()) -> bytes:
+    """Pack the rates of a host's port, its uplink, and the links from it, for the other hosts.
+
+    Empty where no link was measured.
+    """
     mine = links.get(name)
     if not mine:
         return b""
     back = [row[name][0] for row in links.values() if name in row]
     sends = max(rate for rate, _ in mine.values())
     entries = sorted((_digest(other), *link) for other, link in mine.items())
-    return _HEAD.pack(sends, max(back, default=sends)) + b"".join(_ENTRY.pack(*entry) for entry in entries)
+    rack = next((rack for rack in racks if name in rack.hosts), None)
+    uplink = (_NO_RACK, 0.0, 0.0) if rack is None else (_digest(*sorted(rack.hosts)), rack.send, rack.receive)
+    head = _HEAD.pack(sends, max(back, default=sends), *uplink)
+    return head + b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
 def is_row(row: object) -> bool:
@@ -172,8 +199,9 @@ def is_row(row: object) -> bool:
         return True
     if (len(row) - _HEAD.size) % _ENTRY.size:
         return False
-    ports, links = _read(row)
-    return all(map(_is_rate, ports)) and all(map(_is_link, links.values()))
+    ports, (rack, *uplink), links = _read(row)
+    rates = [*ports, *(uplink if rack != _NO_RACK else ())]
+    return all(map(_is_rate, rates)) and all(map(_is_link, links.values()))
 
 
 def rates_of_rows(names: Sequence[str], rows: Sequence[bytes]) -> tuple[Rates | None, str]:
@@ -183,30 +211,47 @@ def rates_of_rows(names: Sequence[str], rows: Sequence[bytes]) -> tuple[Rates | 
     """
     if len(names) < 2 or not any(rows):
         return None, ""
-    read = []
+    read, uplinks = [], []
     for name, row in zip(names, rows, strict=True):
         if not row:
             return None, f"nothing is kept on host {name}"
-        ports, links = _read(row)
+        ports, uplink, links = _read(row)
         known = {digest: links[digest] for digest in map(_digest, names) if digest in links}
         missing = [other for other in names if other != name and _digest(other) not in known]
         if missing:
             return None, f"the link from host {name} to host {missing[0]} was not measured"
         read.append((ports, [known.get(_digest(other), (0.0, 0.0)) for other in names]))
+        uplinks.append(uplink)
     send, receive = zip(*(ports for ports, _ in read), strict=True)
     links_, latencies = (tuple(tuple(link[place] for link in row) for _, row in read) for place in (0, 1))
-    return Rates(send, receive, links_, latencies), ""
+    return Rates(send, receive, links_, latencies, _uplinks_of(uplinks)), ""
 
 
-def _read(row: bytes) -> tuple[Link, dict[bytes, Link]]:
-    """``((bytes/s sent, bytes/s received), {digest: link})`` of a row."""
-    sends, receives = _HEAD.unpack_from(row)
+def _uplinks_of(told: Sequence[tuple[bytes, float, float]]) -> tuple[Uplink, ...]:
+    """Racks with several of the hosts, but not with all, from the rack in each host's row."""
+    racks: dict[bytes, list[int]] = {}
+    for host, (rack, *_) in enumerate(told):
+        if rack != _NO_RACK:
+            racks.setdefault(rack, []).append(host)
+    return tuple(
+        Uplink(tuple(hosts), min(told[host][1] for host in hosts), min(told[host][2] for host in hosts))
+        for hosts in racks.values()
+        if 1 < len(hosts) < len(told)
+    )
+
+
+_NO_RACK: Final = bytes(8)
+
+
+def _read(row: bytes) -> tuple[Link, tuple[bytes, float, float], dict[bytes, Link]]:
+    """``((bytes/s sent, bytes/s received), (rack, its bytes/s out, and in), {digest: link})`` of a row."""
+    sends, receives, *uplink = _HEAD.unpack_from(row)
     entries = _ENTRY.iter_unpack(row[_HEAD.size :])
-    return (sends, receives), {digest: (rate, latency_s) for digest, rate, latency_s in entries}
+    return (sends, receives), (*uplink,), {digest: (rate, latency_s) for digest, rate, latency_s in entries}
 
 
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=8, person=b"host").digest()
+def _digest(*names: str) -> bytes:
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=8, person=b"host").digest()
 
 
 def _is_rate(rate: float) -> bool:
@@ -235,6 +280,15 @@ def _merged(old: Links, new: Links) -> Links:
     return {name: {**old.get(name, {}), **new.get(name, {})} for name in {**old, **new}}
 
 
+def _still_racks(old: Sequence[Rack], new: Links, known: Links, racks: Sequence[Rack]) -> Iterator[Rack]:
+    """Racks of before that a new measurement leaves as they are."""
+    taken = {host for rack in racks for host in rack.hosts}
+    for rack in old:
+        measured_anew = new.keys() > set(rack.hosts)
+        if not measured_anew and taken.isdisjoint(rack.hosts) and known.keys() >= set(rack.hosts):
+            yield rack
+
+
 def _matrices(links: Links) -> dict[str, Any]:
     if not links:
         return {}
@@ -255,6 +309,33 @@ def _as_text(record: Mapping[str, Any]) -> str:
         return json.dumps(value)
 
     return "{\n " + ",\n ".join(f"{json.dumps(name)}: {shown(value)}" for name, value in record.items()) + "\n}\n"
+
+
+class _BadRackError(ValueError):
+    """A rack of a file cannot be."""
+
+
+def _racks_of(record: Mapping[str, Any], links: Links) -> tuple[Rack, ...]:
+    """Racks of a file, none if it is of a version that kept none.
+
+    Raises:
+        _BadRackError: they cannot be.
+    """
+    try:
+        racks = tuple(
+            Rack(tuple(one["hosts"]), float(one["send"]), float(one["receive"])) for one in record.get("racks", ())
+        )
+        named = [name for rack in racks for name in rack.hosts]
+        unknown = [name for name in named if name not in links]
+    except (TypeError, ValueError, KeyError) as error:
+        raise _BadRackError("a rack needs hosts, and rates to and from them") from error
+    if unknown:
+        raise _BadRackError(f"a rack names host {unknown[0]!r}, whose links were not measured")
+    if len(set(named)) < len(named):
+        raise _BadRackError("a host is in two racks")
+    if not all(_is_rate(rate) for rack in racks for rate in (rack.send, rack.receive)):
+        raise _BadRackError("the rate of a rack is out of range")
+    return racks
 
 
 def _links_of(record: Mapping[str, Any]) -> Links:

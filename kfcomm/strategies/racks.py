@@ -1,8 +1,8 @@
 """Candidates of `auto` for hosts in racks: graphs in the order of the racks, and combinations inside and between racks.
 
-An uplink is a port that the hosts of a rack share. So graphs that look at racks as others look at hosts use it little: a
-ring through one rack after the other, and combinations, in which each rack sends one copy of everything. Ranks need not
-be numbered rack by rack.
+An uplink is a port that the hosts of a rack share. So graphs that look at racks as others look at hosts use it little:
+a ring through one rack after the other, and combinations, in which each rack sends one copy of everything. Ranks may be
+numbered in any order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from kfcomm.rendezvous.saved_costs import (
     MAX_HOSTS,
     MOST,
     Links,
+    Rack,
+    Saved,
     describe_saved,
     forget_costs,
     host_name,
@@ -33,7 +35,7 @@ from kfcomm.rendezvous.saved_costs import (
     saved,
     saved_costs,
 )
-from kfcomm.types import UNMEASURED, Costs, Layout, Rates
+from kfcomm.types import UNMEASURED, Costs, Layout, Rates, Uplink
 
 LOCAL = Costs(local_alpha_s=4e-5, overhead_s=8e-6)
 CROSS = Costs(cross_alpha_s=3e-4, overhead_s=9e-6)
@@ -171,7 +173,7 @@ def peer(rank: int, name: str, links: Links = LINKS, host: str | None = None) ->
 
 def test_links_are_saved_and_replaced_one_by_one() -> None:
     save_costs(LOCAL, links=LINKS)
-    assert saved() == (LOCAL, LINKS)
+    assert saved() == Saved(LOCAL, LINKS)
     newer = {NAMES[0]: {NAMES[1]: (1e6, 2e-4)}, "node4 10.0.0.4": {NAMES[0]: (3e6, 1e-4)}}
     save_costs(CROSS, links=newer)
     assert saved().links == {
@@ -186,7 +188,7 @@ def test_links_are_saved_and_replaced_one_by_one() -> None:
 def test_a_file_of_a_version_without_links_is_read() -> None:
     path = save_costs(LOCAL)
     assert "hosts" not in json.loads(path.read_text())
-    assert saved() == (LOCAL, {})
+    assert saved() == Saved(LOCAL, {})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_a_file_of_a_version_without_links_is_read() -> None:
 def test_links_that_cannot_be_are_left_out(change: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     path = save_costs(LOCAL, links=LINKS)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert saved() == (UNMEASURED, {})
+    assert saved() == Saved(UNMEASURED, {})
     assert f"{path} is left out: it holds something else; kfcomm probe --keep makes it anew" in caplog.text
 
 
@@ -258,6 +260,75 @@ def test_hosts_that_were_not_measured_leave_the_picture_out() -> None:
     assert kept_rates([peer(0, NAMES[0]), peer(1, NAMES[0])]) == (None, "")
 
 
+# ---------------------------------------------------------------- racks
+
+MORE = (*NAMES, "node4 10.0.0.4")
+RACKED = links_between(dict.fromkeys(MORE, 5e7))
+RACKS = (Rack(MORE[:2], 4e7, 3e7), Rack(MORE[2:], 3e7, 4e7))
+
+
+def test_racks_are_kept_until_their_hosts_are_measured_anew() -> None:
+    save_costs(LOCAL, links=RACKED, racks=RACKS)
+    assert saved() == Saved(LOCAL, RACKED, RACKS)
+    assert "with the links of 4 hosts in 2 racks" in describe_saved()
+    save_costs(CROSS)
+    part = {a: {b: link for b, link in row.items() if b in MORE[:2]} for a, row in RACKED.items() if a in MORE[:2]}
+    save_costs(CROSS, links=part)  # two hosts alone do not show what they share
+    assert saved().racks == RACKS
+    wider = Rack(MORE[1:], 6e7, 6e7)
+    save_costs(CROSS, links=RACKED, racks=[wider])
+    assert saved().racks == (wider,)
+    save_costs(CROSS, links=RACKED)
+    assert saved().racks == ()
+
+
+def racked_peers(names: Sequence[str], racks: Sequence[Rack] = RACKS) -> list[PeerInfo]:
+    peers = [peer(rank, name, RACKED) for rank, name in enumerate(names)]
+    return [
+        PeerInfo.from_wire(replace(one, links=row_of(RACKED, name, racks)).to_wire())
+        for one, name in zip(peers, names, strict=True)
+    ]
+
+
+def test_all_ranks_see_the_racks_in_the_order_of_the_job() -> None:
+    rates = layout_of(racked_peers([MORE[2], MORE[0], MORE[3], MORE[1]])).costs.rates
+    assert rates is not None
+    assert rates.uplinks == (Uplink((0, 2), 3e7, 4e7), Uplink((1, 3), 4e7, 3e7))
+    for names in ([MORE[0], MORE[2]], MORE[:2]):
+        alone = layout_of(racked_peers(names)).costs.rates
+        assert alone is not None
+        assert alone.uplinks == ()
+
+
+@pytest.mark.parametrize(
+    ("racks", "reason"),
+    [
+        ([{"hosts": [MORE[0], "node9 10.0.0.9"], "send": 1e6, "receive": 1e6}], "names host 'node9 10.0.0.9', whose"),
+        ([{"hosts": [MORE[0], MORE[1]], "send": 0.0, "receive": 1e6}], "rate of a rack is out of range"),
+        ([{"hosts": [MORE[0], MORE[1]], "send": 1e6, "receive": math.nan}], "rate of a rack is out of range"),
+        ([{"hosts": [MORE[0], MORE[1]], "send": 1e6}], "a rack needs hosts, and rates"),
+        ([{"hosts": [MORE[0]], "send": 1e6, "receive": 1e6}] * 2, "a host is in two racks"),
+        (7, "a rack needs hosts, and rates"), ([7], "a rack needs hosts, and rates"),
+        ([{"hosts": [[]], "send": 1e6, "receive": 1e6}], "a rack needs hosts, and rates"),
+    ],
+)  # fmt: skip
+def test_racks_that_cannot_be_are_left_out(racks: object, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_costs(LOCAL, links=RACKED)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "racks": racks}))
+    assert saved() == Saved()
+    assert str(path) in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_half_written_file_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    path = save_costs(LOCAL, links=RACKED, racks=RACKS)
+    text = path.read_text()
+    for end in (0, 1, len(text) // 2, len(text) - 2):
+        path.write_text(text[:end])
+        assert saved() == Saved()
+        assert "is left out" in caplog.text
+
+
 @given(st.binary(max_size=100))
 def test_rows_from_the_wire_are_not_trusted(data: bytes) -> None:
     if is_row(data):
@@ -265,6 +336,9 @@ def test_rows_from_the_wire_are_not_trusted(data: bytes) -> None:
         assert rates is None or all(rate > 0 for rate in rates.send)
     row = row_of(LINKS, NAMES[0])
     assert is_row(row)
+    racked = row_of(RACKED, MORE[0], RACKS)
+    assert is_row(racked)
+    assert not is_row(racked[:16] + bytes(4) + racked[20:])
     assert is_row(b"")
     assert not is_row(row[:-1])
     assert not is_row(row[:8])
