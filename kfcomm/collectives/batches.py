@@ -184,7 +184,7 @@ def post_units(
     units = units_of(batch.items)
     handles: list[Handle[Any]] = []
     seq = None  # of the first unit, and then of all: a call that fails on one rank leaves all ranks in step
-    plans = group.plans_along(options.strategy)
+    plans = group.plans_along(options.strategy, batch.key(0))
     try:
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)

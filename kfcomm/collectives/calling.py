@@ -275,7 +275,8 @@ class VerbCalls:
         def post() -> None:
             plan, array, shape, target, in_place, alike = posting
             if later is None:
-                key, seq, plans = name or UNNAMED, None, group.plans_along(options.strategy)
+                key, seq = name or UNNAMED, None
+                plans = group.plans_along(options.strategy, key)
             else:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
@@ -291,7 +292,7 @@ class VerbCalls:
             )  # fmt: skip
             one = chosen.post(group.view, key, plans.generation, may_overlap(name), seq)
             group.post(one, operation, made, options.timeout_s)
-            if alike is not None and (array is None or array.is_view) and group.may_compile():
+            if alike is not None and (array is None or array.is_view) and group.may_compile(plans):
                 group.compiled[group.compiled_key(name, options.strategy)] = (
                     CompiledBarrier(group, name, alike, chosen)
                     if array is None

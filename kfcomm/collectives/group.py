@@ -1,7 +1,8 @@
 """One group of ranks as this process sees it: its graphs, its plans by strategy, and the order of its posts.
 
 Invariants: posts made between a call of ``set_strategy`` and its outcome wait for the outcome, in their order; what
-was posted before runs on the graphs it began with. Later steps of calls begin in the order of the calls.
+was posted before runs on the graphs it began with. Later steps of calls begin in the order of the calls. For changes
+without a place in that order see `transition`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from kfcomm.collectives.compiled import MAX_NAMES, CompiledKey
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
+from kfcomm.collectives.transition import Transition, Uses, uses_of
 from kfcomm.common.arguments import plain_text
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, Post, shown
@@ -151,6 +153,8 @@ class Group:
         # By name. ``compiled`` is empty while a strategy is being agreed; ``former`` is that of the one in force then.
         self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
+        self._transition: Transition | None = None  # for as long as uses along former graphs are to come
+        self.is_set = False  # the program has called ``set_strategy``, or a policy has a say
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -182,13 +186,18 @@ class Group:
         options = options.checked()
         return options if options.strategy is None else options.but(strategy=self.build(options.strategy))
 
-    def plans_along(self, strategy: AnyStrategy | None) -> Plans:
-        """Plans of a call that is posted now: under its own strategy, or under the one in force.
+    def plans_along(self, strategy: AnyStrategy | None, key: str, seq: int | None = None) -> Plans:
+        """Plans of a call that is posted now: under its own strategy, or under the one in force for this use of a key.
 
         They have the generation of the one in force, so a call with a strategy of its own meets calls of its place in
-        the program, before or after a ``set_strategy``.
+        the program, before or after a ``set_strategy``. ``seq``: see `Post`.
         """
-        return self.plans if strategy is None else self._generations.plans(strategy, self.plans.generation)
+        plans = self.plans
+        if self._transition is not None:
+            plans = self._transition.plans(key, self.last_seq(key) + 1 if seq is None else seq) or plans
+            if self._transition.is_over:
+                self._transition = None
+        return plans if strategy is None else self._generations.plans(strategy, plans.generation)
 
     def compiled_key(self, name: str | None, strategy: StrategySpec | None) -> CompiledKey:
         """Key in ``compiled`` of the calls of a name, with a strategy of their own or without.
@@ -231,9 +240,9 @@ class Group:
             named(handle, operation)
         return operation
 
-    def may_compile(self) -> bool:
-        """Whether the plan of a name can be cached now; the cache is emptied if it is full."""
-        if self._waiting is not None or self.engine.unusual:
+    def may_compile(self, plans: Plans) -> bool:
+        """Whether these plans of a name can be cached now; the cache is emptied if it is full."""
+        if self._waiting is not None or self.engine.unusual or plans.generation != self.plans.generation:
             return False
         if len(self.compiled) >= MAX_NAMES:
             self.forget()
@@ -269,6 +278,7 @@ class Group:
 
     def swap(self, strategy: AnyStrategy, timeout_s: float | None) -> Handle[None]:
         """Agree with the other members on another strategy; see ``Communicator.set_strategy``."""
+        self.is_set = True
         verdict: Handle[None] = Handle(loop=self.engine.loop)
         self.in_order(lambda: self._ask(strategy, timeout_s, verdict))
         return verdict
@@ -276,8 +286,7 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """Barrier whose signature holds the graphs' digest: a rank with other graphs fails it for all."""
         # From here on posts wait: which graphs they take depends on the outcome.
-        self._waiting = []
-        self.former, self.compiled = self.compiled, {}
+        self._wait()
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
         operation = plan.operation(handle, None, None, plan.work)
@@ -290,17 +299,64 @@ class Group:
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             self.plans = self._generations.plans(strategy, operation.seq + 1)
-        self.compiled = self.plans.compiled
+            self._transition = None
         for observer in self.engine.observers or ():
             observer.swapped(strategy.name, self.plans.generation, self.view.size, error)
-        waiting, self._waiting = self._waiting, None
-        for begin in waiting or ():
-            self.in_order(begin)
+        self._resume()
         if not verdict.done():
             if error is None:
                 verdict.set_result(None)
             else:
                 verdict.set_exception(error)
+
+    # ---------------------------------------------------------------- a change without a place in the order of calls
+
+    def hold(self) -> Uses | None:
+        """Make posts wait until ``release``; return the next use of each name, or None where the program has a say."""
+        if self._waiting is not None or self.is_set:
+            return None
+        # Callers of other threads may have found a cached plan, and not used it yet.
+        self.engine.unusual.add(self._held)
+        self._wait()
+        return self.uses()
+
+    def release(self) -> None:
+        """Begin the posts that ``hold`` has made wait."""
+        self.engine.unusual.discard(self._held)
+        self._resume()
+
+    def uses(self) -> Uses:
+        """The next use of each name."""
+        return uses_of(self.engine.router, self.view)
+
+    def change(self, strategy: AnyStrategy, layout: Layout, generation: int, first: Uses) -> None:
+        """Take another strategy, from the ``first`` use of each name on; all members do, with the same arguments.
+
+        No member has begun these uses. ``layout`` has the costs that the size of chunks follows from.
+        """
+        plans = Generations(self.view.rank, layout).plans(strategy, generation)
+        transition = Transition(self.plans, first, self.uses(), self._transition)
+        self._transition = None if transition.is_over else transition
+        self.plans = plans
+        if self._waiting is None:
+            self.compiled = plans.compiled
+        self.engine.router.names.renew()  # as for ``hold``: plans that were found before must not be used
+        for observer in self.engine.observers or ():
+            observer.swapped(strategy.name, generation, self.view.size, None)
+
+    @property
+    def _held(self) -> str:
+        return f"held {self.view.id.hex()}"
+
+    def _wait(self) -> None:
+        self._waiting = []
+        self.former, self.compiled = self.compiled, {}
+
+    def _resume(self) -> None:
+        self.compiled = self.plans.compiled
+        waiting, self._waiting = self._waiting, None
+        for begin in waiting or ():
+            self.in_order(begin)
 
 
 def _key_of(spec: StrategySpec) -> Hashable:

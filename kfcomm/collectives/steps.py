@@ -88,7 +88,7 @@ class LaterSteps:
         self._until_s = group.until_s(options.timeout)
         self._later: deque[tuple[str, Turn]] = deque((key, group.turns.next(key)) for key in keys)
         self._plans: list[Plans] = []
-        group.in_order(lambda: self._plans.append(group.plans_along(options.strategy)))
+        group.in_order(lambda: self._plans.append(group.plans_along(options.strategy, name or UNNAMED)))
         self._first: Handle[Any] | None = None
         self.whole = Steps(loop=group.engine.loop)
         self.whole.key = name or UNNAMED

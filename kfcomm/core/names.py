@@ -61,6 +61,10 @@ class Names:
             self._of_group.setdefault(group_id, []).append(key)
         return key
 
+    def renew(self) -> None:
+        """Make every name take its full path once, whatever was prepared for its next use."""
+        self.version += 1
+
     def of_group(self, group_id: bytes) -> Sequence[Key]:
         """Return the keys of one group."""
         return self._of_group.get(group_id, ())

@@ -137,7 +137,7 @@ class DeviceCall:
         self.group = group
         self.kind, self.key = order.kind, order.key
         self.device, self.stream, self.ready, self.parts = buffers.device, buffers.stream, buffers.ready, buffers.parts
-        self.plans = group.plans_along(order.strategy)
+        self.plans = group.plans_along(order.strategy, order.key, None if order.first is None else order.first.seq)
         self.signature = plan.plan.signature
         self.memo = plan.memo
         self.priority = priority

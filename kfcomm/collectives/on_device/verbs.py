@@ -114,7 +114,7 @@ class DeviceVerbs:
             plan = self._paths.plan(order)
             call, is_free = self.add(plan, buffers, made, options.priority)
             call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
-            if order.alike is not None and group.may_compile():
+            if order.alike is not None and group.may_compile(call.plans):
                 key = group.compiled_key(order.key or None, order.strategy)
                 group.compiled[key] = CompiledCall(group, order.alike, plan, self, given[0].shape)
 
