@@ -72,14 +72,14 @@ def test_adaptive() -> None:
 
 def test_elastic(tmp_path: Path) -> None:
     page = tmp_path / "elastic.html"
-    done = four_ranks("elastic.py", "--html", str(page), options=("--elastic", "2:6"))
+    done = four_ranks("elastic.py", "--html", str(page), "--passes", "40", options=("--elastic", "2:6"))
     said = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
     assert done.returncode == 0, done
     changes = [line.split(": ", 1)[1] for line in said[:-2]]
     assert changes[0] == "3 ranks go on, without [1]"
     assert " go on, with [4" in changes[1]  # others may come with it, or one by one
     assert all(re.fullmatch(r"[3-6] ranks go on, with(out)? \[\d(, \d)*\]", change) for change in changes)
-    assert re.fullmatch(r"\d+ steps; each of 1437 samples was used \[20\] times", said[-2])
+    assert re.fullmatch(r"\d+ steps; each of 1437 samples was used \[40\] times", said[-2])
     assert re.fullmatch(r"test accuracy: 0\.9\d+ \(wanted: at least 0\.95\)", said[-1])
     assert "samples / s" in page.read_text()
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from kfcomm.cli import main
 from kfcomm.launch import requests
-from tests.launch.jobs import TRAIN
+from tests.launch.jobs import SLOW, TRAIN
 from tests.launch.launched import environ
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_rank_is_replaced_by_one_that_is_started_or_waits(tmp_path: Path, spares: int) -> None:
     more = ("--spares", "1") if spares else ()
-    program = (sys.executable, "train.py", "900", "[[1, 80]]", "0.03", "5")
+    program = (sys.executable, "train.py", "9000", "[[1, 800, 3]]", "0.03", "5")
     done = run(tmp_path, "-n", "3", "--elastic", "2:3", *more, *program)
     assert done.returncode == 0, done.stdout + done.stderr
     used, births, most = json.loads(re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1]))
@@ -184,7 +184,7 @@ def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(t
     (tmp_path / "train.py").write_text(TRAIN)
     command = [
         sys.executable, "-m", "kfcomm", "run", "-n", "2", "--elastic", "1:2", "--lost-after", "2",
-        sys.executable, "train.py", "300", "[]", "0.05",
+        sys.executable, "train.py", *map(str, SLOW),
     ]  # fmt: skip
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -198,6 +198,7 @@ def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(t
         assert "ranks 0-1 are stopped or stuck" in job.stderr.readline()
         for one in ranks:
             one.resume()
+        (tmp_path / "hurry").touch()
         out, err = job.communicate(timeout=120)
     assert job.returncode == 0, out + err
     assert "[[1.0], [0, 1], 2]" in out
@@ -209,7 +210,7 @@ def test_a_job_from_elsewhere_is_named_and_not_changed_unless_it_is_meant(
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "other").mkdir()
     monkeypatch.delenv("KFCOMM_JOB", raising=False)
-    command = ["-n", "2", "--elastic", "1:4", sys.executable, "train.py", "1500", "[]", "0.05"]
+    command = ["-n", "2", "--elastic", "1:4", sys.executable, "train.py", *map(str, SLOW)]
     with subprocess.Popen(
         [sys.executable, "-m", "kfcomm", "run", *command], cwd=tmp_path, env=environ(), text=True,
         stdout=subprocess.PIPE, start_new_session=True,
@@ -217,7 +218,7 @@ def test_a_job_from_elsewhere_is_named_and_not_changed_unless_it_is_meant(
         assert job.stdout is not None
         name = job.stdout.readline().split()[-1]
         monkeypatch.setattr(requests, "jobs", lambda: [name])  # whatever others run on this host
-        where = f"job {name} ({sys.executable} train.py 1500"[:70]
+        where = f"job {name} ({sys.executable} train.py {SLOW[0]}"[:70]
 
         def kfcomm(*arguments: str, cwd: Path = tmp_path / "other", typed: str | None = None) -> tuple[int, str]:
             monkeypatch.chdir(cwd)
@@ -257,7 +258,7 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "kfcomm", *arguments]
         return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
 
-    command = ["-n", "2", "--elastic", "2:3", sys.executable, "train.py", "1500", "[]", "0.05"]
+    command = ["-n", "2", "--elastic", "2:3", sys.executable, "train.py", *map(str, SLOW)]
     with subprocess.Popen(
         [sys.executable, "-m", "kfcomm", "run", *command], cwd=tmp_path, env=environ(), text=True,
         stdout=subprocess.PIPE,
@@ -280,6 +281,9 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         while status()["running"] != [0, 1, 2]:
             pass
         assert "3 of 3 ranks run" in kfcomm("status", "--job", name).stdout
+        while job.stdout.readline() != "[0] now 0 1 2\n":  # what runs need not have joined
+            assert job.poll() is None
+        (tmp_path / "hurry").touch()
         out, _ = job.communicate(timeout=120)
     assert job.returncode == 0
     assert "[[1.0], [0, 1, 2], 3]" in out

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.launch.jobs import HOSTS, HOW_LONG_S, Job, kfcomm
+from tests.launch.jobs import HOSTS, HOW_LONG_S, SLOW, Job, kfcomm
 
 pytestmark = pytest.mark.slow
+CALM_S = 15.0
+"""Silence after which a rank is lost, where none is stopped: on a busy machine one that works may be silent for 2 s."""
 
 
 def test_dead_rank_of_any_host_is_replaced(job: Callable[..., Job]) -> None:
-    made = job((2, 2), ["--elastic", "2:4"], 1000, [[3, 10], [0, 25], [1, 40]], 0.03)
+    made = job((2, 2), ["--elastic", "2:4"], 9000, [[3, 10, 4], [0, 25, 4], [1, 40, 4]], 0.03, lost_after_s=CALM_S)
     assert made.ends() == [0, 0], made.everything()
     used, births, _ = made.result()
     assert used == [1.0]
@@ -23,10 +26,12 @@ def test_dead_rank_of_any_host_is_replaced(job: Callable[..., Job]) -> None:
 
 
 def test_a_host_goes_and_another_takes_its_ranks(job: Callable[..., Job]) -> None:
-    made = job((2, 1), ["--elastic", "1:4"], 1500, [], 0.04)
+    made = job((2, 1), ["--elastic", "1:4"], *SLOW, lost_after_s=CALM_S)
     made.until(0, "job")
     doomed = made.ranks_of(1)
     made.launchers[1].kill()
+    made.until(0, "now 0 1 3\n")
+    made.hurry()
     assert made.launchers[0].wait(HOW_LONG_S) == 0, made.said(0)
     used, births, _ = made.result()
     assert used == [1.0]
@@ -37,11 +42,13 @@ def test_a_host_goes_and_another_takes_its_ranks(job: Callable[..., Job]) -> Non
 
 
 def test_a_host_that_is_not_heard_of_is_given_up(job: Callable[..., Job]) -> None:
-    made = job((2, 1), ["--elastic", "1:4"], 2000, [], 0.04)
+    made = job((2, 1), ["--elastic", "1:4"], *SLOW)
     made.until(0, "job")
     stopped = [*made.ranks_of(1), psutil.Process(made.launchers[1].pid)]
     for one in stopped:
         one.suspend()
+    made.until(0, "now 0 1 3\n")
+    made.hurry()
     assert made.launchers[0].wait(HOW_LONG_S) == 0, made.said(0)
     used, births, _ = made.result()
     assert (used, births) == ([1.0], [0, 1, 3])
@@ -76,9 +83,11 @@ def test_the_ranks_that_are_left_are_stopped_on_another_host(job: Callable[..., 
 
 
 def test_a_launcher_that_is_asked_to_end_gives_its_ranks_away(job: Callable[..., Job]) -> None:
-    made = job((2, 2), ["--elastic", "2:4"], 1500, [], 0.04)
-    made.until(0, "job")
+    made = job((2, 2), ["--elastic", "2:4"], *SLOW, lost_after_s=CALM_S)
+    made.until(0, "now 0 1 2 3\n")
     made.launchers[1].send_signal(signal.SIGTERM)
+    made.until(0, lambda said: re.search(r"now 0 1 [4-9] [4-9]\n", said) is not None)
+    made.hurry()
     assert made.ends() == [0, 128 + signal.SIGTERM], made.everything()
     used, births, _ = made.result()
     assert used == [1.0]
@@ -87,12 +96,13 @@ def test_a_launcher_that_is_asked_to_end_gives_its_ranks_away(job: Callable[...,
 
 
 def test_the_first_host_goes_and_the_others_come_to_the_end(job: Callable[..., Job]) -> None:
-    made = job((1, 2), ["--elastic", "1:3"], 600, [], 0.04)
+    made = job((1, 2), ["--elastic", "1:3"], *SLOW, lost_after_s=CALM_S)
     made.until(0, "job")
     made.launchers[0].kill()
+    made.until(1, "automatic replacement is disabled", "now 1 2\n")
+    made.hurry()
     assert made.launchers[1].wait(HOW_LONG_S) == 0, made.said(1)
     assert made.result()[:2] == [[1.0], [1, 2]]
-    assert "automatic replacement is disabled" in made.said(1)
 
 
 def test_too_few_are_left_on_all_hosts(job: Callable[..., Job]) -> None:
@@ -103,7 +113,7 @@ def test_too_few_are_left_on_all_hosts(job: Callable[..., Job]) -> None:
 
 
 def test_another_size_and_spares(job: Callable[..., Job]) -> None:
-    made = job((1, 1), ["--elastic", "1:4", "--spares", "1"], 2000, [[0, 30]], 0.04)
+    made = job((1, 1), ["--elastic", "1:4", "--spares", "1"], SLOW[0], [[0, 3]], SLOW[2], lost_after_s=CALM_S)
     made.until(0, "job")
     assert kfcomm("resize", made.name(), "3").returncode == 0
     while True:
@@ -112,6 +122,9 @@ def test_another_size_and_spares(job: Callable[..., Job]) -> None:
             break
     assert [address for address, _ in told["hosts"]] == list(HOSTS[:2])
     assert abs(len(told["hosts"][0][1]) - len(told["hosts"][1][1])) <= 1
+    while re.search(r"\] now [1-9] \d \d\n", made.everything()) is None:  # what runs need not have joined
+        assert any(launcher.poll() is None for launcher in made.launchers.values()), made.everything()
+    made.hurry()
     assert made.ends() == [0, 0], made.everything()
     used, births, most = made.result()
     assert (used, len(births), most) == ([1.0], 3, 3)

@@ -18,12 +18,10 @@ import pytest
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.world.epochs import RETIRE_AFTER_S
 from tests import etcds
-from tests.launch.jobs import HOW_LONG_S, LONG, TRAIN, Job, kfcomm, outage
+from tests.launch.jobs import HOW_LONG_S, LONG, SLOW, TRAIN, Job, kfcomm, outage
 from tests.launch.launched import TOKEN, environ
 
 pytestmark = pytest.mark.slow
-SLOW = 6_000, [], 0.5
-"""Program of 100 s, so that others can join on a busy machine, and of few steps, so that the hurried rest is short."""
 
 
 def test_a_job_trains_and_leaves_nothing(job: Callable[..., Job], tmp_path: Path) -> None:
@@ -179,7 +177,7 @@ async def _told(url: str, value: bytes) -> None:
 
 
 def test_a_second_launcher_of_another_host_is_refused(job: Callable[..., Job], tmp_path: Path) -> None:
-    made = job((1, 1), ["--elastic", "1:2", "--store", str(tmp_path / "store")], 400, [], 0.1)
+    made = job((1, 1), ["--elastic", "1:2", "--store", str(tmp_path / "store")], *SLOW)
     made.until(0, "job")
     port = made.port
     hosts = ["-H", "127.0.0.1:1,127.0.0.2:1", "--port", str(port), "--elastic", "1:2"]
@@ -187,6 +185,7 @@ def test_a_second_launcher_of_another_host_is_refused(job: Callable[..., Job], t
     done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "another launcher has come for this host before: process" in done.stderr
+    made.hurry()
     assert made.ends() == [0, 0], made.everything()
 
 
