@@ -31,7 +31,7 @@ from bench import ROOT
 from bench.latency import one_way_s
 from bench.records import write
 from kfcomm.common.sizes import show_size
-from kfcomm.simulate import Host, Local, Queue, Result, SimulatedNetwork, simulate
+from kfcomm.simulate import Host, Local, PortQueue, Result, SimulatedNetwork, simulate
 from kfcomm.simulate.fields import parse_time_s
 from kfcomm.types import Costs
 
@@ -93,7 +93,7 @@ def bed_of(record: Mapping[str, Any], latency_s: float) -> SimulatedNetwork:
         efficiency=about["efficiency"],
         cpus=record["machine"]["cores"],
         burst_nbytes=min(host["burst_nbytes"] for host in about["hosts"]),
-        queue=Queue.FAIR,
+        queue=PortQueue.FAIR,
     )
 
 

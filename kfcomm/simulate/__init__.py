@@ -5,14 +5,14 @@
 Ranks that are alike are simulated once, so that 100,000 take seconds.
 """
 
-from kfcomm.simulate.network import Host, Link, Local, Queue, SimulatedNetwork, Switch
+from kfcomm.simulate.network import Host, Link, Local, PortQueue, SimulatedNetwork, Switch
 from kfcomm.simulate.world import Result, Use, late, num_messages, simulate
 
 __all__ = [
     "Host",
     "Link",
     "Local",
-    "Queue",
+    "PortQueue",
     "Result",
     "SimulatedNetwork",
     "Switch",

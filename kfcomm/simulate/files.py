@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kfcomm.simulate.fields import Document, FieldTable
-from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, Queue, Switch
+from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, PortQueue, Switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Described:
     efficiency: float
     cpus: int
     burst_nbytes: int
-    queue: Queue
+    queue: PortQueue
 
 
 def described(text: str, name: str) -> Described:
@@ -52,7 +52,7 @@ def described(text: str, name: str) -> Described:
     )  # fmt: skip
 
 
-def _defaults(document: Document) -> tuple[Host, float, Queue, Local]:
+def _defaults(document: Document) -> tuple[Host, float, PortQueue, Local]:
     table, inside = document.table("defaults"), document.table("local")
     plain, within = Host(""), Local()
     default = Host(
@@ -63,9 +63,9 @@ def _defaults(document: Document) -> tuple[Host, float, Queue, Local]:
         cpus=inside.count("cpus", plain.cpus, least=0),
     )
     efficiency = table.share("efficiency", TCP_EFFICIENCY)
-    queue = table.word("queue", Queue.TAIL)
-    if queue not in list(Queue):
-        raise table.wrong("queue", f"expected {' or '.join(Queue)}, got {queue!r}")
+    queue = table.word("queue", PortQueue.TAIL)
+    if queue not in list(PortQueue):
+        raise table.wrong("queue", f"expected {' or '.join(PortQueue)}, got {queue!r}")
     local = Local(
         bandwidth=inside.rate("bandwidth", within.bandwidth),
         latency_s=inside.time_s("latency", within.latency_s),
@@ -76,7 +76,7 @@ def _defaults(document: Document) -> tuple[Host, float, Queue, Local]:
     )
     table.end()
     inside.end()
-    return default, efficiency, Queue(queue), local
+    return default, efficiency, PortQueue(queue), local
 
 
 def _hosts(document: Document, default: Host) -> Iterator[Host]:

@@ -14,8 +14,8 @@ TCP_EFFICIENCY = 1448 / 1514
 """Payload in an Ethernet frame of 1514 bytes that carries TCP over IPv4 with timestamps."""
 
 
-class Queue(StrEnum):
-    """Queue of a port where flows of several hosts meet."""
+class PortQueue(StrEnum):
+    """Service of a port where flows of several hosts meet."""
 
     TAIL = "tail"
     """First in, first out, and what does not fit is dropped, as in nearly all switches; see ``strategies.incast``."""

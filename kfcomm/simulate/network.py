@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Self
 
 from kfcomm.errors import ConfigError
 from kfcomm.simulate.files import described
-from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, Queue, Switch
+from kfcomm.simulate.hosts import TCP_EFFICIENCY, Host, Link, Local, PortQueue, Switch
 from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.types import Costs, Layout, Rates, Uplink
@@ -62,7 +62,7 @@ from kfcomm.types import Costs, Layout, Rates, Uplink
 if TYPE_CHECKING:
     from kfcomm.probe.record import Probe
 
-__all__ = ["TCP_EFFICIENCY", "Host", "Link", "Local", "Queue", "SimulatedNetwork", "Switch"]
+__all__ = ["TCP_EFFICIENCY", "Host", "Link", "Local", "PortQueue", "SimulatedNetwork", "Switch"]
 
 _DEFAULT_HOST, _DEFAULT_LOCAL = Host(""), Local()
 _AS_FAST = 0.9
@@ -101,7 +101,7 @@ class SimulatedNetwork:
     efficiency: float = 1.0
     cpus: int = 0
     burst_nbytes: int = 0
-    queue: Queue = Queue.TAIL
+    queue: PortQueue = PortQueue.TAIL
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

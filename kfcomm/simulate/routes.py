@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-from kfcomm.simulate.network import Link, Queue, SimulatedNetwork
+from kfcomm.simulate.network import Link, PortQueue, SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Pass, Port
 from kfcomm.strategies.incast import RELAY, weight_of
 from kfcomm.types import Layout
@@ -46,7 +46,7 @@ class Routes:
         self.layout = layout
         self.relays = relays
         # Equal hosts get equal shares, whatever the queue.
-        self._is_fair = network.queue is Queue.FAIR or network.is_even
+        self._is_fair = network.queue is PortQueue.FAIR or network.is_even
         self._ports: dict[tuple[_Kind, int], Port] = {}
         self._switches = [network.switch_of(number) for number in range(len(network.hosts))]
         self._links: dict[tuple[str, str], tuple[Link, int]] = {}

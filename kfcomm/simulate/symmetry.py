@@ -23,7 +23,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.simulate.alike import Numbers, classes_of
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.routes import Routes
-from kfcomm.simulate.turned import TurnedStrategy, solid, turned
+from kfcomm.simulate.turned import Block, CutExchange, Group, Swaps, TurnedStrategy, Turns, odd_part, solid, turned
 from kfcomm.simulate.wiring import AlikeRanks, EachRank, TurnedRanks, Wiring
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes
@@ -82,7 +82,7 @@ class Simulated:
         message: what is reduced; perhaps longer by some elements than what was asked for, see ``is_exact``.
         name: of the strategy.
         is_exact: whether all ranks, simulated one by one, would do the same at the same time.
-        turns: of the graphs, if they are turned.
+        turns: of the ranks, if they are turned.
         classes: of the ranks, if some are alike.
     """
 
@@ -92,7 +92,7 @@ class Simulated:
     message: Message
     name: str
     is_exact: bool = True
-    turns: TurnedStrategy | None = None
+    turns: Group | None = None
     classes: Numbers | None = None
 
     @property
@@ -105,7 +105,9 @@ class Simulated:
         """Number of messages of all ranks."""
         (plan,) = self.plans([0])
         if plan.program.steps:
-            return sum(one.program.num_step_sends for one in self.plans(range(self.layout.size)))
+            ranks = range(self.layout.size) if self.turns is None else self.turns.numbers
+            found = sum(one.program.num_step_sends for one in self.plans(ranks))
+            return found * (self.layout.size // len(ranks))
         lanes = plan.program.lanes.values()
         return (self.layout.size - 1) * sum(lane.num_chunks * (lane.up + lane.down) for lane in lanes)
 
@@ -142,9 +144,9 @@ class Simulated:
     def wiring(self, routes: Routes) -> Wiring:
         """The ranks to simulate, and how they reach each other."""
         if self.turns is not None:
-            block = _block(self.turns, self.layout, self.network)
-            by_host = self.layout.size // self.layout.num_hosts if block == 1 else 1
-            return TurnedRanks(routes, self.turns.turns, self.turns.step, block, by_host)
+            hosts = self.layout.hosts
+            on_first = sum(hosts[number] == 0 for number in self.turns.numbers)
+            return TurnedRanks(routes, self.turns, self.layout.size // self.layout.num_hosts // on_first)
         if self.classes is not None:
             return AlikeRanks(routes, self.classes)
         return EachRank(routes)
@@ -171,16 +173,16 @@ def simulated(
             return found
     built = build(strategy, layout)
     plain = Simulated(built, layout, network, message, built.name)
-    if one_by_one or goes_in_steps(plain.graphs, message.nbytes):
+    if one_by_one:
         return plain
     graphs = plain.graphs
-    if len(graphs.pairs) > _FEW_PAIRS:
+    if len(graphs.pairs) > _FEW_PAIRS or goes_in_steps(graphs, message.nbytes):
         known = turned(graphs.name, layout, message.nbytes)
         if known is not None and _are_same(graphs, known.strategy):
             strategy = replace(known.strategy, name=graphs.name, chunk_nbytes=graphs.chunk_nbytes)
             found = _turned(replace(known, strategy=strategy), layout, network, message)
             return plain if found is None else replace(found, name=built.name)
-    return _alike(plain)
+    return plain if goes_in_steps(graphs, message.nbytes) else _alike(plain)
 
 
 def _turned(
@@ -189,6 +191,8 @@ def _turned(
     """With turned graphs; None if ranks are not alike under turns, or not exactly, and few enough to do one by one."""
     if found is None:
         return None
+    if goes_in_steps(found.strategy, message.nbytes):
+        return _in_steps(found.strategy, layout, network, message)
     graphs = replace(found.strategy, chunk_nbytes=_chunk_nbytes(found.strategy, message, layout))
     found = replace(found, strategy=graphs)
     pairs = pairs_of(graphs, message)
@@ -201,10 +205,33 @@ def _turned(
         return None
     parts = 1 if graphs.direct is Direct.ONE_STEP else len(graphs.pairs)
     count = math.ceil(message.count / parts) * parts
-    exact = replace(plain, turns=found, message=replace(message, count=count))
+    group = Block(found.turns, _block(found, layout, network), found.step)
+    exact = replace(plain, turns=group, message=replace(message, count=count))
     if found.is_exact and count == message.count:
         return exact
     return replace(exact, is_exact=False) if exact.num_messages > MANY_MESSAGES else None
+
+
+def _in_steps(graphs: Strategy, layout: Layout, network: SimulatedNetwork, message: Message) -> Simulated | None:
+    """An exchange; None as of `_turned`."""
+    if not _is_turnable(network) or network.hosts_per_switch:
+        return None
+    plain = Simulated(graphs, layout, network, message, graphs.name)
+    size, local = layout.size, layout.size // layout.num_hosts
+    if graphs.exchange is None:
+        return replace(plain, turns=Block(Turns(size), local, 0))
+    low_ranks = local if 0 < network.hosts[0].cpus < local else odd_part(local)
+    group = Swaps(size, local, odd_part(layout.num_hosts), low_ranks)
+    count = math.ceil(message.count / size) * size
+    turns = replace(plain, turns=group, message=replace(message, count=count))
+    steps = 2 * graphs.exchange.num_rounds
+    if count != message.count and size * steps <= MANY_MESSAGES:
+        return None
+    if len(group.numbers) * steps <= MANY_MESSAGES:
+        return replace(turns, is_exact=count == message.count)
+    cut = replace(graphs, exchange=CutExchange(graphs.exchange.order, graphs.exchange.radices))
+    added = replace(group, low_ranks=odd_part(local), is_added=True)
+    return replace(turns, strategy=cut, turns=added, is_exact=False)
 
 
 def _chunk_nbytes(graphs: Strategy, message: Message, layout: Layout) -> int:
@@ -256,9 +283,11 @@ def _block(found: TurnedStrategy, layout: Layout, network: SimulatedNetwork) -> 
 
 def _are_same(graphs: Strategy, known: Strategy) -> bool:
     """Whether these are the built-in graphs that they are called by: the first, the second and the last are."""
+    if graphs.exchange != known.exchange:
+        return False
     if len(graphs.pairs) != len(known.pairs) or graphs.shares or graphs.direct is not known.direct:
         return False
-    for at in (0, 1, -1):
+    for at in {0, len(graphs.pairs) // 2, len(graphs.pairs) - 1}:
         built, view = graphs.pairs[at], known.pairs[at]
         if built.reduce.parents != tuple(view.reduce.parents):
             return False

@@ -1,20 +1,25 @@
-"""Strategies with a pair for each root, as one pair and the turns that make the others of it.
+"""Strategies with a pair for each root, as one pair and the turns that make the others of it; and exchanges.
 
 n pairs of n ranks take memory in n²: for 100,000 ranks only one of them can be built. The planner of a rank reads no
 more of a pair than the rank's own place and its neighbours', so the others are views of the first.
+
+An exchange in steps has no pairs: its ranks turn into each other. In `halving_doubling` among 2^b·m hosts with m odd,
+the b upper digits of a host are turned by xor. Among m places, blocks that pass the end of the buffer travel in two
+messages: so m hosts are simulated, or, where these are too many, one as if no block did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
+from kfcomm.core.exchange import Blocks, Exchange, Round
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies import Direct, Strategy
 from kfcomm.strategies.base import DIRECT_NBYTES
-from kfcomm.strategies.builtin import binary_tree_star, star_around, tree
-from kfcomm.types import Layout
+from kfcomm.strategies.builtin import binary_tree_star, dissemination, halving_doubling, star_around, tree
+from kfcomm.types import Layout, override
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,104 @@ class Turns:
         return high * self.low + low
 
 
+class Group(Protocol):
+    """Turns of the ranks that bring the simulated ones, and their messages, to all others."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The ranks that are simulated."""
+
+    def origin(self, rank: int) -> tuple[int, int]:
+        """The simulated rank that is brought to this one, and the turn that does so."""
+
+    def back(self, by: int, rank: int) -> int:
+        """The rank that turn ``by`` brings to ``rank``."""
+
+    def lane_back(self, by: int, lane: int) -> int:
+        """The lane that turn ``by`` brings to ``lane``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Group):
+    """Turns by multiples of ``block``, which bring the first block of ranks to all others."""
+
+    turns: Turns
+    block: int
+    step: int = 1  # ranks between neighbouring roots; 0 if messages are numbered by sender, not by root
+
+    @property
+    @override
+    def numbers(self) -> Sequence[int]:
+        return range(self.block)
+
+    @override
+    def origin(self, rank: int) -> tuple[int, int]:
+        first = rank % self.block
+        return first, rank - first
+
+    @override
+    def back(self, by: int, rank: int) -> int:
+        return self.turns.back(by, rank)
+
+    @override
+    def lane_back(self, by: int, lane: int) -> int:
+        if not self.step:
+            return _of_sender(self, by, lane, self.turns.size)
+        return self.turns.back(by, lane * self.step) // self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps(Group):
+    """Turns of an exchange among hosts and inside of them, by xor of the upper digits of a host's and a rank's place.
+
+    The turn ``by`` brings the rank with the lower digits of ``by``, and 0 above them, to rank ``by``.
+    """
+
+    size: int
+    local: int  # ranks of a host
+    low_hosts: int  # hosts below the upper digits: an odd number, or all
+    low_ranks: int  # ranks of a host below them
+    is_added: bool = False  # lower digits are turned too, by addition: as if no block passed the end of the buffer
+
+    @property
+    @override
+    def numbers(self) -> Sequence[int]:
+        if self.is_added:
+            return (0,)
+        return [host * self.local + rank for host in range(self.low_hosts) for rank in range(self.low_ranks)]
+
+    @override
+    def origin(self, rank: int) -> tuple[int, int]:
+        host, place = divmod(rank, self.local)
+        return (0 if self.is_added else host % self.low_hosts * self.local + place % self.low_ranks), rank
+
+    @override
+    def back(self, by: int, rank: int) -> int:
+        (host, place), (by_host, by_place) = divmod(rank, self.local), divmod(by, self.local)
+        return self._back(by_host, host, self.low_hosts) * self.local + self._back(by_place, place, self.low_ranks)
+
+    def _back(self, by: int, place: int, low: int) -> int:
+        below = place % low - by % low if self.is_added else place
+        return (place // low ^ by // low) * low + below % low
+
+    @override
+    def lane_back(self, by: int, lane: int) -> int:
+        return _of_sender(self, by, lane, self.size)
+
+
+def _of_sender(group: Group, by: int, lane: int, size: int) -> int:
+    """Turn a lane of an exchange, whose number has its sender as the last digit."""
+    number, sender = divmod(lane, size)
+    return number * size + group.back(by, sender)
+
+
 @dataclass(frozen=True, slots=True)
 class TurnedStrategy:
     """A strategy whose pair ``k`` is its first pair after turn ``k · step``."""
 
     strategy: Strategy  # its pairs are views
     turns: Turns
-    step: int  # ranks between neighbouring roots
+    step: int  # ranks between neighbouring roots; 0 for an exchange in steps
     is_exact: bool  # whether all ranks take what arrives at one moment in orders that turn into each other
 
 
@@ -197,17 +293,55 @@ def _multi_binary_tree_star(layout: Layout, local: int, nbytes: int) -> TurnedSt
     return _of("multi_binary_tree_star", pair, Turns(layout.size), local, is_exact=False)
 
 
+def _halving_doubling(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
+    return TurnedStrategy(halving_doubling(layout), Turns(layout.size), 0, is_exact=True)
+
+
+def _dissemination(layout: Layout, local: int, nbytes: int) -> TurnedStrategy | None:
+    strategy = dissemination(layout)
+    if layout.num_hosts == 1 or not strategy.sends_at_once(nbytes):
+        return None
+    return TurnedStrategy(strategy, Turns(layout.size), 0, is_exact=True)
+
+
+class CutExchange(Exchange):
+    """An exchange as place 0 has it, whose blocks, among places of odd number, all travel as two messages.
+
+    Of the other places about half do so in each step, and the others wait for them.
+    """
+
+    @override
+    def rounds(self, place: int) -> Iterator[Round]:
+        for one in super().rounds(place):
+            is_halved = one.to == one.source
+            yield one if is_halved else one._replace(sent=_cut(one.sent), received=_cut(one.received))
+
+
+def _cut(blocks: Blocks) -> Blocks:
+    """Two runs of blocks, as of those that pass the end of the buffer."""
+    (begin, end), *_ = blocks
+    middle = (begin + end) // 2
+    return ((begin, middle), (middle, end)) if begin < middle else blocks
+
+
+def odd_part(number: int) -> int:
+    """The number without its factors of 2."""
+    return number // (number & -number)
+
+
 def _chain_up(size: int) -> Graph:
     """From rank 1 up to the last one, and to rank 0."""
     return Graph.from_parents([0, *((rank + 1) % size for rank in range(1, size))])
 
 
-_MAKERS: Final[Mapping[str, Callable[[Layout, int, int], TurnedStrategy]]] = {
+_MAKERS: Final[Mapping[str, Callable[[Layout, int, int], TurnedStrategy | None]]] = {
     "ring": _ring,
     "clique": _clique,
     "direct": _direct,
     "chain_star": _chain_star,
     "binomial": _binomial,
+    "halving_doubling": _halving_doubling,
+    "dissemination": _dissemination,
     "multi_star": _multi_star,
     "multi_binary_tree_star": _multi_binary_tree_star,
 }

@@ -8,19 +8,21 @@ flows like it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kfcomm.core.machine import DOWN, UP
 from kfcomm.core.program import ABSENT, Program
 from kfcomm.simulate.alike import Numbers
-from kfcomm.simulate.ports import Flow
+from kfcomm.simulate.ports import Flow, Pass
 from kfcomm.simulate.ranks import Chunk, Rank, Way
 from kfcomm.simulate.routes import Routes
-from kfcomm.simulate.turned import Turns
+from kfcomm.simulate.turned import Group
 from kfcomm.types import override
+
+_Leg: TypeAlias = tuple[tuple[Pass, ...], float, Callable[[Any], None]]
+"""Ports on the way of a flow, its latency in seconds, and what is called with chunks that have arrived."""
 
 
 class Wiring(Protocol):
@@ -47,106 +49,92 @@ class Wiring(Protocol):
         """The flows from a simulated rank to others; the same ones at each call."""
 
 
-@dataclass(slots=True)
-class EachRank(Wiring):
-    """Wiring in which every rank is simulated."""
+class _PairWiring(Wiring):
+    """Wiring with a flow for each pair of ranks. Subclasses say which ranks there are, and what arrives where."""
 
-    routes: Routes
-    _ranks: Sequence[Rank] = ()
-    _flows: dict[tuple[int, int], Way] = field(default_factory=dict)
+    def __init__(self, routes: Routes, numbers: Sequence[int]) -> None:
+        self._routes = routes
+        self._numbers = numbers
+        self._ranks: Mapping[int, Rank] = {}
+        self._flows: dict[tuple[int, int], Way] = {}
 
     @property
     @override
     def numbers(self) -> Sequence[int]:
-        return range(self.routes.layout.size)
+        return self._numbers
 
     @override
     def times(self, number: int) -> int:
-        return 1
+        return self._routes.layout.size // len(self._numbers)
+
+    @override
+    def join(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = dict(zip(self._numbers, ranks, strict=True))
+
+    @override
+    def ways(self, rank: Rank, to: tuple[int, ...]) -> tuple[Way, ...]:
+        return tuple([self._way(rank, target) for target in to])
+
+    def _way(self, rank: Rank, target: int) -> Way:
+        way = self._flows.get((rank.number, target))
+        if way is None:
+            passes, latency_s, arrived = self._leg(rank.number, target)
+            flow = Flow(self._routes.agenda, passes, latency_s, arrived, rank.was_read)
+            way = self._flows[rank.number, target] = Way(flow, target)
+        return way
+
+    def _leg(self, number: int, target: int) -> _Leg:
+        """The way of a flow, and what takes its chunks."""
+        raise NotImplementedError
+
+
+class EachRank(_PairWiring):
+    """Wiring in which every rank is simulated."""
+
+    def __init__(self, routes: Routes) -> None:
+        super().__init__(routes, range(routes.layout.size))
 
     @override
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
         return tuple(values)
 
     @override
-    def join(self, ranks: Sequence[Rank]) -> None:
-        self._ranks = ranks
-
-    @override
-    def ways(self, rank: Rank, to: tuple[int, ...]) -> tuple[Way, ...]:
-        return tuple([self._way(rank, target) for target in to])
-
-    def _way(self, rank: Rank, target: int) -> Way:
-        way = self._flows.get((rank.number, target))
-        if way is None:
-            out, into, latency_s = self.routes.between(rank.number, target)
-            arrived = self._ranks[target].arrived
-            flow = Flow(self.routes.agenda, (*out, *into), latency_s, arrived, rank.was_read)
-            way = self._flows[rank.number, target] = Way(flow, target)
-        return way
+    def _leg(self, number: int, target: int) -> _Leg:
+        out, into, latency_s = self._routes.between(number, target)
+        return (*out, *into), latency_s, self._ranks[target].arrived
 
 
-@dataclass(slots=True)
-class TurnedRanks(Wiring):
-    """Wiring of ranks that turn into each other, with as many pairs: the first ``block`` ranks are simulated.
+class TurnedRanks(_PairWiring):
+    """Wiring of ranks that turn into each other, with the graphs.
 
-    Attributes:
+    Args:
         routes: of all ranks.
-        turns: those that turn hosts into hosts.
-        step: see `turned.TurnedStrategy`.
-        block: how many of the first ranks are simulated, which turns by multiples bring to all others; 1 where any
-            rank turns into any.
+        group: turns that bring hosts to hosts.
         by_host: how many ranks of a host send alike through its port.
     """
 
-    routes: Routes
-    turns: Turns
-    step: int
-    block: int
-    by_host: int
-    _ranks: Sequence[Rank] = ()
-    _flows: dict[tuple[int, int], Way] = field(default_factory=dict)
-
-    @property
-    @override
-    def numbers(self) -> Sequence[int]:
-        return range(self.block)
-
-    @override
-    def times(self, number: int) -> int:
-        return self.turns.size // self.block
+    def __init__(self, routes: Routes, group: Group, by_host: int) -> None:
+        super().__init__(routes, group.numbers)
+        self._group = group
+        self._by_host = by_host
 
     @override
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(values) * (self.turns.size // self.block)
+        found, origin = dict(zip(self._numbers, values, strict=True)), self._group.origin
+        return tuple([found[origin(rank)[0]] for rank in range(self._routes.layout.size)])
 
     @override
-    def join(self, ranks: Sequence[Rank]) -> None:
-        self._ranks = ranks
-
-    @override
-    def ways(self, rank: Rank, to: tuple[int, ...]) -> tuple[Way, ...]:
-        return tuple([self._way(rank, target) for target in to])
-
-    def _way(self, rank: Rank, target: int) -> Way:
-        way = self._flows.get((rank.number, target))
-        if way is None:
-            routes = self.routes
-            receiver = target % self.block
-            by = target - receiver
-            sender = self.turns.back(by, rank.number)
-            out, _, latency_s = routes.between(rank.number, target)
-            _, into, _ = routes.between(sender, receiver)
-            arrived = partial(self._arrived, self._ranks[receiver], sender, by)
-            passes = (*routes.counted(out, self.by_host, 1), *routes.counted(into, self.by_host, 1))
-            way = self._flows[rank.number, target] = Way(
-                Flow(routes.agenda, passes, latency_s, arrived, rank.was_read), target
-            )
-        return way
+    def _leg(self, number: int, target: int) -> _Leg:
+        routes = self._routes
+        receiver, by = self._group.origin(target)
+        out, _, latency_s = routes.between(number, target)
+        sender = self._group.back(by, number)
+        _, into, _ = routes.between(sender, receiver)
+        arrived = partial(self._arrived, self._ranks[receiver], sender, by)
+        return routes.counted((*out, *into), self._by_host, 1), latency_s, arrived
 
     def _arrived(self, receiver: Rank, sender: int, by: int, chunk: Chunk) -> None:
-        lane = self.turns.back(by, chunk.lane * self.step) // self.step
-        receiver.arrived(chunk._replace(lane=lane, sender=sender))
+        receiver.arrived(chunk._replace(lane=self._group.lane_back(by, chunk.lane), sender=sender))
 
 
 class _Use(NamedTuple):

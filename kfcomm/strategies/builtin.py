@@ -229,7 +229,9 @@ def halving_doubling(layout: Layout) -> Strategy:
     Cost: 2(⌈log₂p⌉+⌈log₂h⌉) steps, 2(n−1)/n bytes, 2(h−1)/h bytes between hosts, for hosts of equally many ranks; of
     others 2⌈log₂n⌉ steps. Sources: as of `kfcomm.core.exchange`.
     """
-    groups = [layout.ranks_of(host) for host in range(layout.num_hosts)]
+    groups: list[list[int]] = [[] for _ in range(layout.num_hosts)]
+    for rank, host in enumerate(layout.hosts):
+        groups[host].append(rank)
     most = max(map(len, groups))
     order = [group[place] for place in range(most) for group in groups if place < len(group)]
     is_even = len(order) == most * len(groups)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfcomm.simulate import Host, Local, Queue, SimulatedNetwork, simulate
+from kfcomm.simulate import Host, Local, PortQueue, SimulatedNetwork, simulate
 from kfcomm.simulate.network import TCP_EFFICIENCY
 from kfcomm.strategies import build
 from kfcomm.strategies.incast import RELAY, Sender, drain_s, pipelined_s
@@ -13,7 +13,7 @@ from kfcomm.strategies.incast import RELAY, Sender, drain_s, pipelined_s
 MBIT = 125e3
 
 
-def bed(*mbits, queue=Queue.TAIL):
+def bed(*mbits, queue=PortQueue.TAIL):
     hosts = tuple(Host(f"h{number}", mbit * MBIT, 5e-5) for number, mbit in enumerate(mbits))
     return SimulatedNetwork(hosts=hosts, efficiency=TCP_EFFICIENCY, cpus=2, queue=queue)
 
@@ -42,7 +42,7 @@ def test_simulated_times_are_near_those_of_beds(mbits, mib, strategy, seconds):
 
 
 def test_fair_queues_give_a_slow_sender_its_equal_part():
-    tail, fair = bed(400, 400, 400, 100, 50), bed(400, 400, 400, 100, 50, queue=Queue.FAIR)
+    tail, fair = bed(400, 400, 400, 100, 50), bed(400, 400, 400, 100, 50, queue=PortQueue.FAIR)
     times = [simulate("star", network.layout, 64 << 20, network).seconds for network in (fair, tail)]
     assert times[1] > 1.1 * times[0]
 
@@ -51,7 +51,7 @@ def test_fair_queues_give_a_slow_sender_its_equal_part():
 def test_queues_make_no_difference_where_hosts_are_alike(strategy):
     times = [
         simulate(strategy, network.layout, 3 << 20, network).seconds
-        for network in (bed(*[100] * 6), bed(*[100] * 6, queue=Queue.FAIR))
+        for network in (bed(*[100] * 6), bed(*[100] * 6, queue=PortQueue.FAIR))
     ]
     assert times[0] == times[1]
 

@@ -4,7 +4,7 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.simulate.fields import parse_rate, parse_time_s
-from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, Queue, SimulatedNetwork, Switch
+from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, PortQueue, SimulatedNetwork, Switch
 from kfcomm.strategies import cost
 
 FULL = """\
@@ -99,8 +99,8 @@ def test_an_empty_file_is_the_network_of_the_cost_model():
 
 
 def test_queues_are_drop_tail_unless_they_are_fair():
-    assert SimulatedNetwork.parse("").queue is Queue.TAIL
-    assert SimulatedNetwork.parse('defaults.queue = "fair"').queue is Queue.FAIR
+    assert SimulatedNetwork.parse("").queue is PortQueue.TAIL
+    assert SimulatedNetwork.parse('defaults.queue = "fair"').queue is PortQueue.FAIR
 
 
 def test_hosts_that_are_not_listed_are_like_the_default():
