@@ -26,6 +26,7 @@ from typing import Any
 from kfcomm.collectives.handle import Handle
 from kfcomm.elastic.call_log import BOUNDARY, CallLog, ElasticHandle, Entry, Standing, Uids
 from kfcomm.elastic.calls import ElasticCall
+from kfcomm.elastic.foresight import foresee
 from kfcomm.elastic.outcomes import decide
 from kfcomm.elastic.reports import EpochReports
 from kfcomm.elastic.results import frozen
@@ -101,6 +102,7 @@ class Recovery:
 
     def _watch(self) -> None:
         self._log.comm._session.engine.loss_listeners.append(self._start)
+        foresee(self._log.comm)
 
     def _unwatch(self) -> None:
         with contextlib.suppress(ValueError):

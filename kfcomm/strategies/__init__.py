@@ -117,7 +117,7 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
 
 def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]]) -> AnyStrategy:
     if name == "auto":
-        return _auto.auto(layout)
+        return _auto.auto_before(layout)
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)

@@ -219,6 +219,9 @@ class Turns:
             if is_here and self._signals.noted:
                 self._answer()
                 return
+            if not looks and self.lock.is_wanted():
+                # News without a pause: the I/O thread may be opening the link on which the call waits next.
+                self._give_way()
 
     def _answer(self) -> None:
         """Run the handlers of signals, between two looks; they may make calls, after which others may lead."""
