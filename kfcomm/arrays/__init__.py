@@ -206,7 +206,7 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
 def _check_like(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     check_out_shape(out.shape, shape)
     if checked(out.dtype) != dtype:
-        raise ConfigError(f"out has dtype {out.dtype}, the result has {dtype}")
+        raise ConfigError(f"out has dtype {out.dtype}, the result has {dtype}: give out of that dtype, or none")
     if not out.flags.writeable:
         raise ConfigError(f"out is read-only: expected writable memory of shape {shape}, dtype {dtype}")
 

@@ -134,7 +134,7 @@ def adapt_device_out(
     native, found = kind.read(out, own)
     check_out_shape(tuple(native.shape), tuple(shape))
     if found != checked(dtype):
-        raise ConfigError(f"out has dtype {found}, the result has {dtype}")
+        raise ConfigError(f"out has dtype {found}, the result has {dtype}: give out of that dtype, or none")
     # Before the memory is used: writing to a broadcast array would change several of its elements at once.
     _check_own_elements(native)
     flat = kind.flat_view(native)

@@ -323,7 +323,7 @@ def _reduce_scatter(verbs: VerbCalls, xs: Sequence[Any], name: str | None, optio
     size, rank = group.view.size, group.view.rank
     with verbs._checks(name, options) as (name, options):
         if len(xs) != size:
-            raise ConfigError(f"a list of {len(xs)} arrays does not serve {size} ranks")
+            raise ConfigError(f"expected a list of {size} arrays, one for each rank, got {len(xs)}")
         on_device = any(devices.takes(x, options.stream) for x in xs)
     with verbs._checks(name, on_device=on_device):
         read = [devices.arrays.read(x, options.stream) for x in xs]

@@ -250,7 +250,7 @@ class ExchangeVerbs(Verbs):
             row_elements(array.shape)
             return array, [rows for _, rows in split(array.shape[0], size)], fetched
         if len(x) != size:
-            raise ConfigError(f"a list of {len(x)} arrays does not serve {size} ranks")
+            raise ConfigError(f"expected a list of {size} arrays, one for each rank, got {len(x)}")
         return self._devices.arrays.joined(x, stream)
 
     def _concatenated(

@@ -49,8 +49,8 @@ def _by_position(ufunc: np.ufunc) -> Callable[..., object]:
     return fold
 
 
-_SUM = "op sum of bool would not be a bool: use or, or give integers to count"
-_AVG = "op avg of {dtype} would not be a {dtype}: use sum and divide, or give floating-point numbers"
+_SUM = "op sum of bool would not be of dtype bool: use or, or give integers to count"
+_AVG = "op avg of {dtype} would not be of that dtype: use sum and divide, or give floating-point numbers"
 _ORDER = "op {op} has no meaning for {dtype}: complex numbers have no order"
 _PROD = "op prod of bool: use and"
 _BITS = "op {op} has no meaning for {dtype}: it takes integers and bool"
