@@ -315,8 +315,7 @@ class PrimaryRole:
                 launcher.say(f"rank {end.rank}, which was released, ended ({_how(end)})")
             self.sizing.start_owed()  # a slot may have become free
             return
-        is_end_of_given_up = stage is Stage.GIVEN_UP and (end.code < 0 or end.why == Why.ELSEWHERE)
-        if elastic.is_ending and is_end_of_given_up:
+        if elastic.is_ending and stage is Stage.GIVEN_UP and (end.code < 0 or end.why == Why.ELSEWHERE):
             return  # the others have completed the program without it, and its process was killed or has heard of that
         said = launcher.blame.said(end.rank)
         summary = "" if said is None else said.summary

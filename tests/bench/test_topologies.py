@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.bench.pages import heat_map
+from kfcomm.bench.figures import heat_map
 from kfcomm.bench.topologies import LEGEND, TOLERANCE, Advice, Grid, distinct, times
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
