@@ -141,8 +141,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             for step in elastic.steps(ElasticSampler(LENGTH, BATCH), passes=PASSES):
                 if step.number == 4 and comm.rank == 0 and plan["size"] != comm.size:
                     comm.propose_size(plan["size"])
-                if plan["waits"] and step.number < 24 and comm.size < plan["size"]:
-                    time.sleep(0.2)  # for those that are to join, whatever the machine does
+                if plan["waits"] and 4 <= step.number < 24 and comm.size < plan["size"]:
+                    time.sleep(0.2 * (step.number - 3))  # for those that are to join: 42 s, however busy the machine is
                 if [me, step.number] in plan["kills"]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if step.number in SWITCHED and switching.algorithm != KINDS[SWITCHED[step.number]]:
