@@ -182,7 +182,8 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _check_racks(uplinks: Sequence[Uplink], num_hosts: int) -> None:
+def check_racks(uplinks: Sequence[Uplink], num_hosts: int) -> None:
+    """Raise `ValueError` if racks name hosts outside 0..num_hosts-1 or a host twice, or rates are not above 0."""
     named = [host for uplink in uplinks for host in uplink.hosts]
     unknown = sorted(host for host in named if not 0 <= host < num_hosts)
     if unknown:
@@ -190,6 +191,9 @@ def _check_racks(uplinks: Sequence[Uplink], num_hosts: int) -> None:
     twice = sorted(host for host in set(named) if named.count(host) > 1)
     if twice:
         raise ValueError(f"host {twice[0]} is in two racks: expected one at most")
+    rates = [rate for uplink in uplinks for rate in (uplink.send, uplink.receive)]
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"uplinks have rates {rates}: expected finite numbers of bytes/s above 0")
 
 
 UNMEASURED = Costs()
@@ -223,7 +227,7 @@ class Layout:
         if rates is not None and len(rates.send) != seen:
             raise ValueError(f"the costs have rates of {len(rates.send)} hosts, the layout has {seen}")
         if rates is not None and rates.uplinks:
-            _check_racks(rates.uplinks, seen)
+            check_racks(rates.uplinks, seen)
 
     @classmethod
     def of(cls, names: Iterable[object], num_cpus: int = 0, costs: Costs = UNMEASURED) -> Layout:

@@ -8,16 +8,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.saved_costs import Link, save_costs
-from kfcomm.strategies import Strategy, bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
+from kfcomm.rendezvous.saved_costs import Link, Rack, save_costs
+from kfcomm.strategies import Strategy, hosts_of, minimum_spanning_tree
 from kfcomm.strategies.cost import NetworkModel, costs_of, host_rates, network_of
-from kfcomm.strategies.matrices import checked_bandwidth, checked_latency
-from kfcomm.types import Costs, Layout
+from kfcomm.strategies.matrices import checked_bandwidth, checked_latency, rates_of
+from kfcomm.strategies.tree_packing import bound_of, packed_by, ports_of
+from kfcomm.types import Costs, Layout, Rates, Uplink, check_racks
 
 Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -32,15 +33,16 @@ class Probe:
         layout: where the ranks are.
         latency_s: float64[n, n], seconds one way (half of a round trip); 0 on the diagonal.
         bandwidth: float64[n, n], bytes per second from row to column, each pair measured while no other used its hosts'
-            ports; infinite on the diagonal.
+            ports, between racks also by the uplinks; infinite on the diagonal.
         overhead_s: float64[n, n], seconds of work for each message, of its sender or its receiver, whichever has more;
             0 on the diagonal. None if it was not measured.
         fold_s_per_byte: float64[n], seconds that each rank needs to fold one byte of float32; None likewise.
         host_names: name and address of each host of the layout, for ``keep``; empty if they are not known.
+        uplinks: of racks whose hosts share one, in bytes per second; see `kfcomm.probe.together`.
 
     Raises:
-        ConfigError: a matrix does not have the layout's size, an entry is not a latency or bandwidth, or there is not
-            one name for each host.
+        ConfigError: a matrix does not have the layout's size, an entry is not a latency or bandwidth, there is not
+            one name for each host, or a rack has unknown hosts or rates that are not above 0 and finite.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class Probe:
     overhead_s: Matrix | None = None
     fold_s_per_byte: Matrix | None = None
     host_names: tuple[str, ...] = ()
+    uplinks: tuple[Uplink, ...] = ()
 
     def __post_init__(self) -> None:
         size = self.layout.size
@@ -68,6 +71,10 @@ class Probe:
                 f"host_names needs {self.layout.num_hosts} different names, one for each host of the layout, got "
                 f"{list(self.host_names)!r}"
             )
+        try:
+            check_racks(self.uplinks, self.layout.num_hosts)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def size(self) -> int:
@@ -87,15 +94,24 @@ class Probe:
 
     def packed_trees(self, *, name: str = "packed_trees") -> Strategy:
         """Strategy of trees that share the measured bandwidth, by ``kfcomm.strategies.packed_trees``."""
-        return packed_trees(self.layout, self.bandwidth.tolist(), name=name)
+        return packed_by(*self._ports(), name=name)
 
     def bound_seconds(self, nbytes: int) -> float:
         """Lower bound of the time of an all_reduce, by ``kfcomm.strategies.bound_seconds``."""
-        return bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
+        return nbytes * bound_of(self._ports()[1])
+
+    def _ports(self) -> tuple[Layout, Rates]:
+        """Owners of ports, with rates: hosts, or the ranks of a single host."""
+        nodes = ports_of(self.layout)
+        return nodes, rates_of(nodes, self.bandwidth.tolist())._replace(uplinks=self.uplinks)
 
     def network(self) -> NetworkModel:
         """For ``predict_seconds`` of ``kfcomm.strategies.cost``: the constants of its model as they were measured."""
-        return network_of(self.layout, *self._lists())
+        network = network_of(self.layout, *self._lists())
+        return network if network.rates is None else replace(network, rates=self._of_racks(network.rates))
+
+    def _of_racks(self, rates: Rates) -> Rates:
+        return rates._replace(uplinks=self.uplinks)
 
     def costs(self) -> Costs:
         """Costs of messages here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
@@ -104,7 +120,7 @@ class Probe:
     def measured_layout(self) -> Layout:
         """The layout with these costs and, of several hosts, their rates: what a job on them sees after ``keep``."""
         several = self.layout.num_hosts > 1
-        rates = host_rates(self.layout, *self._lists()[:3]) if several else None
+        rates = self._of_racks(host_rates(self.layout, *self._lists()[:3])) if several else None
         return replace(self.layout, costs=self.costs()._replace(rates=rates))
 
     def keep(self, busy: float | None = None) -> Path:
@@ -123,7 +139,9 @@ class Probe:
         Raises:
             ConfigError: it cannot be written.
         """
-        return save_costs(self.costs(), busy, self._links())
+        names = self.host_names
+        racks = [Rack(tuple(names[host] for host in one.hosts), one.send, one.receive) for one in self.uplinks if names]
+        return save_costs(self.costs(), busy, self._links(), racks)
 
     def _links(self) -> dict[str, dict[str, Link]]:
         """Rate and latency from host to host, by their names."""
@@ -158,6 +176,7 @@ class Probe:
             "overhead_s": None if self.overhead_s is None else self.overhead_s.tolist(),
             "fold_s_per_byte": None if self.fold_s_per_byte is None else self.fold_s_per_byte.tolist(),
             "host_names": list(self.host_names),
+            "uplinks": [{**one._asdict(), "hosts": list(one.hosts)} for one in self.uplinks],
         }
 
     @classmethod
@@ -173,8 +192,14 @@ class Probe:
             layout = Layout(tuple(map(int, record["hosts"])), int(record["num_cpus"]))
             bandwidth = [[math.inf if rate is None else rate for rate in row] for row in record["bandwidth"]]
             names = tuple(map(str, record.get("host_names", ())))
-            rest: tuple[Any, ...] = (bandwidth, record.get("overhead_s"), record.get("fold_s_per_byte"), names)
-            return cls(layout, record["latency_s"], *rest)  # it is checked there
+            uplinks = tuple(
+                Uplink(tuple(map(int, one["hosts"])), float(one["send"]), float(one["receive"]))
+                for one in record.get("uplinks", ())
+            )
+            works = record.get("overhead_s"), record.get("fold_s_per_byte")
+            return cls(
+                layout, record["latency_s"], cast("Any", bandwidth), *works, names, uplinks
+            )  # it is checked there
         except KeyError as error:
             raise ConfigError(f"this is no probe: field {error} is missing") from error
         except (TypeError, ValueError) as error:

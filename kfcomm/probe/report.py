@@ -82,10 +82,10 @@ def cell(value: float) -> str:
 
 
 def findings(probe: Probe) -> list[str]:
-    """Findings, in sentences: slow hosts, then slow links, then distant ones."""
+    """Findings, in sentences: slow hosts, then slow links, then distant ones, then uplinks that racks share."""
     if probe.size == 1:
         return ["One rank has no links."]
-    found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe)]
+    found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe), *_uplinks(probe)]
     a, b = probe.slowest(1)[0]
     slowest = f"The slowest link is {a} → {b} with {_shown(probe.bandwidth[a, b], _RATES)}."
     return [*(found or ["No host and no link is much slower than the others."]), slowest, *_work(probe)]
@@ -164,6 +164,18 @@ def _distant(probe: Probe) -> Iterator[str]:
             )
 
 
+def _uplinks(probe: Probe) -> Iterator[str]:
+    """Racks whose hosts hold each other up."""
+    rates = rates_of(probe.layout, probe.bandwidth.tolist()) if probe.uplinks else None
+    for one in probe.uplinks:
+        ports = sum(rates.send[host] for host in one.hosts) if rates is not None else 0.0
+        hosts = ", ".join(map(str, one.hosts))
+        yield (
+            f"Hosts {hosts} share an uplink: {_shown(one.send, _RATES)} out and {_shown(one.receive, _RATES)} in, "
+            f"{one.send / ports:.0%} of what their ports can do."
+        )
+
+
 def _named(probe: Probe, ranks: Sequence[int]) -> str:
     if probe.layout.num_hosts == 1 or probe.layout.num_hosts == probe.size:
         return ranks_in_words(ranks[:1])
@@ -179,7 +191,7 @@ _MOST_CELLS: Final = 16
 """Ranks up to which each cell holds its figure."""
 _NOTE = (
     "Latencies are half of the shortest round trip, bandwidths those of the quickest message; each pair of ranks "
-    "measured while no other used the ports of its hosts. The bound is that of the ports. 1 GB is 10⁹ bytes."
+    "measured while no other used the ports of its hosts. The bound is that of ports and uplinks. 1 GB is 10⁹ bytes."
 )
 
 

@@ -130,9 +130,8 @@ class SimulatedNetwork:
     def of_probe(cls, probe: Probe) -> Self:
         """The network that a probe measured: ports, links, and the costs of messages.
 
-        Its rates are those of payloads. A port sends as fast as it receives here: the slower of both counts. Ranks lie
-        in blocks, in the order of the hosts. What links share on their way, as an uplink, no probe of single pairs
-        shows.
+        Its rates are those of payloads. A port or uplink sends as fast as it receives here: the slower of both counts.
+        Ranks lie in blocks, in the order of the hosts.
         """
         costs, layout = probe.costs(), probe.layout
         rates = rates_of(layout, probe.bandwidth.tolist(), probe.latency_s.tolist())
@@ -156,7 +155,12 @@ class SimulatedNetwork:
             overhead_s=within.overhead_s if costs.overhead_s is None else costs.overhead_s,
             fold=within.fold if not costs.gamma_s_per_byte else 1 / costs.gamma_s_per_byte,
         )
-        return cls(hosts=hosts, local=local, links=tuple(_particular(hosts, rates)))
+        switches = tuple(
+            Switch(tuple(hosts[number].name for number in one.hosts), min(one.send, one.receive))
+            for one in probe.uplinks
+        )
+        narrowed = rates._replace(uplinks=probe.uplinks)
+        return cls(hosts=hosts, local=local, links=tuple(_particular(hosts, narrowed)), switches=switches)
 
     def costs(self) -> Costs:
         """Costs as a probe of this network finds them, without noise; rates between hosts only if these are unlike."""
@@ -267,12 +271,20 @@ class SimulatedNetwork:
 
 def _particular(hosts: Sequence[Host], rates: Rates) -> Iterator[Link]:
     """Links of a probe that are slower than the ports at their ends, or nearer or farther than most."""
+    racks = rates.rack_of
     for a, here in enumerate(hosts):
         for b in range(a + 1, len(hosts)):
             there = hosts[b]
             rate = min(rates.links[a][b], rates.links[b][a])
             latency_s = (rates.latency_s[a][b] + rates.latency_s[b][a]) / 2
-            is_slow = rate < _AS_FAST * min(here.bandwidth, there.bandwidth)
+            narrowest = min([here.bandwidth, there.bandwidth, *_between(rates, racks[a], racks[b])])
+            is_slow = rate < _AS_FAST * narrowest
             is_far = not here.latency_s / _AS_NEAR < latency_s < here.latency_s * _AS_NEAR
             if is_slow or is_far:
                 yield Link((here.name, there.name), rate if is_slow else None, latency_s if is_far else None)
+
+
+def _between(rates: Rates, here: int | None, there: int | None) -> list[float]:
+    """Bytes/s of the uplinks between two racks, the slower direction of each."""
+    racks = [rack for rack in (here, there) if rack is not None] if here != there else []
+    return [min(rates.uplinks[rack].send, rates.uplinks[rack].receive) for rack in racks]

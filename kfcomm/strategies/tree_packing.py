@@ -103,7 +103,7 @@ def packed_by(nodes: Layout, rates: Rates, *, name: str = "packed_trees") -> Str
 
 def _packings(rates: Rates) -> list[list[tuple[Tree, float]]]:
     """Packings with the fewest steps, and, where senders are unlike, those with few of them."""
-    flat, bound = _packed(rates), _bound(rates)
+    flat, bound = _packed(rates), bound_of(rates)
     hosts = len(rates.send)
     slowest = min(min(row[:a] + row[a + 1 :]) for a, row in enumerate(rates.links)) if hosts > 1 else 0.0
     is_alike = slowest * _UNLIKE > max(*rates.send, *rates.receive) and not rates.uplinks
@@ -138,7 +138,7 @@ def bound_seconds(layout: Layout, bandwidth: Matrix, nbytes: int) -> float:
     Raises:
         ConfigError: see `packed_trees`.
     """
-    return nbytes * _bound(rates_of(ports_of(layout), bandwidth))
+    return nbytes * bound_of(rates_of(ports_of(layout), bandwidth))
 
 
 def ports_of(layout: Layout) -> Layout:
@@ -146,7 +146,7 @@ def ports_of(layout: Layout) -> Layout:
     return layout if layout.num_hosts > 1 else Layout.even(layout.size, layout.size)
 
 
-def _bound(rates: Rates) -> float:
+def bound_of(rates: Rates) -> float:
     """Seconds per byte."""
     bounds = [0.0]
     loose = [host for host, rack in enumerate(rates.rack_of) if rack is None]
@@ -160,7 +160,7 @@ def _bound(rates: Rates) -> float:
 
 def _packed(rates: Rates) -> list[tuple[Tree, float]]:
     """Trees of hosts, and their weights, which add up to 1."""
-    hosts, bound = len(rates.send), _bound(rates)
+    hosts, bound = len(rates.send), bound_of(rates)
     slower = [min(both) for both in zip(rates.send, rates.receive, strict=True)]
     # The fewest steps first: stars, then trees with two centres, then detours round slow links; each only where those
     # before miss the bound.

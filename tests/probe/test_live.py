@@ -21,7 +21,7 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
-from kfcomm.probe import Probe, live
+from kfcomm.probe import Probe, live, pairs
 from kfcomm.probe.live import slots_of
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.types import Layout
@@ -58,7 +58,7 @@ SHORT_S = 0.2
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages grow no further than tests need; the links of these worlds are quick."""
-    monkeypatch.setattr(live, "LONG_ENOUGH_S", 0.0)
+    monkeypatch.setattr(pairs, "LONG_ENOUGH_S", 0.0)
 
 
 @pytest.fixture(params=["memory", "shm"])
@@ -95,60 +95,56 @@ async def test_every_rank_gets_the_same_matrices(size: int, hosts: int) -> None:
 
 @pytest.mark.asyncio
 async def test_messages_grow_until_they_take_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LONG_ENOUGH_S", 1e9)
-    monkeypatch.setattr(live, "MOST_NBYTES", 1 << 16)
+    monkeypatch.setattr(pairs, "LONG_ENOUGH_S", 1e9)
+    monkeypatch.setattr(pairs, "MOST_NBYTES", 1 << 16)
     lengths = []
-    original = live.OneWay.send
+    original = pairs.OneWay.send
 
-    def send(self: live.OneWay, data: Any, *chunk: int) -> Any:
+    def send(self: pairs.OneWay, data: Any, *chunk: int) -> Any:
         lengths.append(data.nbytes)
         return original(self, data, *chunk)
 
-    monkeypatch.setattr(live.OneWay, "send", send)
+    monkeypatch.setattr(pairs.OneWay, "send", send)
     async with world(2) as comms:
         await everywhere(comms, lambda comm: quick(comm, nbytes=1 << 10, rounds=3))
-    messages = [nbytes for nbytes in lengths if nbytes > live.TRAIN]
+    messages = [nbytes for nbytes in lengths if nbytes > pairs.TRAIN]
     assert messages == [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 16, 1 << 16] * 2
 
 
 @pytest.mark.asyncio
 async def test_no_probe_uses_more_numbers_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LONG_ENOUGH_S", 1e9)
-    monkeypatch.setattr(live, "MOST_NBYTES", 1 << 12)
+    monkeypatch.setattr(pairs, "LONG_ENOUGH_S", 1e9)
+    monkeypatch.setattr(pairs, "MOST_NBYTES", 1 << 12)
     used = []
-    original = live.OneWay._post
+    original = pairs.OneWay._post
 
-    def post(self: live.OneWay, *data: Any) -> Any:
+    def post(self: pairs.OneWay, *data: Any) -> Any:
         used.append(self.next_seq)
         return original(self, *data)
 
-    monkeypatch.setattr(live.OneWay, "_post", post)
+    monkeypatch.setattr(pairs.OneWay, "_post", post)
     async with world(2) as comms:
-        await everywhere(comms, lambda comm: comm.probe(nbytes=1, rounds=live.MOST_ROUNDS))
+        await everywhere(comms, lambda comm: comm.probe(nbytes=1, rounds=pairs.MOST_ROUNDS))
         growths = 6  # from 1 byte to 4 KiB; to 32 MiB there are 13, of two messages each
-        assert max(used) + 2 * (13 - growths) < live.MOST_USES
+        assert max(used) + 2 * (13 - growths) < pairs.TOGETHER_FROM
 
 
 @pytest.mark.asyncio
 async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages from one rank to another take longer than the rest, by its clock."""
-    clock = {"now": 0.0}
-    monkeypatch.setattr(live.time, "perf_counter", lambda: clock["now"])
-    original = live.OneWay.send
 
-    def send(self: live.OneWay, data: Any, *chunk: int) -> Any:
-        slow = (self.source, self.target) == (2, 0)
-        clock["now"] += 1e-5 + data.nbytes / (1e6 if slow else 1e8)
-        return original(self, data, *chunk)
+    async def timed(self: pairs.OneWay, data: Any, chunk: int | None = None) -> float:
+        await self.send(data, chunk)
+        return 1e-5 + data.nbytes / (1e6 if (self.source, self.target) == (2, 0) else 1e8)
 
-    monkeypatch.setattr(live.OneWay, "send", send)
+    monkeypatch.setattr(pairs.OneWay, "timed", timed)
     async with world(3) as comms:
         probes = await everywhere(comms, lambda comm: quick(comm, nbytes=1 << 16))
     assert probes[0].slowest(1) == [(2, 0)]
     assert probes[0].bandwidth[2, 0] == pytest.approx(1e6, rel=0.02)
     others = [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2)]
     assert all(probes[0].bandwidth[pair] == pytest.approx(1e8, rel=0.02) for pair in others)
-    assert probes[0].overhead_s[2, 0] == pytest.approx((live.TRAIN - 1) / 1e6 / (live.TRAIN - 1))
+    assert probes[0].overhead_s[2, 0] == pytest.approx((pairs.TRAIN - 1) / 1e6 / (pairs.TRAIN - 1))
 
 
 @pytest.mark.asyncio
@@ -158,7 +154,7 @@ async def test_pairs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     original = live.lead
     together = 0
 
-    async def lead(way: live.OneWay, *more: Any) -> Any:
+    async def lead(way: pairs.OneWay, *more: Any) -> Any:
         nonlocal together
         layout = comms[0].layout
         hosts = {layout.hosts[way.source], layout.hosts[way.target]}
@@ -255,7 +251,7 @@ async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.Monk
     again = asyncio.Event()
     original = getattr(live, at)
 
-    async def stop(way: live.OneWay, *more: Any) -> Any:
+    async def stop(way: pairs.OneWay, *more: Any) -> Any:
         me = way.source if at == "lead" else way.target
         if me == 2 and not stopped.is_set():
             stopped.set()
@@ -294,7 +290,7 @@ async def test_a_dead_peer_is_named() -> None:
 async def test_a_peer_that_dies_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     original = live.follow
 
-    async def follow(way: live.OneWay, *more: Any) -> Any:
+    async def follow(way: pairs.OneWay, *more: Any) -> Any:
         if way.target == 1:
             comms.kill(1)
             await asyncio.Event().wait()
