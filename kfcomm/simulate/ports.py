@@ -151,8 +151,8 @@ class Pass(NamedTuple):
 class Flow:
     """Traffic from one rank to another, through at least one port.
 
-    ``arrived`` is called with each chunk, ``latency_s`` after it has passed all ports; ``was_read`` is called when it
-    has left the sender's memory.
+    ``arrived`` is called with each chunk, ``latency_s`` after it has passed all ports; ``was_read`` is called with it
+    when it has left the sender's memory.
     """
 
     __slots__ = ("_agenda", "_arrived", "_in_ports", "_latency_s", "_passes", "_waiting", "_was_read")
@@ -163,19 +163,23 @@ class Flow:
         passes: Sequence[Pass],
         latency_s: float,
         arrived: Callable[[Any], None],
-        was_read: Callable[[], None],
+        was_read: Callable[[Any], None],
     ) -> None:
         self._agenda = agenda
         self._passes = tuple(passes)
         self._latency_s = latency_s
         self._arrived = arrived
         self._was_read = was_read
-        self._waiting: deque[tuple[Any, int]] = deque()
+        self._waiting: deque[tuple[Any, int, int]] = deque()
         self._in_ports = 0
 
-    def send(self, chunk: Any, nbytes: int) -> None:
-        """Send a chunk, after those before it."""
-        self._waiting.append((chunk, nbytes))
+    def send(self, chunk: Any, nbytes: int, priority: int = 0) -> None:
+        """Send a chunk, after those before it that are as urgent or more, or under way."""
+        waiting = self._waiting
+        at = len(waiting)
+        while at > 1 and waiting[at - 1][2] < priority:
+            at -= 1
+        waiting.insert(at, (chunk, nbytes, priority))
         if not self._in_ports:
             self._begin()
 
@@ -185,13 +189,13 @@ class Flow:
         if self._in_ports:
             return
         agenda, waiting = self._agenda, self._waiting
-        chunk, _ = waiting.popleft()
+        chunk, _, _ = waiting.popleft()
         # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
         heappush(agenda.events, (agenda.now_s + self._latency_s, order, self._arrived, chunk))
         if waiting:
             self._begin()
-        self._was_read()
+        self._was_read(chunk)
 
     def _begin(self) -> None:
         nbytes = self._waiting[0][1]

@@ -11,9 +11,9 @@ Two kinds of symmetry are looked for:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.plans import CHUNK_NBYTES, Plan, PlanKey, Planner, Plans
@@ -23,7 +23,17 @@ from kfcomm.errors import ConfigError
 from kfcomm.simulate.alike import Numbers, classes_of
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.routes import Routes
-from kfcomm.simulate.turned import Block, CutExchange, Group, Swaps, TurnedStrategy, Turns, odd_part, solid, turned
+from kfcomm.simulate.turned import (
+    Block,
+    CutExchange,
+    Group,
+    Swaps,
+    TurnedStrategy,
+    Turns,
+    odd_part,
+    solid,
+    turned,
+)
 from kfcomm.simulate.wiring import AlikeRanks, EachRank, TurnedRanks, Wiring
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes
@@ -34,9 +44,12 @@ from kfcomm.types import Layout, Op, Verb
 MANY_MESSAGES: Final = 200_000
 """More take long, one by one."""
 _FEW_PAIRS: Final = 4
+_FEW_RANKS: Final = 1024
+"""So many pairs of graphs are built where hosts are unlike: pairs then cost, and fold, unlike each other."""
 SIMULATED_VERBS: Final = tuple(
     Verb(name) for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "all_to_all")
 )
+_Given: TypeAlias = str | AnyStrategy | Graph | GraphPair
 _ROOTED: Final = (Verb.REDUCE, Verb.BROADCAST, Verb.GATHER)
 _FOLDING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 
@@ -84,6 +97,7 @@ class Simulated:
         is_exact: whether all ranks, simulated one by one, would do the same at the same time.
         turns: of the ranks, if they are turned.
         classes: of the ranks, if some are alike.
+        is_ordered: whether other calls beside it leave the order of what arrives alike on all ranks.
     """
 
     strategy: AnyStrategy
@@ -94,6 +108,7 @@ class Simulated:
     is_exact: bool = True
     turns: Group | None = None
     classes: Numbers | None = None
+    is_ordered: bool = True
 
     @property
     def graphs(self) -> Strategy:
@@ -111,16 +126,22 @@ class Simulated:
         lanes = plan.program.lanes.values()
         return (self.layout.size - 1) * sum(lane.num_chunks * (lane.up + lane.down) for lane in lanes)
 
-    def plans(self, ranks: Sequence[int]) -> list[Plan]:
-        """Plans of some ranks, made as by real ranks."""
+    def plans(self, ranks: Sequence[int], made: dict[tuple[int, int], Plans] | None = None) -> list[Plan]:
+        """Plans of some ranks, made as by real ranks; ``made`` keeps those of a strategy for further calls."""
         message, size = self.message, self.layout.size
         verb = message.verb
         # The input of an all_to_all has a part for each rank.
         shape = (size, -(-message.count // size)) if verb is Verb.ALL_TO_ALL else (message.count,)
         op, root = Op.SUM if verb in _FOLDING else None, message.root if verb in _ROOTED else -1
         kind = PlanKey(verb, dtype_of(message.dtype), shape, op, root)
-        chunks = ChunkSizes(self.layout)
-        return [Plans(Planner(rank, size, self.strategy, chunks)).of(kind, message.key) for rank in ranks]
+        chunks, made, strategy = ChunkSizes(self.layout), {} if made is None else made, self.strategy
+        found = []
+        for rank in ranks:
+            plans = made.get((id(strategy), rank))
+            if plans is None:
+                plans = made[id(strategy), rank] = Plans(Planner(rank, size, strategy, chunks))
+            found.append(plans.of(kind, message.key))
+        return found
 
     def relays(self, plans: Sequence[Plan]) -> frozenset[int]:
         """Hosts to which ranks of other hosts send what is folded there; where all hosts are alike, none counts."""
@@ -141,26 +162,72 @@ class Simulated:
             )
         return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
-    def wiring(self, routes: Routes) -> Wiring:
-        """The ranks to simulate, and how they reach each other."""
-        if self.turns is not None:
-            hosts = self.layout.hosts
-            on_first = sum(hosts[number] == 0 for number in self.turns.numbers)
-            return TurnedRanks(routes, self.turns, self.layout.size // self.layout.num_hosts // on_first)
-        if self.classes is not None:
-            return AlikeRanks(routes, self.classes)
-        return EachRank(routes)
+
+def wiring_of(calls: Sequence[Simulated], routes: Routes) -> Wiring:
+    """The ranks to simulate, and how they reach each other; ``calls`` are those of `simulated_together`."""
+    groups = [call.turns for call in calls if call.turns is not None]
+    if groups:
+        hosts = routes.layout.hosts
+        on_first = sum(hosts[number] == 0 for number in groups[0].numbers)
+        return TurnedRanks(routes, groups, len(hosts) // routes.layout.num_hosts // on_first)
+    if calls[0].classes is not None:
+        return AlikeRanks(routes, calls[0].classes)
+    return EachRank(routes)
+
+
+def simulated_together(
+    calls: Sequence[tuple[_Given, Message]], layout: Layout, network: SimulatedNetwork, *, one_by_one: bool = False
+) -> list[Simulated]:
+    """Choose the ranks to simulate for several calls at once: those that are alike in all of them.
+
+    Raises:
+        ConfigError: as of `simulated`.
+    """
+    known: dict[str, AnyStrategy] = {}
+
+    def make(strategy: _Given) -> AnyStrategy:
+        if not isinstance(strategy, str):
+            return build(strategy, layout)
+        if strategy not in known:
+            known[strategy] = build(strategy, layout)
+        return known[strategy]
+
+    found = [
+        simulated(strategy, layout, network, message, one_by_one=one_by_one, make=make) for strategy, message in calls
+    ]
+    if len(found) == 1:
+        return found
+    groups = {_kind(call.turns) for call in found}
+    if len(groups) == 1 and None not in groups:
+        if all(call.is_ordered for call in found):
+            return found
+        if sum(call.num_messages for call in found) > MANY_MESSAGES:
+            return [replace(call, is_exact=False) for call in found]
+    if groups == {None} and all(call.classes is not None for call in found):
+        pairs = {pair.digest: pair for call in found for pair in pairs_of(call.graphs, call.message)}
+        classes = classes_of(list(pairs.values()), layout, network)
+        if classes is not None:
+            return [replace(call, classes=classes) for call in found]
+    if all(call.turns is None and call.classes is None for call in found):
+        return found
+    return simulated_together(calls, layout, network, one_by_one=True)
+
+
+def _kind(group: Group | None) -> Group | None:
+    """The group without what differs by call."""
+    return replace(group, step=0) if isinstance(group, Block) else group
 
 
 def simulated(
-    strategy: str | AnyStrategy | Graph | GraphPair,
+    strategy: _Given,
     layout: Layout,
     network: SimulatedNetwork,
     message: Message,
     *,
     one_by_one: bool = False,
+    make: Callable[[_Given], AnyStrategy] | None = None,
 ) -> Simulated:
-    """Choose the ranks to simulate.
+    """Choose the ranks to simulate; ``make`` builds a strategy, once for several calls.
 
     Raises:
         ConfigError: an unknown strategy, or one of another size.
@@ -171,7 +238,7 @@ def simulated(
         found = _turned(turned(strategy, layout, message.nbytes), layout, network, message)
         if found is not None:
             return found
-    built = build(strategy, layout)
+    built = build(strategy, layout) if make is None else make(strategy)
     plain = Simulated(built, layout, network, message, built.name)
     if one_by_one:
         return plain
@@ -199,14 +266,17 @@ def _turned(
     plain = Simulated(graphs, layout, network, message, graphs.name)
     if len(pairs) == 1:
         # Whole along one pair: of the others nothing is needed.
+        is_exact = _is_turnable(network)
+        if not is_exact and layout.size <= _FEW_RANKS:
+            return None
         alone = replace(graphs, pairs=(solid(pairs[0]),), is_whole=not graphs.direct)
-        return _alike(replace(plain, strategy=alone))
+        return _alike(replace(plain, strategy=alone, is_exact=is_exact))
     if not _is_turnable(network) or layout.size % _block(found, layout, network):
         return None
     parts = 1 if graphs.direct is Direct.ONE_STEP else len(graphs.pairs)
     count = math.ceil(message.count / parts) * parts
     group = Block(found.turns, _block(found, layout, network), found.step)
-    exact = replace(plain, turns=group, message=replace(message, count=count))
+    exact = replace(plain, turns=group, message=replace(message, count=count), is_ordered=found.has_one_sender)
     if found.is_exact and count == message.count:
         return exact
     return replace(exact, is_exact=False) if exact.num_messages > MANY_MESSAGES else None

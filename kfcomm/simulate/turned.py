@@ -150,6 +150,7 @@ class TurnedStrategy:
     turns: Turns
     step: int  # ranks between neighbouring roots; 0 for an exchange in steps
     is_exact: bool  # whether all ranks take what arrives at one moment in orders that turn into each other
+    has_one_sender: bool = False  # each rank receives from one other in each direction
 
 
 class _View(Sequence[Any]):
@@ -251,7 +252,8 @@ def _of(name: str, pair: GraphPair, turns: Turns, step: int = 1, *, is_exact: bo
 
 def _ring(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     size = layout.size
-    return _of("ring", GraphPair(_chain_up(size), Graph.from_parents([0, *range(size - 1)])), Turns(size))
+    ring = _of("ring", GraphPair(_chain_up(size), Graph.from_parents([0, *range(size - 1)])), Turns(size))
+    return replace(ring, has_one_sender=True)
 
 
 def _chain_star(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kfcomm.core.machine import DOWN, UP
-from kfcomm.core.program import ABSENT, Program
+from kfcomm.core.program import ABSENT
 from kfcomm.simulate.alike import Numbers
 from kfcomm.simulate.ports import Flow, Pass
 from kfcomm.simulate.ranks import Chunk, Rank, Way
@@ -109,32 +109,37 @@ class TurnedRanks(_PairWiring):
 
     Args:
         routes: of all ranks.
-        group: turns that bring hosts to hosts.
+        groups: turns that bring hosts to hosts, as they bring the lanes of each call to others.
         by_host: how many ranks of a host send alike through its port.
     """
 
-    def __init__(self, routes: Routes, group: Group, by_host: int) -> None:
-        super().__init__(routes, group.numbers)
-        self._group = group
+    def __init__(self, routes: Routes, groups: Sequence[Group], by_host: int) -> None:
+        super().__init__(routes, groups[0].numbers)
+        self._groups = groups
         self._by_host = by_host
 
     @override
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
-        found, origin = dict(zip(self._numbers, values, strict=True)), self._group.origin
+        found, origin = dict(zip(self._numbers, values, strict=True)), self._groups[0].origin
         return tuple([found[origin(rank)[0]] for rank in range(self._routes.layout.size)])
 
     @override
     def _leg(self, number: int, target: int) -> _Leg:
         routes = self._routes
-        receiver, by = self._group.origin(target)
+        group = self._groups[0]
+        receiver, by = group.origin(target)
         out, _, latency_s = routes.between(number, target)
-        sender = self._group.back(by, number)
+        sender = group.back(by, number)
         _, into, _ = routes.between(sender, receiver)
         arrived = partial(self._arrived, self._ranks[receiver], sender, by)
         return routes.counted((*out, *into), self._by_host, 1), latency_s, arrived
 
     def _arrived(self, receiver: Rank, sender: int, by: int, chunk: Chunk) -> None:
-        receiver.arrived(chunk._replace(lane=self._group.lane_back(by, chunk.lane), sender=sender))
+        receiver.arrived(chunk._replace(lane=self._groups[chunk.call].lane_back(by, chunk.lane), sender=sender))
+
+
+_Step: TypeAlias = tuple[int, int, int]
+"""A call, a lane and a phase."""
 
 
 class _Use(NamedTuple):
@@ -142,7 +147,7 @@ class _Use(NamedTuple):
 
     other: int  # class of the rank at the other end
     is_local: bool
-    steps: frozenset[tuple[int, int]]  # lanes and phases
+    steps: frozenset[_Step]
 
 
 class NotAlike(Exception):
@@ -192,7 +197,7 @@ class AlikeRanks(Wiring):
     def join(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
         for rank in ranks:
-            sent, received = _steps_of(rank.program)
+            sent, received = _steps_of(rank)
             self._uses.append({target: self._use(rank.number, target, steps) for target, steps in sent.items()})
             self._targets.append(_grouped(self._uses[-1]))
             self._senders.append(
@@ -209,7 +214,7 @@ class AlikeRanks(Wiring):
         uses = self._uses[self._classes[rank.number]]
         return tuple([self._way(rank, use) for use in dict.fromkeys([uses[target] for target in to])])
 
-    def _use(self, rank: int, other: int, steps: set[tuple[int, int]]) -> _Use:
+    def _use(self, rank: int, other: int, steps: set[_Step]) -> _Use:
         hosts = self._routes.layout.hosts
         return _Use(self._classes[other], hosts[rank] == hosts[other], frozenset(steps))
 
@@ -229,7 +234,7 @@ class AlikeRanks(Wiring):
                 *routes.counted(into, len(senders) * receiving, len(senders)),
             )
             arrived = partial(_arrived_from, receiver, senders)
-            was_read = partial(rank.was_read, len(targets))
+            was_read = partial(rank.was_read, times=len(targets))
             flow = Flow(routes.agenda, passes, latency_s, arrived, was_read)
             way = self._flows[key] = Way(flow, targets[0], len(targets))
         return way
@@ -240,17 +245,18 @@ def _arrived_from(receiver: Rank, senders: Sequence[int], chunk: Chunk) -> None:
         receiver.arrived(chunk._replace(sender=sender))
 
 
-def _steps_of(program: Program) -> tuple[dict[int, set[tuple[int, int]]], dict[int, set[tuple[int, int]]]]:
-    """Lanes and phases in which a rank sends to each other rank, and those in which it receives from each."""
-    sent: dict[int, set[tuple[int, int]]] = {}
-    received: dict[int, set[tuple[int, int]]] = {}
-    for number, lane in program.lanes.items():
-        if lane.parent != ABSENT:
-            sent.setdefault(lane.parent, set()).add((number, UP))
-        for target in lane.targets:
-            sent.setdefault(target, set()).add((number, DOWN))
-    for number, phase, sender in program.routes:
-        received.setdefault(sender, set()).add((number, phase))
+def _steps_of(rank: Rank) -> tuple[dict[int, set[_Step]], dict[int, set[_Step]]]:
+    """Steps in which a rank sends to each other rank, and those in which it receives from each."""
+    sent: dict[int, set[_Step]] = {}
+    received: dict[int, set[_Step]] = {}
+    for call in rank.calls:
+        for number, lane in call.program.lanes.items():
+            if lane.parent != ABSENT:
+                sent.setdefault(lane.parent, set()).add((call.number, number, UP))
+            for target in lane.targets:
+                sent.setdefault(target, set()).add((call.number, number, DOWN))
+        for number, phase, sender in call.program.routes:
+            received.setdefault(sender, set()).add((call.number, number, phase))
     return sent, received
 
 

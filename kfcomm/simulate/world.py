@@ -1,4 +1,4 @@
-"""World of simulated ranks, from a strategy and a network to a `Result`.
+"""World of simulated ranks, from collectives and a network to a `Result`.
 
 The machines are those of ``core.machine``, with the programs that ``collectives.plans`` makes for real ranks. Only the
 links, the processors and the time are simulated, see ``ports`` and ``ranks``.
@@ -14,103 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from kfcomm.collectives.plans import Plan
+from kfcomm.collectives.plans import Plan, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda
-from kfcomm.simulate.ranks import Carry, Processors, Rank, SimulatedSurroundings, SimulatedWork
+from kfcomm.simulate.ranks import Carry, Processors, Rank, RankCall, SimulatedSurroundings, SimulatedWork
+from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.routes import Routes
-from kfcomm.simulate.symmetry import Message, Simulated, simulated
+from kfcomm.simulate.scripts import Script
+from kfcomm.simulate.symmetry import Message, Simulated, simulated, simulated_together, wiring_of
 from kfcomm.simulate.wiring import NotAlike, Wiring
+from kfcomm.simulate.workload import Call, Compute, Workload, calls_of, checked
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
-
-_GIGA = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Traffic through one port, in one direction."""
-
-    port: str  # its name
-    nbytes: int
-    seconds: float  # least time for it, at the port's rate
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One collective on a simulated network.
-
-    Attributes:
-        strategy: its name.
-        graphs: the name of the graphs that it took for this size: another one where it is a rule by size.
-        size: number of ranks.
-        num_hosts: on how many hosts.
-        nbytes: of the message.
-        seconds: until it was complete on all ranks; the first one posted it at 0.
-        rank_seconds: until it was complete on each.
-        busiest: the port that needs longest for what goes through it.
-        messages: how many were sent.
-        nbytes_sent: in them, all together.
-        events: how many steps the simulation took.
-        simulated_ranks: how many ranks were simulated: one of each class of those that are alike.
-        is_exact: False where too many ranks to be simulated one by one were taken to be alike: parts of the message
-            count as the largest, and all ranks take chunks that arrive at one moment in the same order.
-    """
-
-    strategy: str
-    graphs: str
-    size: int
-    num_hosts: int
-    nbytes: int
-    seconds: float
-    rank_seconds: tuple[float, ...]
-    busiest: Use
-    messages: int
-    nbytes_sent: int
-    events: int
-    simulated_ranks: int
-    is_exact: bool
-
-    @property
-    def bound_s(self) -> float:
-        """Lower bound with these graphs: the time that the busiest port needs."""
-        return self.busiest.seconds
-
-    @property
-    def algbw(self) -> float:
-        """Algorithm bandwidth, in 10⁹ bytes per second."""
-        return self.nbytes / self.seconds / _GIGA
-
-    @property
-    def busbw(self) -> float:
-        """Bus bandwidth, in 10⁹ bytes per second: algbw · 2(n−1)/n."""
-        return self.algbw * 2 * (self.size - 1) / self.size
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything but the times of single ranks."""
-        return {
-            "strategy": self.strategy,
-            "graphs": self.graphs,
-            "ranks": self.size,
-            "hosts": self.num_hosts,
-            "nbytes": self.nbytes,
-            "seconds": self.seconds,
-            "algbw_gb_per_s": self.algbw,
-            "busbw_gb_per_s": self.busbw,
-            "bound_s": self.bound_s,
-            "busiest_port": self.busiest.port,
-            "busiest_port_nbytes": self.busiest.nbytes,
-            "messages": self.messages,
-            "nbytes_sent": self.nbytes_sent,
-            "events": self.events,
-            "simulated_ranks": self.simulated_ranks,
-            "is_exact": self.is_exact,
-        }
 
 
 def simulate(
@@ -153,19 +72,71 @@ def simulate(
         ConfigError: an unknown strategy or dtype, a message without an element, one rank only, a network with other
             hosts than the layout.
     """
+    call = Call(nbytes, key, strategy, verb, root, dtype)
+    how = _How(starts_s, carry, one_by_one, progress)
+    return Result.of(_simulated((call,), layout, network, strategy, how))
+
+
+def simulate_step(
+    workload: Workload,
+    layout: Layout,
+    network: SimulatedNetwork | None = None,
+    *,
+    strategy: str | AnyStrategy | Graph | GraphPair = "auto",
+    starts_s: Sequence[float] = (),
+    one_by_one: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> StepResult:
+    """How long a step takes in which all ranks compute, post collectives, and wait for them.
+
+    Calls share links, ports and the processor of their rank; chunks of one link leave by priority, then in order.
+    Compute takes its time whatever is under way. Costs as `simulate`; ranks that are alike in all calls are simulated
+    once: where calls have strategies of several kinds, most often all are.
+
+    Args:
+        workload: see `parse_workload`; `Compute`, `Call` and `Await` in the order of a rank's program.
+        layout: where the ranks are.
+        network: as for `simulate`.
+        strategy: of calls without their own.
+        starts_s: when each rank begins, by rank; see `late`. All at 0 by default.
+        one_by_one: simulate every rank.
+        progress: as for `simulate`.
+
+    Raises:
+        ConfigError: as of `simulate`; a workload without calls, or whose names are used twice or are unknown.
+    """
+    return _simulated(checked(workload), layout, network, strategy, _How(starts_s, None, one_by_one, progress))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """Options of a simulation, as of `simulate`."""
+
+    starts_s: Sequence[float]
+    carry: Carry | None
+    one_by_one: bool
+    progress: Callable[[float], None] | None
+
+
+def _simulated(
+    items: Workload, layout: Layout, network: SimulatedNetwork | None,
+    strategy: str | AnyStrategy | Graph | GraphPair, how: _How,
+) -> StepResult:  # fmt: skip
     if layout.size == 1:
         build(strategy, layout)
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
-    message = Message.of(nbytes, dtype, key, verb, _checked_root(root, layout))
-    one_by_one = one_by_one or carry is not None or len(set(_checked_starts(starts_s, layout))) > 1
+    calls = []
+    for call in calls_of(items):
+        message = Message.of(call.nbytes, call.dtype, call.name, call.verb, _checked_root(call.root, layout))
+        calls.append((strategy if call.strategy is None else call.strategy, message))
+    is_late = len(set(_checked_starts(how.starts_s, layout))) > 1
+    one_by_one = how.one_by_one or how.carry is not None or is_late
     with _without_collections():
-        world = simulated(strategy, layout, network, message, one_by_one=one_by_one)
         try:
-            return _run(world, nbytes, starts_s, carry, progress)
+            return _run(simulated_together(calls, layout, network, one_by_one=one_by_one), items, how)
         except NotAlike:
-            world = simulated(strategy, layout, network, message, one_by_one=True)
-            return _run(world, nbytes, starts_s, carry, progress)
+            return _run(simulated_together(calls, layout, network, one_by_one=True), items, how)
 
 
 def late(size: int, mean_s: float, seed: int = 0) -> tuple[float, ...]:
@@ -221,29 +192,29 @@ def num_messages(
     return simulated(strategy, layout, matched, Message.of(nbytes, dtype, "")).num_messages
 
 
-def _run(
-    world: Simulated, nbytes: int, starts_s: Sequence[float], carry: Carry | None,
-    progress: Callable[[float], None] | None,
-) -> Result:  # fmt: skip
-    routes = Routes(Agenda(), world.network, world.layout)
-    wiring = world.wiring(routes)
-    plans = world.plans(wiring.numbers)
-    routes.relays = world.relays(plans)
-    ranks = _ranks(routes, wiring, plans, carry)
+def _run(calls: list[Simulated], items: Workload, how: _How) -> StepResult:
+    routes = Routes(Agenda(), calls[0].network, calls[0].layout)
+    wiring = wiring_of(calls, routes)
+    made: dict[tuple[int, int], Plans] = {}
+    plans = [call.plans(wiring.numbers, made) for call in calls]
+    routes.relays = frozenset().union(*(call.relays(of_call) for call, of_call in zip(calls, plans, strict=True)))
+    ranks = _ranks(routes, wiring, plans, items, how.carry)
     wiring.join(ranks)
-    for rank in ranks:
+    numbers = {call.name: number for number, call in enumerate(calls_of(items)) if call.name}
+    scripts = [Script(routes.agenda, rank, items, numbers) for rank in ranks]
+    for rank, script in zip(ranks, scripts, strict=True):
         # In order, so that a simulation repeats exactly.
-        if starts_s and starts_s[rank.number]:
-            routes.agenda.at(starts_s[rank.number], rank.arrived, None)
+        if how.starts_s and how.starts_s[rank.number]:
+            routes.agenda.at(how.starts_s[rank.number], script.go_on, None)
         else:
-            rank.arrived(None)
-    total = sum(rank.num_to_send for rank in ranks)
-    routes.agenda.run(None if progress is None else partial(_look, ranks, total, progress))
-    return _result(world, nbytes, routes, wiring, ranks)
+            script.go_on()
+    total = sum(call.num_to_send for rank in ranks for call in rank.calls)
+    routes.agenda.run(None if how.progress is None else partial(_look, ranks, total, how.progress))
+    return _result(calls, items, routes, wiring, scripts, ranks)
 
 
 def _look(ranks: list[Rank], total: int, progress: Callable[[float], None]) -> None:
-    progress(sum(rank.num_messages for rank in ranks) / total)
+    progress(sum(call.num_messages for rank in ranks for call in rank.calls) / total)
 
 
 def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
@@ -256,15 +227,23 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     return replace(network, hosts=tuple(hosts))
 
 
-def _ranks(routes: Routes, wiring: Wiring, plans: list[Plan], carry: Carry | None) -> list[Rank]:
+def _ranks(routes: Routes, wiring: Wiring, plans: list[list[Plan]], items: Workload, carry: Carry | None) -> list[Rank]:
     local, hosts = routes.network.local, routes.layout.hosts
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
-    work = SimulatedWork(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, hosts)
+    work = SimulatedWork(local.overhead_s, copy_s_per_byte, 1 / local.fold, hosts)
     surroundings = SimulatedSurroundings(routes.agenda, wiring.ways, work, carry)
     processors = _processors(routes)
+    priorities = [call.priority for call in calls_of(items)]
     return [
-        Rank(surroundings, rank, plan.program, processors.get(hosts[rank]))
-        for rank, plan in zip(wiring.numbers, plans, strict=True)
+        Rank(
+            surroundings,
+            rank,
+            tuple(
+                RankCall(number, plan.program, plan.sizes, priorities[number]) for number, plan in enumerate(of_rank)
+            ),
+            processors.get(hosts[rank]),
+        )
+        for rank, of_rank in zip(wiring.numbers, zip(*plans, strict=True), strict=True)
     ]
 
 
@@ -282,27 +261,51 @@ def _processors(routes: Routes) -> dict[int, Processors]:
     }
 
 
-def _result(world: Simulated, nbytes: int, routes: Routes, wiring: Wiring, ranks: list[Rank]) -> Result:
-    times_s = [rank.done_s for rank in ranks if rank.done_s is not None]
-    if len(times_s) < len(ranks):
-        stuck = [rank.number for rank in ranks if rank.done_s is None]
+def _result(
+    calls: list[Simulated], items: Workload, routes: Routes, wiring: Wiring, scripts: list[Script], ranks: list[Rank]
+) -> StepResult:
+    stuck = [
+        rank.number
+        for rank, script in zip(ranks, scripts, strict=True)
+        if script.ended_s is None or any(call.done_s is None for call in rank.calls)
+    ]
+    if stuck:
         raise InternalError(f"nothing is left to happen, and ranks {stuck} are not done")
+    ends_s = [
+        max(script.ended_s or 0.0, *(call.done_s or 0.0 for call in rank.calls))
+        for rank, script in zip(ranks, scripts, strict=True)
+    ]
     busiest = max(routes.ports(), key=lambda port: port.busy_s)
-    return Result(
-        strategy=world.name,
-        graphs=world.graphs.name,
-        size=world.layout.size,
-        num_hosts=world.layout.num_hosts,
-        nbytes=nbytes,
-        seconds=max(times_s),
-        rank_seconds=wiring.of_all(times_s),
+    return StepResult(
+        size=routes.layout.size,
+        num_hosts=routes.layout.num_hosts,
+        calls=tuple(_call_results(calls, items, wiring, ranks)),
+        compute_s=sum(item.seconds for item in items if isinstance(item, Compute)),
+        seconds=max(ends_s),
+        rank_seconds=wiring.of_all(ends_s),
         busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
-        messages=sum(rank.num_messages * wiring.times(rank.number) for rank in ranks),
-        nbytes_sent=sum(rank.nbytes_sent * wiring.times(rank.number) for rank in ranks),
         events=routes.agenda.num_events,
         simulated_ranks=len(ranks),
-        is_exact=world.is_exact,
+        is_exact=all(call.is_exact for call in calls),
     )
+
+
+def _call_results(calls: list[Simulated], items: Workload, wiring: Wiring, ranks: list[Rank]) -> Iterator[CallResult]:
+    for number, (world, given) in enumerate(zip(calls, calls_of(items), strict=True)):
+        on_ranks = [(rank.calls[number], wiring.times(rank.number)) for rank in ranks]
+        times_s = [call.done_s or 0.0 for call, _ in on_ranks]
+        yield CallResult(
+            name=given.name,
+            verb=given.verb,
+            strategy=world.name,
+            graphs=world.graphs.name,
+            nbytes=given.nbytes,
+            posted_s=min(call.posted_s or 0.0 for call, _ in on_ranks),
+            done_s=max(times_s),
+            rank_seconds=wiring.of_all(times_s),
+            messages=sum(call.num_messages * times for call, times in on_ranks),
+            nbytes_sent=sum(call.nbytes_sent * times for call, times in on_ranks),
+        )
 
 
 @contextmanager

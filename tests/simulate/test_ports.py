@@ -25,7 +25,7 @@ class Wires:
             [Pass(self.ports[port]) for port in way],
             latency_s,
             lambda chunk: self.arrivals.append((chunk, self.agenda.now_s)),
-            lambda: self.reads.append(self.agenda.now_s),
+            lambda _: self.reads.append(self.agenda.now_s),
         )
 
     def run(self) -> dict[object, float]:
