@@ -20,14 +20,14 @@ number out of its range, is an error on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Self
 
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.introductions import check_alike, introduce, introduction, refuse
 from kfcomm.train.procedure import Comm, Procedure, call, carried, epoch_of, together
-from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt
+from kfcomm.train.trees import Tree, converted, copied, is_array, leaves, mapped, rebuilt, state_digests
 from kfcomm.train.turns import AlgorithmTurn, Model, digest_of, model_of
 
 __all__ = [
@@ -99,6 +99,7 @@ class Agreement:
         self._model: Model | None = None
         self._is_anew = False
         """Whether it has begun anew in this step, and knows it."""
+        self._left_alone: Collection[str] = ()  # parts that ``load_state_dict`` leaves as they are
         if problem is not None:
             refuse(comm, self._said, problem, *map(self._introduction, METHODS))
 
@@ -158,7 +159,7 @@ class Agreement:
         Raises:
             ConfigError: it is the state of another algorithm, or of another model; nothing is loaded.
         """
-        objects = {key: value for key, value in self._parts() if hasattr(value, "state_dict")}
+        objects = self._objects()
         given = {key: value for key, value in state.items() if key.partition("/")[0] not in objects}
         own = {key: value for key, value in Agreement.state_dict(self).items() if key.partition("/")[0] not in objects}
         if own.keys() != given.keys():
@@ -167,7 +168,8 @@ class Agreement:
             )
         found = {key: converted(own[key], value, f"{key} of {self._said}") for key, value in given.items()}
         for key, one in objects.items():
-            one.load_state_dict({k.partition("/")[2]: v for k, v in state.items() if k.partition("/")[0] == key})
+            if key not in self._left_alone:
+                one.load_state_dict({k.partition("/")[2]: v for k, v in state.items() if k.partition("/")[0] == key})
         self.num_steps = int(found["num_steps"])
         for one in (*self.shared_state, *self.rank_state):
             if one.lstrip("_") in found:
@@ -193,6 +195,9 @@ class Agreement:
 
     def _parts(self) -> list[tuple[str, Any]]:
         return [(one.lstrip("_"), getattr(self, one)) for one in (*self.shared_state, *self.rank_state)]
+
+    def _objects(self) -> dict[str, Any]:
+        return {key: value for key, value in self._parts() if hasattr(value, "state_dict")}
 
     def restart(self, model: Tree) -> None:
         """Begin anew with a model that is the same on all ranks, as if made with it now."""
@@ -332,13 +337,16 @@ class Agreement:
         name = self._introduction("parameters")
         self._ranks_changed(tree)
         self._introduced["parameters"] = epoch_of(self._comm)
-        row = [self._said, None, self.num_steps, None if former is None else former.keeps_replicas, self.comm.rank]
+        # Now, not when the others have answered: until then gradients may be exchanged, from which a monitor learns.
+        digests = state_digests(self._objects(), self.merging())
+        row = [self._said, None, self.num_steps, former and former.keeps_replicas, self.comm.rank, digests]
         try:
             told = yield call("all_gather_object", row, name)
             check_alike(self.comm.rank, self._said, told, name)
             replicas = [one[3] for one in told if one[3] is not None]
             if not replicas:
-                yield from self._catch_up({rank: steps for _, _, steps, _, rank in told})
+                alike = dict(set.intersection(*(set(one[5].items()) for one in told)))
+                yield from self._catch_up({rank: steps for _, _, steps, _, rank, _ in told}, alike)
                 return tree
             if not self._is_anew:
                 self.restart(tree)
@@ -357,12 +365,14 @@ class Agreement:
         self._start_from(tree)
         return tree
 
-    def _catch_up(self, steps: Mapping[int, int]) -> Procedure[None]:
+    def _catch_up(self, steps: Mapping[int, int], alike: Collection[str]) -> Procedure[None]:
         """Take over the state of the first rank that is ahead, where the program has not handed it to a new rank."""
         most = max(steps.values())
         if not self.counts_alike or min(steps.values()) == most:
             return
-        root, own = min(rank for rank, one in steps.items() if one == most), self.state_dict()
+        root = min(rank for rank, one in steps.items() if one == most)
+        # What is alike, such as a monitor that the program has handed over by itself, stays as it is.
+        own = {key: value for key, value in self.state_dict().items() if key.partition("/")[0] not in alike}
         parts = leaves(own)
         arrays = {one: x for one, x in parts.items() if is_array(x)}
         values = {one: x for one, x in parts.items() if one not in arrays}
@@ -371,7 +381,11 @@ class Agreement:
         for one, x in arrays.items():
             found[one] = yield call("broadcast", x, root, f"{self.name}/state/{one}")
         if self.num_steps < most:
-            self.load_state_dict(rebuilt(own, found))
+            self._left_alone = alike
+            try:
+                self.load_state_dict(rebuilt(own, found))
+            finally:
+                self._left_alone = ()
 
     def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
         """Reduce the arrays of a tree over all ranks; then ``_num_met`` is the number of those in the result."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.arrays.kinds import is_array_type
 from kfcomm.arrays.trees import Tree, collect, leaves, rebuilt
 from kfcomm.errors import ConfigError
 
-__all__ = ["Tree", "converted", "copied", "is_array", "leaves", "mapped", "rebuilt"]
+__all__ = ["Tree", "converted", "copied", "is_array", "leaves", "mapped", "rebuilt", "state_digests"]
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -32,6 +36,28 @@ def is_array(x: Any) -> bool:
     """Whether a leaf of a tree is an array; else it is a value."""
     kind: Any = type(x)
     return is_array_type(kind)
+
+
+def state_digests(objects: Mapping[str, Any], ways: Mapping[str, str]) -> dict[str, str]:
+    """Return a digest of the state of each object, without what differs between ranks: the keys of ``ways``.
+
+    Of values and NumPy arrays; the digest of a state with other arrays is unlike all others.
+    """
+    found = {}
+    for key, one in objects.items():
+        state = leaves({k: value for k, value in one.state_dict().items() if f"{key}/{k}" not in ways})
+        said = [f"{name}: {_said(x)}" for name, x in sorted(state.items())]
+        found[key] = hashlib.blake2b("; ".join(said).encode(), digest_size=16).hexdigest()
+    return found
+
+
+def _said(x: Any) -> str:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return f"{x.dtype} {x.shape} {x.tobytes().hex()}"
+    if is_array(x):
+        return secrets.token_hex(16)
+    # 8 and 8.0 are one number: a state that was handed over has the types of another rank.
+    return repr(float(x) if isinstance(x, (int, float)) else x)
 
 
 def converted(own: Any, given: Any, what: str) -> Any:
