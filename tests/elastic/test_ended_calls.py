@@ -16,7 +16,7 @@ from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, EpochChanged, KfcommError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from tests.elastic import programs
-from tests.elastic.support import die
+from tests.elastic.support import die, leave_unheard
 from tests.elastic.test_finish import heard, train
 
 SHORT_S = 0.05
@@ -272,16 +272,12 @@ async def test_result_is_forwarded_through_a_rank_that_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 has the result, rank 2 has cancelled, and rank 3 not yet: rank 3 gets it when rank 0 dies."""
-    real = CallRunner._ended
-
-    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
-        if self.log.comm.epoch == 0 and self.log.comm.rank in (2, 3) and entry.name == "c" and not handle.cancelled():
-            entry.inner = None  # its end is not seen
-            self.look_if_quiet()
-        else:
-            real(self, entry, handle)
-
-    monkeypatch.setattr(CallRunner, "_ended", ended)
+    leave_unheard(
+        monkeypatch,
+        lambda log, entry, handle: (
+            log.comm.epoch == 0 and log.comm.rank in (2, 3) and entry.name == "c" and not handle.cancelled()
+        ),
+    )
     async with world(4, elastic=True) as comms:
         is_there, is_cancelled = asyncio.Event(), asyncio.Event()
 
@@ -349,16 +345,9 @@ KINDS: tuple[Callable[[str], Any], ...] = (Name, np.str_, str)
 @pytest.mark.asyncio
 async def test_calls_are_told_apart_by_names_of_any_kind(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """The result of one call is never given as the result of another."""
-    real = CallRunner._ended
-
-    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
-        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.name in ("a", "b"):
-            entry.inner = None
-            self.look_if_quiet()
-        else:
-            real(self, entry, handle)
-
-    monkeypatch.setattr(CallRunner, "_ended", ended)
+    leave_unheard(
+        monkeypatch, lambda log, entry, _: log.comm.epoch == 0 and log.comm.rank == 2 and entry.name in ("a", "b")
+    )
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:

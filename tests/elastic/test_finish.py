@@ -15,10 +15,9 @@ import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.elastic.call_log import CallOutcome, Entry
 from kfcomm.elastic.results import ResultTransfer
-from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
-from tests.elastic.support import Died, die
+from tests.elastic.support import Died, die, leave_unheard
 
 Body = Callable[[Any, Any], Awaitable[Any]]
 
@@ -137,16 +136,7 @@ async def test_averages_are_those_of_the_contributors() -> None:
 @pytest.mark.asyncio
 async def test_lists_of_one_rank_are_sent_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 dies when it has the result and rank 1, too, and rank 2 has not heard of it."""
-    real = CallRunner._ended
-
-    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
-        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.key[0] == "b":
-            entry.inner = None
-            self.look_if_quiet()
-        else:
-            real(self, entry, handle)
-
-    monkeypatch.setattr(CallRunner, "_ended", ended)
+    leave_unheard(monkeypatch, lambda log, entry, _: log.comm.epoch == 0 and log.comm.rank == 2 and entry.key[0] == "b")
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:
@@ -169,16 +159,10 @@ async def test_call_is_repeated_if_the_sender_of_its_result_dies(
     monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Rank 1 alone has the result when rank 0 dies, and dies when it is to give it: the others do it again."""
-    real_ended, real_part = CallRunner._ended, ResultTransfer.take_part
+    real_part = ResultTransfer.take_part
+    leave_unheard(monkeypatch, lambda log, entry, _: log.comm.epoch == 0 and log.comm.rank > 1 and entry.key[0] == "b")
 
     async with world(4, elastic=True) as comms:
-
-        def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
-            if self.log.comm.epoch == 0 and self.log.comm.rank > 1 and entry.key[0] == "b":
-                entry.inner = None
-                self.look_if_quiet()
-            else:
-                real_ended(self, entry, handle)
 
         def take_part(self: ResultTransfer, entry: Entry, outcome: CallOutcome) -> None:
             if self._log.comm.births[self._log.comm.rank] == 1:
@@ -186,7 +170,6 @@ async def test_call_is_repeated_if_the_sender_of_its_result_dies(
             else:
                 real_part(self, entry, outcome)
 
-        monkeypatch.setattr(CallRunner, "_ended", ended)
         monkeypatch.setattr(ResultTransfer, "take_part", take_part)
 
         async def body(comm: Any, step: Any) -> Any:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.call_log import CallOutcome, Entry, Standing
+from kfcomm.elastic.call_log import CallLog, CallOutcome, Entry, Standing
 from kfcomm.elastic.outcomes import decide
-from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import EpochChanged, KfcommError
 from kfcomm.testing import run_ranks, world
 from tests.elastic import programs
-from tests.elastic.support import Died, die
+from tests.elastic.support import Died, die, leave_unheard
 
 PHASES = ("before", "posted", "cancelled", "told", "over")
 """The dying rank has not made the call; has; has not, and another one cancels it; has its result, and one rank does not
@@ -100,18 +99,13 @@ class Rank:
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank does not hear of the end of its call ``c`` in the first epoch."""
-    real = CallRunner._ended
 
-    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+    def is_unheard(log: CallLog, entry: Entry, handle: Any) -> bool:
         is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
-        is_in_time = self.log.comm.epoch == 0 and self.log.step == 2  # the boundary before step 0 counts
-        if is_in_time and self.log.comm.rank == OTHER and entry.name == "c" and is_last and not handle.cancelled():
-            entry.inner = None
-            self.look_if_quiet()
-        else:
-            real(self, entry, handle)
+        is_in_time = log.comm.epoch == 0 and log.step == 2  # the boundary before step 0 counts
+        return is_in_time and log.comm.rank == OTHER and entry.name == "c" and is_last and not handle.cancelled()
 
-    monkeypatch.setattr(CallRunner, "_ended", ended)
+    leave_unheard(monkeypatch, is_unheard)
 
 
 @pytest.mark.parametrize(
