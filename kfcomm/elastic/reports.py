@@ -9,8 +9,8 @@ from kfcomm.elastic.call_log import Uids
 from kfcomm.world.communicator import Communicator
 from kfcomm.world.epochs import NUM_TELLERS, EpochPlan, tell_store
 
-TELL_WITHIN_S = 2.0
-"""Wait of a leaving rank for a store that does not answer."""
+LOOK_S = 2.0
+"""So often a leaving rank, whose report is under way, looks whether the store answers."""
 
 
 class EpochReports:
@@ -42,9 +42,12 @@ class EpochReports:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait a moment for reports that are being sent, and send no more."""
+        """Wait for reports that are being sent, unless the store does not answer, and send no more."""
+        # The launcher would wait for ever for a stopped rank of which it does not hear that the others gave it up.
         self._news = None
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=TELL_WITHIN_S)
+        while self._tasks and self._comm is not None:
+            await asyncio.wait(self._tasks, timeout=LOOK_S)
+            if self._comm._session.network.membership.trouble:
+                break
         for task in self._tasks:
             task.cancel()

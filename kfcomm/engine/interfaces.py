@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 class Membership(Protocol):
     """Changes of the ranks of a job that need the job's store or launchers."""
 
+    @property
+    def trouble(self) -> str:
+        """Why the store has not answered the last attempt; empty if it has, and without a store."""
+        return ""
+
     def may_live(self, peer: int) -> bool:
         """Whether a peer may live: no launcher has seen its process end."""
 

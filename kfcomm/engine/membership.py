@@ -43,6 +43,11 @@ class StoreMembership(Membership):
         self._job = job
         self._me = peers[births.index(meeting.settings.rank)]
 
+    @property
+    @override
+    def trouble(self) -> str:
+        return "" if self._meeting.store is None else self._meeting.store.client.trouble
+
     @override
     def may_live(self, peer: int) -> bool:
         end = self._meeting.ends.get(self._births[peer])

@@ -1,4 +1,4 @@
-"""Connection of the ranks of a world in one process: links, the store of the membership, a network for each epoch."""
+"""Connection of the ranks of a world in one process: links, and a network for each epoch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.core.handshake import Keys
 from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.interfaces import Door, Membership, Network
 from kfcomm.errors import TransportError
+from kfcomm.testing.store import MemoryWelcome
 from kfcomm.transports.base import Link, Surroundings, Waiter
 from kfcomm.transports.memory import MemoryNetwork
 from kfcomm.transports.reactor import Reactor
@@ -118,86 +119,6 @@ class InSharedMemory:
 Links: TypeAlias = InMemory | InSharedMemory
 
 
-class MemoryWelcome(NamedTuple):
-    """Answer to an admitted process."""
-
-    epoch: MemoryEpoch  # which it belongs to from now on
-    num_old: int  # so many of its ranks, the first ones, were there before
-    strategy: str  # its name
-
-
-class MemoryStore:
-    """Store of the membership: processes that wait to be admitted, and the requested size. Never lost."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[MemoryWelcome]] = {}
-        self._invited: dict[int, asyncio.Future[MemoryWelcome]] = {}
-        self._wanted = Wanted()
-        self._changed = asyncio.Event()
-
-    async def ask_in(self, birth: int) -> MemoryWelcome:
-        """Wait, as the process of this uid, to be admitted."""
-        self._waiting[birth] = asyncio.get_running_loop().create_future()
-        self._tell()
-        return await self._waiting[birth]
-
-    async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """Return waiting processes that are not known, as soon as there are any."""
-        while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
-            await self.changed()
-        return [Candidate(birth, b"") for birth in sorted(found)]
-
-    async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
-        """Admit these processes."""
-        for birth in births:
-            waiting = self._waiting.get(birth)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(said)
-
-    def invitation(self, birth: int) -> asyncio.Future[MemoryWelcome]:
-        """Invitation of the process of this uid; it comes once."""
-        return self._invited.setdefault(birth, asyncio.get_running_loop().create_future())
-
-    async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
-        """Invite these processes; False if one was invited to another epoch before."""
-        for birth in births:
-            if not (invited := self.invitation(birth)).done():
-                invited.set_result(said)
-        return all(self.invitation(birth).result().epoch is said.epoch for birth in births)
-
-    async def wanted(self, known: Wanted) -> Wanted:
-        """Return the latest request for a size, as soon as it differs from the known one."""
-        while self._wanted in (Wanted(), known):
-            await self.changed()
-        return self._wanted
-
-    async def want_size(self, size: int) -> None:
-        """Request this number of ranks; ranks that were asked to leave still have to."""
-        self.set_size(size, self._wanted.leavers)
-
-    async def want_replaced(self, birth: int) -> None:
-        """Ask to replace a process by one that waits."""
-        self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
-
-    def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
-        """Request this number of ranks, and that these leave, from outside of the world."""
-        self._wanted = Wanted(size, leavers)
-        self._tell()
-
-    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
-        """Whether this uid and these others, half of all ranks, may make this epoch: never."""
-        return False
-
-    async def changed(self) -> None:
-        """Wait until there is something new."""
-        await self._changed.wait()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        # A new event each time: one that stays set would wake later waiters for old news.
-        self._changed = asyncio.Event()
-
-
 class MemoryEpoch:
     """Links and control planes of the ranks of one epoch."""
 
@@ -282,6 +203,11 @@ class _Members(Membership):
         self._rank = rank
         self._epoch = epoch
         self._store = epoch.world.store
+
+    @property
+    @override
+    def trouble(self) -> str:
+        return self._store.trouble
 
     def may_live(self, peer: int) -> bool:
         """Return False: ranks in memory do not search for others, see ``MemoryControl.linger``."""

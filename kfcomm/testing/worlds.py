@@ -23,7 +23,8 @@ from kfcomm.sync.communicator import Communicator as SyncCommunicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.elastic import ElasticCommunicator as SyncElastic
 from kfcomm.sync.thread import IoThread
-from kfcomm.testing.network import NO_DEVICE, InMemory, InSharedMemory, Links, MemoryEpoch, MemoryStore
+from kfcomm.testing.network import NO_DEVICE, InMemory, InSharedMemory, Links, MemoryEpoch
+from kfcomm.testing.store import MemoryStore
 from kfcomm.transports.base import BackendMaker, DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor

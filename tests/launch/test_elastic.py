@@ -161,6 +161,38 @@ def test_failure_while_joining_is_the_cause(tmp_path: Path, how: str, told: str)
     assert re.search("rank 0 .*failed first: exit code 3", done.stderr), done.stderr
 
 
+FORGOTTEN = """
+import asyncio, os, signal
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.keyvalue import GIVEN_UP
+
+
+async def late(self, key, value, *more, claim=StoreClient.claim, **options):
+    if key.startswith(GIVEN_UP):
+        await asyncio.sleep(5)
+    return await claim(self, key, value, *more, **options)
+
+
+StoreClient.claim = late
+with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, State()) as elastic:
+    for step in elastic.steps(ElasticSampler(60, 10)):
+        if comm.births[comm.rank] == 2 and step.number == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.all_reduce(np.ones(2), name="x")
+"""
+
+
+def test_job_ends_though_its_store_is_slow_to_hear_of_a_stopped_rank(tmp_path: Path) -> None:
+    (tmp_path / "forgotten.py").write_text(FORGOTTEN)
+    options = ("-n", "3", "--elastic", "2:3", "--lost-after", "2", "--grace", "1")
+    done = run(tmp_path, *options, sys.executable, "forgotten.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 2 is lost: silent" in done.stderr
+
+
 def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path) -> None:
     (tmp_path / "rivals.py").write_text(RIVALS)
     options = ("-n", "4", "--elastic", "2:4", "--lost-after", "5", "--grace", "1")

@@ -10,7 +10,7 @@ from kfcomm.core.membership import BEATS
 from kfcomm.engine.control import ControlEvents
 from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.errors import RendezvousError
-from kfcomm.testing.network import MemoryStore, MemoryWelcome
+from kfcomm.testing.store import MemoryStore, MemoryWelcome
 from kfcomm.testing.virtual.network import VirtualLinks, VirtualNetworkModel
 from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.reactor import Callback, Reactor
@@ -126,10 +126,12 @@ class VirtualStore(MemoryStore):
         self._lost_by += 1
         self._num_losses += 1
         self._back.clear()
+        self.trouble = "the store is gone"
         self._tell()
         await asyncio.sleep(for_s)
         self._lost_by -= 1
         if not self._lost_by:
+            self.trouble = ""
             self._back.set()
 
     @override
