@@ -12,7 +12,7 @@ from kfcomm.cli import main
 from kfcomm.probe import Probe
 from kfcomm.strategies import build, names
 from kfcomm.strategies.draw import as_svg, as_text
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Uplink
 
 
 def topology(*arguments: str) -> Result:
@@ -65,9 +65,33 @@ def test_auto_says_what_it_takes_why_and_what_the_next_best_would_take(tmp_path:
     lines = topology("show", "auto", "--probe", str(path)).output.splitlines()
     assert lines[0].startswith("auto, by the time model with the rates of each host")
     table = lines[1 : lines.index("")]
-    assert re.fullmatch(r"  1 GiB and more  packed_trees +[\d.]+ ms \(ports\); next \w+ [\d.]+ ms", table[-1])
-    assert re.fullmatch(r"  to .*ms \((latency|work|ports)\); next .* ms", table[0])
+    assert re.fullmatch(
+        r"  1 GiB and more  packed_trees +[\d.]+ ms \(ports\); next \w+ [\d.]+ ms \(\+\d+%\)", table[-1]
+    )
+    assert re.fullmatch(r"  to .*ms \((latency|work|ports)\); next .* ms \(\+\d+%\)", table[0])
     assert "packed_trees: 5 ranks on 5 hosts" in "\n".join(lines)
+
+
+def test_auto_says_what_racks_share_and_what_graphs_by_racks_save(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    uplinks = (Uplink((0, 2, 4), 10e6, 10e6), Uplink((1, 3, 5), 10e6, 10e6))
+    bandwidth = np.array([[40e6 if a % 2 == b % 2 else 10e6 for b in range(6)] for a in range(6)])
+    Probe(Layout.even(6, 6), np.full((6, 6), 1e-4), bandwidth, uplinks=uplinks).save(path)
+    lines = topology("show", "auto", "--probe", str(path)).output.splitlines()
+    assert lines[1] == "  hosts 0, 2, 4 share an uplink of 10.0 MB/s out and 10.0 in, 8% of what their ports can send"
+    chosen = next(place for place, line in enumerate(lines) if "inside racks: " in line.partition(" ms ")[0])
+    assert re.fullmatch(
+        r"    of each byte of a message the busiest uplink carries 1\.00, in \d+ steps; the next best \d\.\d\d, in \d+",
+        lines[chosen + 1],
+    )
+
+
+def test_auto_says_what_combinations_save() -> None:
+    lines = topology("show", "auto", "--hosts", "3x5").output.splitlines()
+    chosen = next(place for place, line in enumerate(lines) if " inside: " in line.partition(" ms ")[0])
+    assert lines[chosen + 1].startswith(
+        "    of each byte of a message the busiest host sends to others, or receives 1.33, in"
+    )
 
 
 def test_a_probe_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:

@@ -110,11 +110,12 @@ class Graph:
     def preorder(self) -> tuple[int, ...]:
         """The ranks from the root down, each before its children."""
         order: list[int] = []
-        stack = [self.root]
+        stack, children = [self.root], self.children
         while stack:
             rank = stack.pop()
             order.append(rank)
-            stack.extend(reversed(self.children[rank]))
+            if below := children[rank]:  # most ranks are leaves
+                stack += below[::-1]
         return tuple(order)
 
     @cached_property

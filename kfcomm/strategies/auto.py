@@ -13,7 +13,18 @@ from typing import Final, NamedTuple
 
 from kfcomm.common.sizes import show_size
 from kfcomm.strategies.base import SizedStrategy, Strategy
-from kfcomm.strategies.builtin import ALGORITHMS, BuiltinStrategy, multi_binary_tree_star, multi_star
+from kfcomm.strategies.builtin import (
+    ALGORITHMS,
+    BuiltinStrategy,
+    binary_tree,
+    binomial,
+    build_all,
+    clique,
+    multi_binary_tree_star,
+    multi_star,
+    ring,
+    star,
+)
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.strategies.price import Market, Priced
 from kfcomm.types import Layout
@@ -29,7 +40,7 @@ _ABOUT_EQUAL: Final = 1.08
 _SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
 
 
-class Choice(NamedTuple):
+class SizeChoice(NamedTuple):
     """Strategy for messages of one size, and the next best.
 
     Attributes:
@@ -74,7 +85,7 @@ def auto_before(layout: Layout) -> SizedStrategy:
     return auto(layout)
 
 
-def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Choice]:
+def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[SizeChoice]:
     """The choice of `auto` for 64 B, 128 B, ... 1 GiB.
 
     Raises:
@@ -89,7 +100,7 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Cho
         yield _chosen(nbytes, priced, seconds, spreads=network.rates is None and nbytes > _SHORT_NBYTES)
 
 
-def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], *, spreads: bool) -> Choice:
+def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], *, spreads: bool) -> SizeChoice:
     """The cheapest candidate, and the next one that has other pairs."""
     candidates = [one.strategy for one in priced]
     best = seconds.index(min(seconds))
@@ -99,7 +110,7 @@ def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], *, 
     others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
     second_s, second = min(others, default=(math.inf, -1))
     runner_up = candidates[second] if others else None
-    return Choice(nbytes, candidates[best], seconds[best], runner_up, second_s, priced[best].limit(nbytes))
+    return SizeChoice(nbytes, candidates[best], seconds[best], runner_up, second_s, priced[best].limit(nbytes))
 
 
 def _spread(best: int, candidates: Sequence[Strategy], seconds: Sequence[float]) -> int:
@@ -117,25 +128,34 @@ def _is_spread(strategy: Strategy) -> bool:
 
 
 def explained(layout: Layout, network: NetworkModel | None = None) -> Iterator[str]:
-    """Lines that say what `auto` takes for which sizes, what limits it there, and what the next best would take."""
+    """Lines that say what `auto` takes for which sizes, what limits it there, and what the next best would take.
+
+    Uplinks that racks share come first. Below combinations and graphs by racks, what they save beside the next best.
+    """
+    from kfcomm.strategies.reasons import reason, uplinks_in_words  # not needed by jobs
+
     network = network or NetworkModel.of(layout.costs)
     known = "the rates of each host" if network.rates is not None else "hosts that are alike"
     yield f"auto, by the time model with {known}; times are those of the largest size of a line:"
+    if network.rates is not None:
+        yield from uplinks_in_words(network.rates)
     made = list(choices(layout, network))
     for one, following in zip(made, [*made[1:], None], strict=True):
         if following is None or following.strategy is not one.strategy:
             bound = f"to {show_size(one.nbytes)}" if following is not None else f"{show_size(one.nbytes)} and more"
-            yield f"  {bound:<16}{_called(one.strategy):<32}{one.seconds * 1e3:10.3f} ms ({one.limit}){_next(one)}"
+            yield f"  {bound:<16}{_called(one.strategy):<44}{one.seconds * 1e3:10.3f} ms ({one.limit}){_next(one)}"
+            yield from reason(one.strategy, one.runner_up, layout, network.rates)
 
 
 def _called(strategy: Strategy) -> str:
     return f"{strategy.name}, not shared out" if strategy.is_whole else strategy.name
 
 
-def _next(choice: Choice) -> str:
+def _next(choice: SizeChoice) -> str:
     if choice.runner_up is None:
         return ""
-    return f"; next {_called(choice.runner_up)} {choice.runner_up_s * 1e3:.3f} ms"
+    more = f" ({choice.runner_up_s / choice.seconds - 1:+.0%})" if choice.seconds else ""
+    return f"; next {_called(choice.runner_up)} {choice.runner_up_s * 1e3:.3f} ms{more}"
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
@@ -158,7 +178,7 @@ def _num_pairs(algorithm: BuiltinStrategy, layout: Layout) -> int:
 
 
 def _candidates(layout: Layout, network: NetworkModel) -> list[Strategy]:
-    built = [one.build(layout) for one in ALGORITHMS if _num_pairs(one, layout) * layout.size <= _MAX_ENTRIES]
+    built = build_all(layout, [one for one in ALGORITHMS if _num_pairs(one, layout) * layout.size <= _MAX_ENTRIES])
     more: list[Strategy] = []
     if network.rates is not None and layout.num_hosts > 1:
         from kfcomm.strategies.racks import by_rack
@@ -166,6 +186,18 @@ def _candidates(layout: Layout, network: NetworkModel) -> list[Strategy]:
 
         built += packings(layout, network.rates)
         more += by_rack(layout, network.rates, _MAX_ENTRIES)
+    if layout.num_hosts < layout.size and layout.num_hosts > 1:
+        more += _combinations(layout)
     # Messages that go whole spread themselves over the pairs by their keys: where two cost the same, the more pairs.
     whole = [replace(strategy, is_whole=True) for strategy in built if len(strategy.pairs) > 1 and not strategy.direct]
     return [*sorted(whole, key=lambda strategy: -len(strategy.pairs)), *more, *built]
+
+
+def _combinations(layout: Layout) -> Iterator[Strategy]:
+    """Strategies inside hosts with others between them that no built-in strategy has, and that win somewhere."""
+    from kfcomm.strategies.combine import combined  # not needed on one host
+
+    several = layout.size**2 <= _MAX_ENTRIES
+    kinds = ((binomial, ring), (binomial, clique), (binary_tree, star)) if several else ((binary_tree, star),)
+    for inside, between in kinds:
+        yield combined(layout, inside, between).select(_SIZES[-1])

@@ -69,13 +69,17 @@ def direct(layout: Layout) -> Strategy:
 
     Cost: 1 step, n−1 bytes, max p(n−p) bytes between hosts; in shared memory bytes are read, not sent.
     """
+    return _direct_of(layout, _stars(layout.size), chain_star(layout).pairs)
+
+
+def _direct_of(layout: Layout, stars: Sequence[GraphPair], chain_stars: Sequence[GraphPair]) -> Strategy:
     # A star takes 2(n−1) messages in place of n(n−1): less work, which counts where ranks share processors.
     has_a_processor_each = not layout.num_cpus or max(Counter(layout.hosts).values()) <= layout.num_cpus
     return Strategy(
         "direct",
-        _stars(layout.size),
+        tuple(stars),
         direct=Direct.ONE_STEP if has_a_processor_each else Direct.STAR,
-        for_long=Strategy("direct", chain_star(layout).pairs, direct=Direct.CHAINS),
+        for_long=Strategy("direct", tuple(chain_stars), direct=Direct.CHAINS),
     )
 
 
@@ -214,9 +218,10 @@ def _rotated_binomial(size: int, root: int) -> GraphPair:
         return above * block + (root % block ^ label % block)
 
     # Clearing the lowest bit of a label gives its parent in the binomial tree.
-    edges = [(at(label & (label - 1)), at(label)) for label in range(1, size)]
+    reduce = Graph.from_edges(size, [(at(label & (label - 1)), at(label)) for label in range(1, size)])
     # Small subtrees are ready first and folded first; large ones need the result first and are sent to first.
-    return GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
+    large_first = tuple([below[::-1] for below in reduce.children])
+    return GraphPair(reduce, Graph(reduce.parents, large_first, reduce.root))
 
 
 def halving_doubling(layout: Layout) -> Strategy:
@@ -328,3 +333,30 @@ ALGORITHMS: Final = (
     BuiltinStrategy(halving_doubling, "steps 2(⌈log₂p⌉+⌈log₂h⌉); bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h"),
     BuiltinStrategy(dissemination, "steps ⌈log₂n⌉; bytes n−1; between hosts by the numbering of ranks"),
 )
+
+
+def build_all(layout: Layout, algorithms: Iterable[BuiltinStrategy] = ALGORITHMS) -> list[Strategy]:
+    """Build several of them, in their order; they share the graphs that they have in common.
+
+    Of hosts with one rank each, those are left out whose graphs another one has: ``tree``, ``binary_tree_star`` and
+    ``multi_star`` are ``star``, ``binary_tree`` and ``clique`` then.
+    """
+    is_alone = layout.num_hosts == layout.size
+    built: dict[str, Strategy] = {}
+    for algorithm in algorithms:
+        if algorithm.build in (direct, chain_star) and {"ring", "clique"} <= built.keys():
+            # A rank's chain and its star: see `ring`, `clique` and `chain_star`.
+            stars = built["clique"].pairs
+            pairs = tuple(
+                GraphPair(along.reduce, star.broadcast)
+                for along, star in zip(built["ring"].pairs, stars, strict=True)
+            )  # fmt: skip
+            if algorithm.build is direct:
+                built["direct"] = _direct_of(layout, stars, pairs)
+            else:
+                known = built.get("direct")
+                shared = known.for_long.pairs if known is not None and known.for_long is not None else pairs
+                built["chain_star"] = Strategy("chain_star", shared)
+        elif not (is_alone and algorithm.build in (tree, binary_tree_star, multi_star)):
+            built[algorithm.name] = algorithm.build(layout)
+    return list(built.values())

@@ -57,12 +57,11 @@ class Pipeline(NamedTuple):
     messages: float  # that the busiest rank sends and receives, for a chunk on each pair
 
     @classmethod
-    def of(cls, strategy: Strategy, layout: Layout, network: NetworkModel) -> Pipeline:
-        """Walk up to `_MAX_PAIRS` of the pairs: O(ranks)."""
+    def of(cls, strategy: Strategy, cost_of: Callable[[GraphPair], _PairCost]) -> Pipeline:
+        """Look at up to `_MAX_PAIRS` of the pairs: O(ranks)."""
         pairs, shares = strategy.pairs, strategy.shares or (1,) * len(strategy.pairs)
         every = -(-len(pairs) // _MAX_PAIRS)
-        edges = _Edges.of(layout, network)
-        costs = [_PairCost.of(pair, edges) for pair in pairs[::every]]
+        costs = [cost_of(pair) for pair in pairs[::every]]
         latency_s, chain = max(cost.latency_s for cost in costs), max(cost.chain for cost in costs)
         port = max(max(cost.ports) for cost in costs)
         if strategy.is_whole or strategy.goes_whole:
@@ -91,13 +90,15 @@ class ChunkSizes:
         network: constants of the time model; those of the layout's costs by default.
     """
 
-    __slots__ = ("_layout", "_network", "_pipelines")
+    __slots__ = ("_costs", "_edges", "_layout", "_network", "_pipelines")
 
     def __init__(self, layout: Layout, network: NetworkModel | None = None) -> None:
         self._layout = layout
         self._network = network or NetworkModel.of(layout.costs)
         # By identity, since a hash would cost O(pairs x ranks). The strategy is kept, so that its number stays its own.
         self._pipelines: dict[int, tuple[Strategy, Pipeline | None]] = {}
+        self._edges = _Edges.of(layout, self._network)
+        self._costs: dict[int, tuple[GraphPair, _PairCost]] = {}  # likewise: several strategies may have a pair
 
     def of(self, strategy: Strategy, nbytes: int) -> int:
         """The chunk size of a message: as `chunk_nbytes_of`."""
@@ -127,8 +128,14 @@ class ChunkSizes:
         if known is None:
             # Steps of an exchange keep ports busy by themselves.
             is_flat = goes_in_steps(strategy) or (self._layout.num_hosts == 1 and self._is_flat_here(strategy))
-            pipeline = None if is_flat else Pipeline.of(strategy, self._layout, self._network)
+            pipeline = None if is_flat else Pipeline.of(strategy, self._cost)
             known = self._pipelines[id(strategy)] = strategy, pipeline
+        return known[1]
+
+    def _cost(self, pair: GraphPair) -> _PairCost:
+        known = self._costs.get(id(pair))
+        if known is None:
+            known = self._costs[id(pair)] = pair, _PairCost.of(pair, self._edges)
         return known[1]
 
 

@@ -76,6 +76,9 @@ class StepCosts:
     def __init__(self, strategy: Strategy, layout: Layout, network: NetworkModel) -> None:
         self._network = network
         self._num_parts = num_parts(strategy)
+        if network.rates is None and layout.num_hosts == layout.size > 1:
+            self._steps = list(_alike_steps(strategy, network))
+            return
         by_step: list[list[Move]] = [[] for _ in range(num_steps(strategy))]
         for move in moves_of(strategy):
             by_step[move.step].append(move)
@@ -85,6 +88,28 @@ class StepCosts:
         """How long an all_reduce of ``nbytes`` bytes takes."""
         part, overhead_s = nbytes / self._num_parts, self._network.overhead_s
         return sum(step.latency_s + step.num_messages * overhead_s + part * step.part_s for step in self._steps)
+
+
+def _alike_steps(strategy: Strategy, network: NetworkModel) -> Iterator[StepCost]:
+    """The same for hosts of one rank each that are alike: then all ranks send and fold as much as each other.
+
+    They differ in the number of their messages, as their place among an odd number has it.
+    """
+    alpha_s, byte_s = network.cross_alpha_s, network.cross_beta_s_per_byte
+    size, exchange = strategy.size, strategy.exchange
+    if exchange is None:
+        for step in range((size - 1).bit_length()):
+            yield StepCost(alpha_s, 2.0, min(1 << step, size - (1 << step)) * byte_s)
+        return
+    rounds = [list(exchange.rounds(place)) for place in range(size // (size & -size))]
+    halving = [
+        (max(len(one.sent) + len(one.received) for one in ones), num_blocks(ones[0].sent))
+        for ones in zip(*rounds, strict=True)
+    ]
+    for messages, parts in halving:
+        yield StepCost(alpha_s, float(messages), parts * (byte_s + network.gamma_s_per_byte))
+    for messages, parts in reversed(halving):
+        yield StepCost(alpha_s, float(messages), parts * byte_s)
 
 
 def _step_cost(moves: list[Move], layout: Layout, network: NetworkModel) -> StepCost:

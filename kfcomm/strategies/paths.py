@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Final, NamedTuple, Self
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -61,19 +62,48 @@ class Edges(NamedTuple):
 
         return cls(alpha_s, ports, network.overhead_s, network.gamma_s_per_byte)
 
-    def arrivals(self, sends: Sequence[tuple[Edge, float]], nbytes: int) -> list[float]:
+    def step(self, ends: Sequence[Edge]) -> Step:
+        """Messages along these edges at the same time, and the ports where they meet."""
+        alone, meeting = [0.0] * len(ends), dict[tuple[int, int], tuple[float, list[int]]]()
+        for place, edge in enumerate(ends):
+            for port, byte_s in self.ports(edge):
+                there = meeting.get(port)
+                if there is None:
+                    meeting[port] = byte_s, [place]
+                else:
+                    there[1].append(place)
+        shared = []
+        for byte_s, places in meeting.values():
+            if len(places) > 1:
+                shared.append((byte_s, places))
+            else:
+                alone[places[0]] = max(alone[places[0]], byte_s)
+        return Step(ends, [self.alpha_s(edge) for edge in ends], alone, shared)
+
+
+class Step(NamedTuple):
+    """Messages at the same time, in the form that is the same for any size."""
+
+    ends: Sequence[Edge]
+    alphas: list[float]
+    alone: list[float]  # seconds for each byte of the slowest port that a message has to itself
+    shared: list[tuple[float, list[int]]]  # of each port where several meet, seconds for each byte, and the messages
+
+    def arrivals(self, starts: Sequence[float], nbytes: int) -> list[float]:
         """Return the time at which each message of ``nbytes`` bytes arrives, given the times at which they leave."""
         if not nbytes:
-            return [start_s + self.alpha_s(edge) for edge, start_s in sends]
-        meeting: dict[tuple[int, int], tuple[float, list[tuple[float, int]]]] = {}
-        for place, (edge, start_s) in enumerate(sends):
-            for port, byte_s in self.ports(edge):
-                meeting.setdefault(port, (byte_s, []))[1].append((start_s, place))
-        passed = [start_s for _, start_s in sends]
-        for byte_s, there in meeting.values():
-            for place, end_s in _shared(sorted(there), byte_s * nbytes):
-                passed[place] = max(passed[place], end_s)
-        return [end_s + self.alpha_s(edge) for (edge, _), end_s in zip(sends, passed, strict=True)]
+            return list(map(add, starts, self.alphas))
+        passed = [start_s + byte_s * nbytes for start_s, byte_s in zip(starts, self.alone, strict=True)]
+        for byte_s, places in self.shared:
+            begun = [starts[place] for place in places]
+            if min(begun) == max(begun):  # fair shares of equal messages: all end together
+                end_s = begun[0] + len(places) * (byte_s * nbytes)
+                for place in places:
+                    passed[place] = max(passed[place], end_s)
+            else:
+                for place, end_s in _shared(sorted(zip(begun, places, strict=True)), byte_s * nbytes):
+                    passed[place] = max(passed[place], end_s)
+        return list(map(add, passed, self.alphas))
 
 
 def _shared(starts: Sequence[tuple[float, int]], alone_s: float) -> list[tuple[int, float]]:
@@ -115,7 +145,8 @@ class Path(NamedTuple):
     @classmethod
     def of(cls, pair: GraphPair, edges: Edges) -> Self:
         """Walk both graphs for each of three sizes: O(ranks · log ranks)."""
-        up, down = _levels(pair.reduce), _levels(pair.broadcast)
+        up = [edges.step([(child, parent) for parent, child in level]) for level in _levels(pair.reduce)]
+        down = [edges.step(level) for level in _levels(pair.broadcast)]
         return cls(tuple(_down_s(pair, down, edges, n, _up_s(pair, up, edges, n)) for n in _SIZES))
 
     @classmethod
@@ -142,26 +173,24 @@ def _levels(graph: Graph) -> list[list[Edge]]:
     return levels
 
 
-def _up_s(pair: GraphPair, levels: Sequence[Sequence[Edge]], edges: Edges, nbytes: int) -> float:
+def _up_s(pair: GraphPair, steps: Sequence[Step], edges: Edges, nbytes: int) -> float:
     """Moment at which the root has folded a chunk of all ranks."""
     ready = [0.0] * pair.size
-    work_s = edges.overhead_s + edges.fold_s * nbytes
-    for level in reversed(levels):
-        sends = [((child, parent), ready[child] + edges.overhead_s) for parent, child in level]
-        for arrived_s, ((_, parent), _) in sorted(zip(edges.arrivals(sends, nbytes), sends, strict=True)):
+    overhead_s, work_s = edges.overhead_s, edges.overhead_s + edges.fold_s * nbytes
+    for step in reversed(steps):
+        arrived = step.arrivals([ready[child] + overhead_s for child, _ in step.ends], nbytes)
+        for arrived_s, (_, parent) in sorted(zip(arrived, step.ends, strict=True)):
             ready[parent] = max(ready[parent], arrived_s) + work_s
     return ready[pair.root]
 
 
-def _down_s(
-    pair: GraphPair, levels: Sequence[Sequence[Edge]], edges: Edges, nbytes: int, start_s: float
-) -> float:  # fmt: skip
+def _down_s(pair: GraphPair, steps: Sequence[Step], edges: Edges, nbytes: int, start_s: float) -> float:
     """Moment at which the last rank has a chunk of the result, which the root has at ``start_s``."""
     ready = [start_s] * pair.size
     children, overhead_s = pair.broadcast.children, edges.overhead_s
-    for level in levels:
+    for step in steps:
         # What a chunk makes a rank send leaves when all of its work is done.
-        sends = [((parent, child), ready[parent] + len(children[parent]) * overhead_s) for parent, child in level]
-        for arrived_s, ((_, child), _) in zip(edges.arrivals(sends, nbytes), sends, strict=True):
+        starts = [ready[parent] + len(children[parent]) * overhead_s for parent, _ in step.ends]
+        for arrived_s, (_, child) in zip(step.arrivals(starts, nbytes), step.ends, strict=True):
             ready[child] = arrived_s + overhead_s
     return max(ready)

@@ -9,7 +9,9 @@ for m chunks on the pair that has most. *path* is the time of one chunk from the
 with its queues at ports and ranks (see `paths`); *work* is that of the busiest rank's messages and folds, *ports* the
 time that the busiest port or link needs for its bytes; *fill* is the latency of the first steps, in which nothing else
 can be done. Chains, one from each rank, take the longest of path, work and ports: each port always has a chunk of some
-pair. To these come
+pair. So it is nearly with stars and chains of hosts where each rank of hosts with several is a root: they take the
+longer of path and busiest port, two fifths of the shorter, and (1 + 1/m)/4 of the rest (fitted to the simulator).
+To the others come
 
     the time in which a host's ranks give one of them what it passes on, beside the first of them, if several pairs
     wait for it; and
@@ -31,7 +33,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from kfcomm.core.graph import GraphPair
+from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.signature import WHOLE_BELOW
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Direct, Strategy
@@ -49,6 +51,8 @@ _ALL_BELOW: Final = 1024
 _MOST_PATHS: Final = 6
 _FILL_STEPS: Final = 4
 _STALL: Final = 0.2
+_OPEN: Final = 0.4
+"""Part of a path in which ports are not busy with other pairs, if each rank is the root of as many; likewise."""
 _RACK_STALL: Final = 0.1
 """The same of trees that share uplinks, however many chunks there are; likewise."""
 _ELEMENT_NBYTES: Final = 4
@@ -110,18 +114,29 @@ class _Shape(Enum):
 
     FLAT = auto()  # stars: all work comes before or after all sending
     CHAINS = auto()  # several: each port always has a chunk of some pair
+    SPREAD = auto()  # several, a root on each rank of hosts with several: others have chunks where some wait
     TREES = auto()  # several, of more than one step: some wait for others
     ONE_TREE = auto()
 
     @classmethod
-    def of(cls, pairs: Sequence[GraphPair], steps: int) -> _Shape:
+    def of(cls, pairs: Sequence[GraphPair], steps: int, layout: Layout) -> _Shape:
         """Look at the first pairs, whose longest way has this many steps."""
         if steps <= 2:
             return cls.FLAT
         if len(pairs) == 1:
             return cls.ONE_TREE
         graphs = [graph for pair in pairs[:_MOST_PATHS] for graph in (pair.reduce, pair.broadcast)]
-        return cls.CHAINS if max(len(below) for graph in graphs for below in graph.children) == 1 else cls.TREES
+        if max(len(below) for graph in graphs for below in graph.children) == 1:
+            return cls.CHAINS
+        several = layout.size > layout.num_hosts and len({pair.root for pair in pairs}) == layout.size
+        return cls.SPREAD if several and all(_is_flat_between(graph, layout) for graph in graphs) else cls.TREES
+
+
+def _is_flat_between(graph: Graph, layout: Layout) -> bool:
+    """Whether the hosts form a star or a chain."""
+    hosts = layout.hosts
+    above = [hosts[parent] for parent, _ in crossing(layout, graph)]
+    return len(set(above)) == len(above) or set(above) == {hosts[graph.root]}
 
 
 class Price(NamedTuple):
@@ -139,14 +154,15 @@ class Price(NamedTuple):
     def of(cls, strategy: Strategy, market: Market) -> Self:
         """Walk all pairs: O(pairs · ranks)."""
         layout, network, pairs = market.layout, market.network, strategy.pairs
-        profile = Profile.of_loads(strategy, layout, [market.load(pair) for pair in pairs])
+        loads = () if strategy.goes_whole else [market.load(pair) for pair in pairs]
+        profile = Profile.of_loads(strategy, layout, loads)
         cross_s = _cross_s(strategy, profile, market)
         alphas = [(n * network.local_alpha_s + f * network.cross_alpha_s, n + f) for n, f in profile.ways]
         latency_s, steps = max(alphas)
         fill_s = latency_s * min(1.0, _FILL_STEPS / max(steps, 1))
         if layout.num_hosts == 1 or strategy.direct:
             return cls(profile, network, None, latency_s, cross_s, 0, _Shape.FLAT)
-        shape = _Shape.of(pairs, steps)
+        shape = _Shape.of(pairs, steps, layout)
         feed = _feed(strategy, layout)
         return cls(profile, network, market.path(pairs), fill_s, cross_s, feed, shape)
 
@@ -170,6 +186,10 @@ class Price(NamedTuple):
         path_s = self.path.seconds(chunk)
         if self.shape is _Shape.CHAINS:
             return max(path_s, busy_s, self.fill_s + crowd_s)
+        if self.shape is _Shape.SPREAD:
+            short, long = sorted((path_s, busy_s))
+            apart = (1 + 1 / num_chunks) / 4  # of work and ports that do not overlap
+            return max(long + _OPEN * short + apart * rest_s, self.fill_s + crowd_s)
         piped_s = path_s + busy_s * (1 - 1 / num_chunks)
         whole_s = self.fill_s + busy_s + rest_s / max(num_chunks, 1 if self.shape is _Shape.FLAT else 2)
         return max(max(piped_s, whole_s) + self.feed * part * local_s, self.fill_s + crowd_s)

@@ -45,6 +45,10 @@ class Load(NamedTuple):
         folds, shown = list(map(len, pair.reduce.children)), list(map(len, pair.broadcast.children))
         above = [1] * layout.size
         above[pair.root] = 0
+        if layout.num_hosts == layout.size:  # everything crosses, and hosts have the numbers of ranks
+            sent, received, none = _added(above, shown), _added(above, folds), [0] * layout.size
+            ways = {(0, pair.reduce.depth + pair.broadcast.depth)}
+            return cls(ways, _added(sent, received), folds, none, (none, none), (sent, received))
         # A leaf copies its contribution into shared memory; an inner rank folds straight into what it passes on.
         gives = [up and not below for up, below in zip(above, folds, strict=True)]
         takes = above[:]
@@ -52,19 +56,18 @@ class Load(NamedTuple):
         messages = _added(*near)
         far = [0] * layout.num_hosts, [0] * layout.num_hosts
 
-        def cross(source: int, target: int) -> None:
+        crosses = [(child, parent) for parent, child in crossing(layout, pair.reduce)]
+        for child, _ in crosses:
+            gives[child] = False
+        for parent, child in crossing(layout, pair.broadcast):
+            takes[child] = 0
+            shown[parent] -= 1
+            crosses.append((parent, child))
+        for source, target in crosses:
             near[0][source] -= 1
             near[1][target] -= 1
             far[0][layout.hosts[source]] += 1
             far[1][layout.hosts[target]] += 1
-
-        for parent, child in crossing(layout, pair.reduce):
-            cross(child, parent)
-            gives[child] = False
-        for parent, child in crossing(layout, pair.broadcast):
-            cross(parent, child)
-            takes[child] = 0
-            shown[parent] -= 1
         copies = [give + take + (show > 0) for give, take, show in zip(gives, takes, shown, strict=True)]
         return cls(_ways(pair, layout.hosts), messages, folds, copies, near, far)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -15,8 +15,9 @@ from kfcomm.strategies.auto import auto, choices
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.strategies.builtin import ALGORITHMS, BuiltinStrategy
 from kfcomm.strategies.cost import Cost, NetworkModel, measure, predict_seconds
+from kfcomm.strategies.moves import StepCosts
 from kfcomm.strategies.price import Market, Priced
-from kfcomm.types import Costs, Layout
+from kfcomm.types import Costs, Layout, Rates
 from tests.strategies.layouts import LAYOUTS, trees
 
 GRID = [1 << bit for bit in range(6, 31)]
@@ -257,17 +258,18 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
         short, long = (measure(auto(layout).select(nbytes), layout) for nbytes in (64, 1 << 28))
         assert long.bytes == Fraction(2 * (layout.size - 1), layout.size) < short.bytes
     for layout in (Layout.even(16, 4), Layout.even(24, 3), Layout.of([0, 1] * 8)):
-        few, many = (auto(layout).select(nbytes).name for nbytes in (64, 1 << 28))
-        assert few in {
+        few, many = (auto(layout).select(nbytes) for nbytes in (64, 1 << 28))
+        assert few.name in {
             "tree",
             "binary_tree_star",
             "multi_star",
             "multi_binary_tree_star",
             "halving_doubling",
             "binomial",
+            "inside: binary_tree, between: star",
         }
         hosts = layout.num_hosts
-        assert measure(by_name(many).build(layout), layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
+        assert measure(many, layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
 
 
 def test_auto_follows_the_constants() -> None:
@@ -337,3 +339,34 @@ def test_auto_makes_no_pair_for_each_of_many_ranks() -> None:
     assert max(len(strategy.pairs) for _, strategy in many.rules) <= 3
     assert auto(Layout.even(129, 3)).digest == many.digest
     assert max(len(strategy.pairs) for _, strategy in auto(Layout.even(128)).rules) == 128
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 80), st.sampled_from([0, 1, 4]))
+def test_steps_among_hosts_that_are_alike_cost_what_each_message_does(size: int, cpus: int) -> None:
+    """Prices of one place are those of all: with rates that are all the same, every message is looked at."""
+    layout = Layout.even(size, size, cpus)
+    network = NetworkModel()
+    rate, row = 1 / network.cross_beta_s_per_byte, (network.cross_alpha_s,) * size
+    ports = (rate,) * size
+    each = replace(network, rates=Rates(ports, ports, (ports,) * size, (row,) * size))
+    for name in ("halving_doubling", "dissemination"):
+        strategy = build(name, layout).select(64)
+        alike, one_by_one = StepCosts(strategy, layout, network), StepCosts(strategy, layout, each)
+        for nbytes in (1, 1 << 12, 1 << 24):
+            assert alike.seconds(nbytes) == pytest.approx(one_by_one.seconds(nbytes))
+
+
+def test_auto_among_many_ranks_builds_shared_graphs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain and a star for each rank, two binomial trees, and one tree for each host, beside some single ones."""
+    built = 0
+    check = Graph.__post_init__
+
+    def counted(graph: Graph) -> None:
+        nonlocal built
+        built += 1
+        check(graph)
+
+    monkeypatch.setattr(Graph, "__post_init__", counted)
+    auto(Layout.even(64, 64))
+    assert built <= 6 * 64 + 20

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies import Strategy, build, names
+from kfcomm.strategies.builtin import ALGORITHMS, build_all
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, assert_spans
 
@@ -35,6 +36,18 @@ def test_every_graph_spans_all_ranks_and_is_the_same_again(layout: Layout, name:
         assert_spans(pair.broadcast)
         assert pair.size == layout.size
     assert build(name, layout).digest == build(name, Layout(layout.hosts)).digest
+
+
+@given(LAYOUTS)
+def test_strategies_built_together_are_those_built_alone(layout: Layout) -> None:
+    together = {one.name: one for one in build_all(layout)}
+    left_out = {"tree": "star", "binary_tree_star": "binary_tree", "multi_star": "clique"}
+    for algorithm in ALGORITHMS:
+        alone = algorithm.build(layout)
+        found = together.get(algorithm.name) or together[left_out[algorithm.name]]
+        assert found.digest == alone.digest
+        assert found.select(1 << 30).digest == alone.select(1 << 30).digest
+    assert together["direct"].pairs is together["clique"].pairs
 
 
 @given(LAYOUTS)
