@@ -15,6 +15,7 @@ from kfcomm.adapt.requests import SIZE, STOP, STRATEGY, Request
 from kfcomm.adapt.runner import Runner
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
+from kfcomm.world.communicator import Communicator
 
 if TYPE_CHECKING:
     from kfcomm.adapt.recording import StepRecorder
@@ -146,6 +147,12 @@ class PolicyHost:
             await self.comm.set_strategy(chosen)
         self.changes.note(STRATEGY, self.num_steps, before.hex(), chosen.digest.hex())
         self._hold(STRATEGY, runner, [chosen.name, chosen.digest.hex()])
+
+    def take_strategy(self) -> None:
+        """Let ``auto`` improve itself no more."""
+        comm = getattr(self.comm, "current", self.comm)
+        if isinstance(comm, Communicator):
+            comm._group.is_set = True
 
     async def change_hyperparameter(self, name: str, value: Any, runner: Named | None) -> None:
         """Set a hyperparameter from the next step on, for a policy or (None) to restore it."""

@@ -165,6 +165,10 @@ class Context:
         """Log and record a decision, with the numbers behind it."""
         self._host.decide(self._runner, what, evidence)
 
+    def take_strategy(self) -> None:
+        """Leave the strategy to policies: ``auto`` improves itself no more. For ``on_start``, on all ranks."""
+        self._host.take_strategy()
+
     def set_strategy(self, strategy: StrategySpec, **evidence: Any) -> Request[bool]:
         """Ask for another strategy; see ``Communicator.set_strategy``.
 

@@ -48,6 +48,8 @@ class Schedule(Policy):
 
     def on_start(self, ctx: Context) -> None:
         """Ask for the value of the present step, if it is not in force."""
+        if self._what == STRATEGY:
+            ctx.take_strategy()
         self._ask(ctx, ctx.step)
 
     def before_step(self, ctx: Context) -> None:

@@ -80,6 +80,7 @@ class AutoStrategy(Policy):
 
     def on_start(self, ctx: Context) -> None:
         """Make the candidates for this layout, and begin with the first."""
+        ctx.take_strategy()
         self._candidates: dict[bytes, AnyStrategy] = {}
         self._trials: Trials | None = None
         self._was_disturbed = False
@@ -278,6 +279,7 @@ class AvoidSlowLinks(Policy):
 
     def on_start(self, ctx: Context) -> None:
         """Forget what others have measured."""
+        ctx.take_strategy()
         self._watch = NetworkWatch(self._rest, self._watch.false_alarms)
         self._own: bytes | None = None
         self._attempt: Attempt | None = None

@@ -8,7 +8,7 @@ without a place in that order see `transition`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -324,6 +324,16 @@ class Group:
         """Begin the posts that ``hold`` has made wait."""
         self.engine.unusual.discard(self._held)
         self._resume()
+
+    @property
+    def num_uses(self) -> int:
+        """Calls that this rank has made."""
+        return sum(key.next_seq for key in self.engine.router.names.of_group(self.view.id))
+
+    def sizes_in_use(self) -> dict[int, int]:
+        """Number of names by the bytes of their messages, as far as plans are cached."""
+        cached = self.compiled or self.former
+        return dict(Counter(one.nbytes for one in list(cached.values()) if one.nbytes))
 
     def uses(self) -> Uses:
         """The next use of each name."""

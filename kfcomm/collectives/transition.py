@@ -6,7 +6,7 @@ next use of each of its names, and begins no further one until it hears the outc
 the first use of a name that no rank has begun: it and those after it take the new graphs, all before it the former
 ones, wherever they are begun later. So no use has two graphs, and what waits, waits for one exchange of messages.
 
-Names are told by digests, since they may be long and many. Two names with one digest would both change at the greater
+Names travel as digests, since they may be long and many. Two names with one digest would both change at the greater
 of their numbers, on all ranks: later than they could, and right.
 """
 

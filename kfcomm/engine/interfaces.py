@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kfcomm.arrays.devices.routes import choose
 from kfcomm.errors import ConfigError
-from kfcomm.types import Layout, override
+from kfcomm.types import Layout, Rates, override
 
 if TYPE_CHECKING:
     from kfcomm.arrays.devices import DeviceReport
@@ -123,6 +123,10 @@ class Network(Protocol):
 
     job: str
     """The same text on all ranks of this world, and on those of no other."""
+
+    def know(self, rates: Rates) -> None:
+        """Hand rates between all hosts, which were measured in this epoch, on to the next ones."""
+        return
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,12 @@ from kfcomm.engine.membership import (
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo
+from kfcomm.rendezvous.saved_costs import digest_of, links_of_hosts, row_of
 from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.registry import TCP, Transport, selected
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.sockets import Address, Connection, Listener
-from kfcomm.types import Candidate, override
+from kfcomm.types import Candidate, Rates, override
 
 if TYPE_CHECKING:
     from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
@@ -86,6 +87,7 @@ class SocketNetwork(Network):
         self._listener = listener
         self._owns_store = True
         self._admission: asyncio.Task[list[Any]] | None = None  # of a process that was invited
+        self._rates: Rates | None = None  # measured in this epoch
         self._spare: Listener | None = None  # for another epoch than the one that it was invited to
         self.is_invited = False
         self.epoch = epoch
@@ -209,6 +211,10 @@ class SocketNetwork(Network):
         return f"unix {address}" if isinstance(address, str) else f"tcp {address[0]}:{address[1]}"
 
     @override
+    def know(self, rates: Rates) -> None:
+        self._rates = rates
+
+    @override
     def descriptors(self) -> list[int]:
         own = [descriptor for endpoint in self._endpoints.values() for descriptor in endpoint.descriptors()]
         return [*own, *(self._control.descriptors() if self._control is not None else ())]
@@ -217,20 +223,22 @@ class SocketNetwork(Network):
     async def open_door(self, epoch: int, attempt: int = 0) -> SocketDoor:
         unix = None if self._me.unix is None else unix_name(self._meeting, epoch, attempt)
         listener = Listener(self._me.address, unix=unix, ports=self._settings.ports)
-        return SocketDoor(self, listener, unix, (epoch, attempt))
+        return SocketDoor(self, listener, unix, self._rates, (epoch, attempt))
 
     def next(
-        self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], number: tuple[int, int],
+        self, listener: Listener, doors: Mapping[int, tuple[int, str | None, bytes]], number: tuple[int, int],
         joiners: Sequence[Candidate],
     ) -> SocketNetwork:  # fmt: skip
-        """Network of the surviving ranks, given port and Unix socket of each.
+        """Network of the surviving ranks, given port and Unix socket of each, and a digest of what it has measured.
 
         It takes over memory, unless it is prepared while this one is in use; ``number``: epoch and attempt.
         """
         peers = [
             replace(self.peers[old], rank=rank, port=port, unix=unix)
-            for rank, (old, (port, unix)) in enumerate(doors.items())
+            for rank, (old, (port, unix, _)) in enumerate(doors.items())
         ]
+        if self._rates is not None and {digest for *_, digest in doors.values()} == {digest_of(self._rates)}:
+            peers = [replace(peer, links=row) for peer, row in zip(peers, self._rows(peers), strict=True)]
         is_prepared = number[1] > 0
         peers += [peer_of(one, len(doors) + at, is_prepared=is_prepared) for at, one in enumerate(joiners)]
         births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
@@ -239,6 +247,12 @@ class SocketNetwork(Network):
         if not made._attempt:
             made._former = dict(self._endpoints)
         return made
+
+    def _rows(self, peers: Sequence[PeerInfo]) -> Iterator[bytes]:
+        """Links from the host of each peer, as all ranks have measured them."""
+        if self._rates is not None:
+            links, racks = links_of_hosts(self.layout.hosts, self.host_names, self._rates)
+            yield from (row_of(links, peer.host_name, racks) for peer in peers)
 
     @override
     def hand_on(self, network: Network) -> None:
@@ -301,10 +315,13 @@ class SocketNetwork(Network):
 
 
 class SocketDoor(Door):
-    """A port, and an abstract Unix socket, for the next epoch."""
+    """A port, and an abstract Unix socket, for the next epoch; and a digest of the rates that were measured."""
 
-    def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, number: tuple[int, int]) -> None:
-        self.part: bytes = msgpack.packb([listener.port, unix])
+    def __init__(
+        self, network: SocketNetwork, listener: Listener, unix: str | None, rates: Rates | None,
+        number: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self.part: bytes = msgpack.packb([listener.port, unix, b"" if rates is None else digest_of(rates)])
         self._network = network
         self._listener = listener
         self._number = number

@@ -30,7 +30,7 @@ from kfcomm.engine.meter import LoopLag
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.base import DeviceSetup
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Layout, override
+from kfcomm.types import Layout, Rates, override
 
 logger = logging.getLogger("kfcomm")
 
@@ -65,6 +65,7 @@ class Session(ControlEvents, StatusSource):
         self._is_broken = False
         self.groups = GroupTable(self.world)  # those that this rank is in
         self.services: list[Service] = []  # to be stopped when the session is closed
+        self.rates: Rates | None = None  # between hosts, measured in this epoch
         self.drains: list[Callable[[], list[Drain]]] = []  # asked at the end for bounded waits, before anything fails
         self.devices = devices  # of the world; this rank's is closed with the session
         self._pools: dict[Device, PinnedPool] = {}
@@ -90,6 +91,17 @@ class Session(ControlEvents, StatusSource):
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
         return self.layout.part(view.members)
+
+    def rates_of(self, view: GroupView) -> Rates | None:
+        """Rates between the hosts of a group's members, as far as they were measured in this epoch."""
+        if self.rates is None:
+            return None
+        return self.rates.part(list(dict.fromkeys(self.layout.hosts[rank] for rank in view.members)))
+
+    def know(self, rates: Rates) -> None:
+        """Keep the measured rates between all hosts, also for later epochs."""
+        self.rates = rates
+        self.network.know(rates)
 
     def pool_of(self, device: Device) -> PinnedPool:
         """Memory of the host for copies from and to a device; one for all groups."""

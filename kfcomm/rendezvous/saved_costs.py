@@ -191,6 +191,23 @@ def row_of(links: Links, name: str, racks: Sequence[Rack] = ()) -> bytes:
     return head + b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
+def links_of_hosts(hosts: Sequence[int], names: Sequence[str], rates: Rates) -> tuple[Links, tuple[Rack, ...]]:
+    """Links and racks of all hosts, by name: ``hosts`` and ``names`` are those of each rank."""
+    named = dict(zip(hosts, names, strict=True))
+    latencies = rates.latency_s or tuple((0.0,) * len(named) for _ in named)
+    links = {
+        here: {there: (rates.links[a][b], latencies[a][b]) for b, there in named.items() if a != b}
+        for a, here in named.items()
+    }
+    racks = (Rack(tuple(named[host] for host in one.hosts), one.send, one.receive) for one in rates.uplinks)
+    return links, tuple(racks)
+
+
+def digest_of(rates: Rates) -> bytes:
+    """Eight bytes that differ if any rate or latency differs."""
+    return hashlib.blake2b(repr(rates).encode(), digest_size=8).digest()
+
+
 def is_row(row: object) -> bool:
     """Whether this is a row: of a length that can be, with plausible rates and latencies."""
     if not isinstance(row, bytes) or not (row == b"" or _HEAD.size < len(row) <= MAX_ROW_NBYTES):

@@ -11,11 +11,15 @@ that it does not exceed. Where a rule's strategy has rules itself (``auto`` has)
 Combinations, ``inside: direct, between: double_tree``, are a mapping from these two words, or text, by the same means:
 one strategy among the ranks of each host, another one between hosts (see `combine`). In text, brackets hold rules
 within rules: ``<=64KiB: star, else: (inside: star, between: ring)``.
+
+``auto:static`` has the graphs of ``auto``; a communicator of several hosts with ``auto`` improves them while it works,
+with ``auto:static`` it does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kfcomm.common.arguments import meant, plain_text
@@ -65,6 +69,8 @@ Builder: TypeAlias = Callable[[Layout], StrategySpec]
 """Makes a strategy for any layout."""
 
 
+STATIC: Final = "auto:static"
+"""``auto`` that stays as it is: a job does not measure its links to improve it."""
 _ELSE: Final = "else"
 _AT_MOST: Final = "<="
 _INSIDE: Final = "inside"
@@ -81,9 +87,9 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
     """The strategy that ``spec`` means for ranks laid out like this.
 
     Args:
-        spec: a name, of `names` or of ``others``; rules by size, as a mapping (``{"<=64KiB": "star", "else": "ring"}``)
-            or as text (``"<=64KiB: star, else: ring"``); or a ready-made strategy, graph pair or graph, which must have
-            the layout's size (a graph is used in both directions).
+        spec: a name, of `names` or of ``others``, or ``auto:static``; rules by size, as a mapping
+            (``{"<=64KiB": "star", "else": "ring"}``) or as text (``"<=64KiB: star, else: ring"``); or a ready-made
+            strategy, graph pair or graph, which must have the layout's size (a graph is used in both directions).
         layout: where the ranks are.
         others: returns builders of further names; called only for a name that is not in `names`.
 
@@ -116,8 +122,9 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
 
 
 def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]]) -> AnyStrategy:
-    if name == "auto":
-        return _auto.auto_before(layout)
+    if name in ("auto", STATIC):
+        built = _auto.auto_before(layout)
+        return built if name == built.name else replace(built, name=name)
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)
@@ -134,7 +141,7 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
 
 def _is_rules(text: str) -> bool:
     """Whether a text means rules, rather than the name of a strategy."""
-    return ":" in text or "," in text or _AT_MOST in text
+    return text.strip() != STATIC and (":" in text or "," in text or _AT_MOST in text)
 
 
 def _parsed(text: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from kfcomm.core.handshake import Keys
 from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
 from kfcomm.engine.interfaces import Door, Membership, Network
 from kfcomm.errors import TransportError
+from kfcomm.rendezvous.saved_costs import digest_of
 from kfcomm.testing.store import MemoryWelcome
 from kfcomm.transports.base import Link, Surroundings, Waiter
 from kfcomm.transports.memory import MemoryNetwork
@@ -21,7 +22,7 @@ from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.endpoint import ShmEndpoint
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.sockets import Connection
-from kfcomm.types import Candidate, Layout, Wanted, override
+from kfcomm.types import Candidate, Layout, Rates, Wanted, override
 
 if TYPE_CHECKING:
     from kfcomm.testing.worlds import MemoryWorld
@@ -160,14 +161,18 @@ class MemoryEpoch:
         """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
         return _RankNetwork(rank, self, num_old, strategy)
 
-    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate], attempt: int) -> MemoryEpoch:
+    def next(
+        self, members: tuple[int, ...], joiners: Sequence[Candidate], attempt: int, rates: Rates | None = None
+    ) -> MemoryEpoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         # The first rank that enters makes the epoch; all others have to find the same one.
         key = (*births, attempt)
         if key not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
-            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs._replace(rates=None))
+            known = list(dict.fromkeys(hosts))
+            rates = rates.part(known) if rates is not None and len(known) > 1 else None
+            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs._replace(rates=rates))
             self._next[key] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
             if attempt:
                 made.links.keep_apart()
@@ -180,9 +185,9 @@ class MemoryEpoch:
 class _Door(Door):
     """Entry of one rank to the next epoch."""
 
-    part = b""
-
-    def __init__(self, rank: int, epoch: MemoryEpoch, attempt: int) -> None:
+    def __init__(self, rank: int, epoch: MemoryEpoch, attempt: int, rates: Rates | None) -> None:
+        self.part = b"" if rates is None else digest_of(rates)
+        self._rates = rates
         self._rank = rank
         self._epoch = epoch
         self._attempt = attempt
@@ -190,7 +195,8 @@ class _Door(Door):
     @override
     def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
         members = tuple(doors)
-        return self._epoch.next(members, joiners, self._attempt).network_of(members.index(self._rank))
+        rates = self._rates if len(set(doors.values())) == 1 else None  # all ranks have to see the same
+        return self._epoch.next(members, joiners, self._attempt, rates).network_of(members.index(self._rank))
 
     async def close(self) -> None:
         """Do nothing: nothing was opened."""
@@ -262,6 +268,7 @@ class _RankNetwork:
         self._rank = rank
         self._links = epoch.links
         self.membership: Membership = _Members(rank, epoch)
+        self._rates = epoch.layout.costs.rates  # for the next epoch
 
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
@@ -277,7 +284,7 @@ class _RankNetwork:
         return plane
 
     async def open_door(self, epoch: int, attempt: int = 0) -> _Door:
-        return _Door(self._rank, self._epoch, attempt)
+        return _Door(self._rank, self._epoch, attempt, self._rates)
 
     def hand_on(self, network: Network) -> None:
         """Nothing is owned."""
@@ -314,6 +321,9 @@ class _RankNetwork:
 
     def describe(self, peer: int) -> str:
         return "memory"
+
+    def know(self, rates: Rates) -> None:
+        self._rates = rates
 
     def descriptors(self) -> list[int]:
         return []

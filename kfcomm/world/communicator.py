@@ -44,6 +44,7 @@ from kfcomm.world.epochs import NO_PLAN, EpochPlan, agree, next_epoch, settle
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
     from kfcomm.probe import Probe, Prober
+    from kfcomm.world.improving import Improvement
     from kfcomm.world.prepared import PreparedEpoch
 
 
@@ -79,6 +80,7 @@ class Communicator(Persistent):
         self._blobs = Blobs(self._mailbox, view, heaps, session.engine.links.traffic)
         self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
+        self._improvement = self._improving(strategy)
         session.engine.end_listeners.append(self._leave)
         session.drains.append(self._drains)
 
@@ -122,6 +124,18 @@ class Communicator(Persistent):
     def births(self) -> tuple[int, ...]:
         """The rank that each rank of the group had in the first epoch: who it is, whatever its number is now."""
         return self._births
+
+    def _improving(self, strategy: StrategySpec) -> Improvement | None:
+        """Improvement of ``auto``; None on one host, where the links are known, and for other strategies."""
+        layout = self._group.layout
+        if layout.num_hosts == 1 or strategy != "auto" or layout.costs.rates is not None:
+            return None
+        from kfcomm.world.improving import Improvement
+        from kfcomm.world.links import MOST_HOSTS, MOST_RANKS, PACE
+
+        if layout.num_hosts > MOST_HOSTS or layout.size > MOST_RANKS:
+            return None
+        return Improvement(self._session, self._group, self._mailbox, self.name, PACE)
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -516,6 +530,7 @@ class Communicator(Persistent):
         """Close a sub-group at once, without a last look at its statistics, whose first costs some milliseconds."""
         self._leave()
         ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
+        ids |= self._improvement.group_ids() if self._improvement else set()
         self._session.leave_groups(self._group.view.id, ids, f"{self._called} has closed group {self.name!r}")
 
     def _drains(self) -> list[Drain]:
@@ -524,7 +539,7 @@ class Communicator(Persistent):
         found = [] if device is None else [Drain(device, LEAVE_WITHIN_S, lambda: "for its device")]
         if eager is not None:
             found.append(Drain(eager, self._session.timeout_s, self._mailbox.eager.awaited))
-        return found
+        return found if self._improvement is None else [*self._improvement.drains(), *found]
 
     async def __aenter__(self) -> Self:
         return self
@@ -544,6 +559,8 @@ class Communicator(Persistent):
                 self._group.kept.withdraw()
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._drains)
+            if self._improvement is not None:
+                self._improvement.close()
             self._paths.close()
             self._blobs.close()
             reason = self._session.why_closed or f"{self._called} has closed group {self.name!r}"

@@ -12,8 +12,8 @@ import pytest
 
 from kfcomm import strategies
 from kfcomm.collectives.transition import first_uses
-from kfcomm.errors import CollectiveAborted
 from kfcomm.strategies import AnyStrategy
+from tests.collectives.mixed_programs import MixedProgram
 from tests.conformance.worlds import same_bits, turns, world
 
 GENERATION = 1 << 20
@@ -37,83 +37,13 @@ async def _change(comms: Any, strategy: AnyStrategy, number: int, pause: Callabl
     return is_wanted
 
 
-class _Program:
-    """Calls of one rank: as many of each name as on the others, in an order of its own."""
-
-    def __init__(self, seed: int, size: int) -> None:
-        shared = random.Random(seed)
-        kinds = ["sum", "sum", "joined", "many", "list", "persistent", "own", "barrier", "anonymous"]
-        self.names = [(f"{number}/{shared.choice(kinds)}", shared.randint(1, 12)) for number in range(8)]
-        self.lengths = {name: shared.choice([1, 7, 300, 9000]) for name, _ in self.names}
-        self.cancels = {(name, seq) for name, uses in self.names for seq in range(uses) if shared.random() < 0.05}
-        self.size = size
-
-    def x(self, rank: int, name: str, seq: int) -> Any:
-        random_of = np.random.default_rng([rank, seq, len(name), int(name.split("/")[0])])
-        return random_of.standard_normal(self.lengths[name]).astype(np.float32)
-
-    def call(self, comm: Any, name: str, seq: int, kept: dict[str, Any]) -> Any:
-        x, kind = self.x(comm.rank, name, seq), name.split("/")[1]
-        match kind:
-            case "joined":
-                return comm.all_gather(x[: comm.rank + 1], name, concat=True)
-            case "many":
-                return comm.all_reduce_many({"a": x, "b": x[:1]}, name)
-            case "list":
-                return comm.all_gather([x, x[:1]], name)
-            case "persistent":
-                if name not in kept:
-                    kept[name] = x, comm.all_reduce_init(x, name)
-                kept[name][0][:] = x
-                return kept[name][1].start()
-            case "own":
-                return comm.all_reduce(x, name, strategy="ring")
-            case "barrier":
-                return comm.barrier(name)
-        return comm.all_reduce(x, name, priority=seq % 3)
-
-    async def run(self, comm: Any, mine: random.Random) -> dict[tuple[str, int], Any]:
-        left = dict(self.names)
-        done: dict[tuple[str, int], Any] = {}
-        kept: dict[str, Any] = {}
-
-        async def uses(name: str, count: int) -> None:
-            for seq in range(count):
-                await turns(mine.randrange(8))
-                handle = self.call(comm, name, seq, kept)
-                if (name, seq) in self.cancels and comm.rank == seq % self.size:
-                    await turns(mine.randrange(3))
-                    handle.cancel()
-                try:
-                    done[name, seq] = await handle
-                except (CollectiveAborted, asyncio.CancelledError):
-                    done[name, seq] = "cancelled"
-                    await turns()  # the parts of a call of several end in the turn after it
-
-        order = list(left.items())
-        mine.shuffle(order)
-        await asyncio.gather(*(uses(*one) for one in order))
-        return done
-
-
-def _flat(value: Any) -> bytes:
-    match value:
-        case dict():
-            return b"".join(_flat(one) for _, one in sorted(value.items()))
-        case list() | tuple():
-            return b"".join(map(_flat, value))
-        case None:
-            return b""
-    return bytes(np.asarray(value).tobytes())
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(30))
 async def test_random_programs_while_the_graphs_change(seed: int) -> None:
     """Results are the same bits on all ranks, for each use, and near the sum; cancelled uses end everywhere."""
     shared = random.Random(seed)
     size = shared.randint(2, 6)
-    program = _Program(seed, size)
+    program = MixedProgram(seed, size)
     async with world(size, hosts=shared.randint(1, size), strategy=shared.choice(NAMES)) as comms:
 
         async def changes() -> int:
@@ -130,16 +60,7 @@ async def test_random_programs_while_the_graphs_change(seed: int) -> None:
         mine = [random.Random(100 * seed + rank) for rank in range(size)]
         results = await asyncio.gather(*(program.run(comm, mine[comm.rank]) for comm in comms))
         assert await changing
-        for key in results[0]:
-            name, seq = key
-            of_ranks = [one[key] for one in results]
-            if any(isinstance(one, str) for one in of_ranks):
-                assert key in program.cancels, key
-                continue
-            assert len({_flat(one) for one in of_ranks}) == 1, key
-            if name.endswith(("sum", "own", "persistent", "anonymous")):
-                want = sum(program.x(rank, name, seq).astype(np.float64) for rank in range(size))
-                assert np.allclose(of_ranks[0], want, rtol=1e-4, atol=1e-4), key
+        program.check(results)
 
 
 @pytest.mark.asyncio
