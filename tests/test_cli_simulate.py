@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
 from kfcomm.probe import Probe
-from kfcomm.simulate import Link, SimulatedNetwork, simulate
+from kfcomm.simulate import Link, SimulatedNetwork, parse_workload, simulate, simulate_step
 from kfcomm.types import Layout
 
 NETWORK = """\
@@ -96,6 +96,25 @@ def test_verbs_and_stragglers(tmp_path: Path) -> None:
     assert times[0] < 1 < times[1] == times[2] != times[3]
 
 
+def test_a_workload_is_a_step(tmp_path: Path) -> None:
+    out, file = tmp_path / "x.json", tmp_path / "step.txt"
+    text = "compute 5ms\n4MiB as first   # of the last layers\ncompute 3ms\n16MiB\n"
+    file.write_text(text)
+    done = run("--strategy", "ring,star", "--hosts", "4x1", "--workload", str(file), "--json", str(out))
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0] == "simulated step; network: 10 Gbit/s Ethernet, shared memory inside of hosts"
+    assert lines[2].split()[:6] == ["strategy", "step", "compute", "under", "way", "overlapped"]
+    assert "calls, ring, 4 ranks on 4 hosts" in lines
+    network = SimulatedNetwork().of_hosts(4)
+    due = simulate_step(parse_workload(text), network.layout, network, strategy="ring")
+    found = json.loads(out.read_text())["results"][0]
+    assert (found["strategy"], found["seconds"], found["exposed_s"]) == ("ring", due.seconds, due.exposed_s)
+    assert [call["name"] for call in found["calls"]] == ["first", ""]
+    text = "compute 5ms, 4MiB as first, compute 3ms, 16MiB"
+    assert run("--strategy", "ring,star", "--hosts", "4x1", "--workload", text).stdout == done.stdout
+
+
 def test_ranks_that_are_alike_are_told() -> None:
     done = run("--strategy", "ring,clique", "--hosts", "1000x1", "--sizes", "1MiB")
     first, second = done.stderr.splitlines()
@@ -170,6 +189,8 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
         (["--strategy", "ring", "--probe", "a", "--network", "b"], "--network and --probe contradict each other"),
         (["--strategy", "ring", "--hosts", "2x1", "--verb", "reduec"], "verb 'reduec' is not simulated; these are: "),
         (["--strategy", "ring", "--hosts", "2x1", "--late", "5"], "--late: expected a time, got '5'"),
+        (["--strategy", "ring", "--hosts", "2x1", "--workload", "soon"], "workload: 'soon': write 'compute 5 ms'"),
+        (["--strategy", "ring", "--hosts", "2x1", "--workload", "4MiB", "--sizes", "1KiB"], "contradict each other"),
         (["--strategy", "packed_trees", "--hosts", "4x1"], "--strategy packed_trees: all hosts are alike"),
     ],
 )

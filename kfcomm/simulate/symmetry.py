@@ -260,18 +260,18 @@ def _turned(
         return None
     if goes_in_steps(found.strategy, message.nbytes):
         return _in_steps(found.strategy, layout, network, message)
-    graphs = replace(found.strategy, chunk_nbytes=_chunk_nbytes(found.strategy, message, layout))
+    graphs = replace(found.strategy, chunk_nbytes=chunk_nbytes_of_message(found.strategy, message, layout))
     found = replace(found, strategy=graphs)
     pairs = pairs_of(graphs, message)
     plain = Simulated(graphs, layout, network, message, graphs.name)
     if len(pairs) == 1:
         # Whole along one pair: of the others nothing is needed.
-        is_exact = _is_turnable(network)
+        is_exact = is_turnable(network)
         if not is_exact and layout.size <= _FEW_RANKS:
             return None
         alone = replace(graphs, pairs=(solid(pairs[0]),), is_whole=not graphs.direct)
         return _alike(replace(plain, strategy=alone, is_exact=is_exact))
-    if not _is_turnable(network) or layout.size % _block(found, layout, network):
+    if not is_turnable(network) or layout.size % _block(found, layout, network):
         return None
     parts = 1 if graphs.direct is Direct.ONE_STEP else len(graphs.pairs)
     count = math.ceil(message.count / parts) * parts
@@ -284,7 +284,7 @@ def _turned(
 
 def _in_steps(graphs: Strategy, layout: Layout, network: SimulatedNetwork, message: Message) -> Simulated | None:
     """An exchange; None as of `_turned`."""
-    if not _is_turnable(network) or network.hosts_per_switch:
+    if not is_turnable(network) or network.hosts_per_switch:
         return None
     plain = Simulated(graphs, layout, network, message, graphs.name)
     size, local = layout.size, layout.size // layout.num_hosts
@@ -304,7 +304,7 @@ def _in_steps(graphs: Strategy, layout: Layout, network: SimulatedNetwork, messa
     return replace(turns, strategy=cut, turns=added, is_exact=False)
 
 
-def _chunk_nbytes(graphs: Strategy, message: Message, layout: Layout) -> int:
+def chunk_nbytes_of_message(graphs: Strategy, message: Message, layout: Layout) -> int:
     """Bytes of a chunk, as the planner would choose them from all pairs."""
     if graphs.chunk_nbytes:
         return graphs.chunk_nbytes
@@ -333,7 +333,7 @@ def pairs_of(graphs: Strategy, message: Message) -> tuple[GraphPair, ...]:
     return graphs.pairs
 
 
-def _is_turnable(network: SimulatedNetwork) -> bool:
+def is_turnable(network: SimulatedNetwork) -> bool:
     """Whether all hosts are alike, and so are their links."""
     alike = {replace(host, name="") for host in network.hosts}
     return len(alike) == 1 and not (network.links or network.switches or network.cpus)

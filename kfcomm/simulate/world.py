@@ -18,6 +18,7 @@ from functools import partial
 from kfcomm.collectives.plans import Plan, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
+from kfcomm.simulate.levels import extrapolated, is_too_large
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda
 from kfcomm.simulate.ranks import Carry, Processors, Rank, RankCall, SimulatedSurroundings, SimulatedWork
@@ -27,7 +28,7 @@ from kfcomm.simulate.scripts import Script
 from kfcomm.simulate.symmetry import Message, Simulated, simulated, simulated_together, wiring_of
 from kfcomm.simulate.wiring import NotAlike, Wiring
 from kfcomm.simulate.workload import Call, Compute, Workload, calls_of, checked
-from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies import AnyStrategy, Strategy
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
@@ -134,9 +135,18 @@ def _simulated(
     one_by_one = how.one_by_one or how.carry is not None or is_late
     with _without_collections():
         try:
-            return _run(simulated_together(calls, layout, network, one_by_one=one_by_one), items, how)
+            found = simulated_together(calls, layout, network, one_by_one=one_by_one)
+            if len(items) == 1 and not one_by_one and is_too_large(found):
+                return extrapolated(found[0], partial(_simulated_small, next(calls_of(items)), how))
+            return _run(found, items, how)
         except NotAlike:
             return _run(simulated_together(calls, layout, network, one_by_one=True), items, how)
+
+
+def _simulated_small(
+    call: Call, how: _How, strategy: Strategy, layout: Layout, network: SimulatedNetwork
+) -> StepResult:
+    return _simulated((replace(call, strategy=strategy),), layout, network, strategy, replace(how, starts_s=()))
 
 
 def late(size: int, mean_s: float, seed: int = 0) -> tuple[float, ...]:

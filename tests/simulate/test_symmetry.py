@@ -1,16 +1,15 @@
 """Ranks that are alike are simulated once: the results are those of all ranks, simulated one by one."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from kfcomm.simulate import Host, Local, SimulatedNetwork, simulate
-from kfcomm.strategies import names
+from kfcomm.strategies import build, names
 from kfcomm.types import Layout
 
 NAMES = [name for name in names() if name != "auto"]
-ALIKE = [name for name in NAMES if name != "double_tree"]
-"""Those whose ranks are alike on equal hosts, for any number of them."""
 
 
 def network_of(chance, hosts, local):
@@ -112,6 +111,32 @@ def test_among_many_hosts_of_odd_number_every_block_is_cut(hosts, least, monkeyp
     assert least * due.seconds < found.seconds < 1.05 * due.seconds
 
 
+@pytest.mark.parametrize(("hosts", "local"), [(300, 1), (511, 1), (150, 4)])
+@pytest.mark.parametrize("name", ["double_tree", "built"])
+def test_double_trees_grow_by_levels(name, hosts, local, monkeypatch):
+    network = network_of(random.Random(hosts), hosts, local)
+    strategy = build("double_tree", network.layout) if name == "built" else name
+    due = simulate(strategy, network.layout, 1 << 18, network, one_by_one=True)
+    monkeypatch.setattr("kfcomm.simulate.levels.MANY_MESSAGES", 0)
+    monkeypatch.setattr("kfcomm.simulate.levels._RANKS", 128 * local)
+    found = simulate(strategy, network.layout, 1 << 18, network)
+    assert not found.is_exact
+    assert found.simulated_ranks == (127 + 31) * local
+    assert (found.size, found.messages, found.nbytes_sent) == (due.size, due.messages, due.nbytes_sent)
+    assert found.bound_s == pytest.approx(due.bound_s)
+    assert found.seconds == pytest.approx(due.seconds, rel=0.08)
+
+
+def test_other_trees_of_that_name_are_simulated_as_they_are(monkeypatch):
+    monkeypatch.setattr("kfcomm.simulate.levels.MANY_MESSAGES", 0)
+    monkeypatch.setattr("kfcomm.simulate.levels._RANKS", 16)
+    network = SimulatedNetwork().of_hosts(40)
+    other = replace(build("tree", network.layout), name="double_tree")
+    assert simulate(other, network.layout, 1 << 20, network).is_exact
+    slow = replace(network, hosts=(replace(network.hosts[0], bandwidth=1e8), *network.hosts[1:]))
+    assert simulate("double_tree", slow.layout, 1 << 20, slow).simulated_ranks == 40
+
+
 def test_switches_of_equally_many_hosts_turn_into_each_other():
     network = SimulatedNetwork.parse('[switch]\nhosts = 2\nuplink = "1 Gbit/s"').of_hosts(8)
     assert check_same("ring", network, 8 * 4000) == 2
@@ -138,7 +163,7 @@ def test_unequal_parts_of_too_many_ranks_count_as_the_largest():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", NAMES)
 def test_100000_ranks_are_simulated(name):
     network = SimulatedNetwork().of_hosts(100_000)
     found = simulate(name, network.layout, 1 << 20, network)

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kfcomm.bench.report import Files
+from kfcomm.bench.steps import SimulatedSteps
 from kfcomm.bench.topologies import Simulations
 from kfcomm.cli import options
 from kfcomm.cli.options import WithSizes, reported_errors
 from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Result, SimulatedNetwork, late
+from kfcomm.simulate import Result, SimulatedNetwork, StepResult, late, simulate_step
 from kfcomm.simulate import simulate as simulate_one
 from kfcomm.simulate.fields import parse_time_s
+from kfcomm.simulate.workload import load_workload
 from kfcomm.strategies import AnyStrategy, names
 from kfcomm.strategies.plugins import build
 from kfcomm.strategies.tree_packing import packed_by
@@ -53,6 +56,7 @@ class _SimulateOptions:
     seed: int
     json_path: Path | None
     html_path: Path | None
+    workload: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,11 @@ class SimulatedCall:
     help="Ranks post late: exponentially, by this much in the mean.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of --late.")
+@click.option(
+    "--workload",
+    metavar="TEXT|FILE",
+    help="A step in place of one collective: 'compute 5ms, 4MiB, compute 3ms, 16MiB'.",
+)
 @options.json_file("network and results")
 @options.page_file("plots")
 def simulate(**options: Any) -> None:
@@ -123,18 +132,49 @@ def simulate(**options: Any) -> None:
       kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --sizes 1KiB:64MiB --html times.html
       kfcomm simulate --strategy ring --network cluster.toml
       kfcomm simulate --strategy auto,packed_trees --probe probe.json
+      kfcomm simulate --strategy ring --hosts 16x1 --workload 'compute 5ms, 4MiB, compute 3ms, 16MiB'
     """  # noqa: D301  click wants the character, not its name
     given = _SimulateOptions(**options)
     with reported_errors():
         files = Files(given.json_path, given.html_path)
         files.check()
-        network, source = network_of(given.network_path, given.probe_path)
-        simulations = Simulations(network, source, given.dtype, given.verb)
-        case = SimulatedCall(given.dtype, given.verb, _late_s(given.late), given.seed)
-        strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
-        simulations.results.extend(simulated(strategies, worlds, sizes, network, case))
-        click.echo(simulations.as_text(), nl=False)
-        files.write(simulations)
+        report = _simulated_steps(given) if given.workload is not None else _simulated_calls(given)
+        click.echo(report.as_text(), nl=False)
+        files.write(report)
+
+
+def _simulated_calls(given: _SimulateOptions) -> Simulations:
+    network, source = network_of(given.network_path, given.probe_path)
+    report = Simulations(network, source, given.dtype, given.verb)
+    case = SimulatedCall(given.dtype, given.verb, _late_s(given.late), given.seed)
+    strategies, worlds, sizes = names_of(given.strategies), parse_worlds(given.hosts), parse_sizes(given.sizes)
+    report.results.extend(simulated(strategies, worlds, sizes, network, case))
+    return report
+
+
+def _simulated_steps(given: _SimulateOptions) -> SimulatedSteps:
+    source_of = click.get_current_context().get_parameter_source
+    for option in ("sizes", "verb", "dtype", "html_path"):
+        if source_of(option) is not ParameterSource.DEFAULT:
+            name = option.removesuffix("_path")
+            raise ConfigError(f"--workload and --{name} contradict each other: a workload says what is called")
+    workload = load_workload(given.workload or "")
+    network, source = network_of(given.network_path, given.probe_path)
+    report = SimulatedSteps(network, source, given.workload or "")
+    late_s = _late_s(given.late)
+    for world in parse_worlds(given.hosts):
+        on = network.of_hosts(*world)
+        layout = on.layout
+        for strategy in names_of(given.strategies):
+            what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts"
+            watch = _Watch(what)
+            step = simulate_step(
+                workload, layout, on, strategy=built(strategy, layout),
+                starts_s=late(layout.size, late_s, given.seed), progress=watch.look,
+            )  # fmt: skip
+            _tell(f"{what}: {step.seconds * 1e3:.4g} ms ({watch.summary(step)})")
+            report.results.append((strategy, step))
+    return report
 
 
 def network_of(path: Path | None, probe: Path | None = None) -> tuple[SimulatedNetwork, str]:
@@ -255,7 +295,7 @@ class _Watch:
             left_s = (now_s - self._began_s) * (1 - done) / done
             _tell(f"{self._what}: {done:.0%} simulated, about {left_s:.0f} s left")
 
-    def summary(self, result: Result) -> str:
+    def summary(self, result: Result | StepResult) -> str:
         """How it was simulated."""
         ranks = "" if result.simulated_ranks == result.size else f", {result.simulated_ranks} ranks for all"
         nearly = "" if result.is_exact else ", which are nearly alike"
