@@ -73,6 +73,7 @@ def _defaults(document: Document) -> tuple[Host, float, PortQueue, Local]:
         fold=inside.rate("fold", within.fold),
         memory=inside.maybe_rate("memory"),
         copy=inside.maybe_rate("copy"),
+        device=inside.maybe_rate("device"),
     )
     table.end()
     inside.end()

@@ -16,6 +16,7 @@ A file describes it, in TOML::
     overhead = "10 us"          # processor time of each message that a rank sends or receives
     fold = "10 GB/s"            # at which a rank folds what it received into its own
     copy = "2 GB/s"             # at which it hands to other hosts, and takes from them; left out: at once
+    device = "52 GB/s"          # between a rank's device and its host; left out: arrays are in the host's memory
     cpus = 2                    # processors that the ranks of a host share; 0: each has its own
 
     [testbed]                   # hosts that are namespaces on one machine

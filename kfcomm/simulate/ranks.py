@@ -166,6 +166,11 @@ class Rank:
         self._inbox: deque[Chunk | RankCall] = deque()
         self._is_busy = False
 
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return len(self._work.hosts)
+
     def post(self, number: int) -> None:
         """Queue the beginning of a call; it is handled when there is time."""
         call = self.calls[number]

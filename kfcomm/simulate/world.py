@@ -25,6 +25,7 @@ from kfcomm.simulate.ranks import Carry, Processors, Rank, RankCall, SimulatedSu
 from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.scripts import Script
+from kfcomm.simulate.staging import DeviceCopies, Segments
 from kfcomm.simulate.symmetry import Message, Simulated, simulated, simulated_together, wiring_of
 from kfcomm.simulate.wiring import NotAlike, Wiring
 from kfcomm.simulate.workload import Call, Compute, Workload, calls_of, checked
@@ -127,8 +128,8 @@ def _simulated(
         build(strategy, layout)
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or SimulatedNetwork(), layout)
-    calls = []
-    for call in calls_of(items):
+    segments, calls = Segments.of(tuple(_checked_calls(items)), network.local.device), []
+    for call in segments.posted:
         message = Message.of(call.nbytes, call.dtype, call.name, call.verb, _checked_root(call.root, layout))
         calls.append((strategy if call.strategy is None else call.strategy, message))
     is_late = len(set(_checked_starts(how.starts_s, layout))) > 1
@@ -136,11 +137,11 @@ def _simulated(
     with _without_collections():
         try:
             found = simulated_together(calls, layout, network, one_by_one=one_by_one)
-            if len(items) == 1 and not one_by_one and is_too_large(found):
+            if len(items) == len(segments.posted) == 1 and not one_by_one and is_too_large(found):
                 return extrapolated(found[0], partial(_simulated_small, next(calls_of(items)), how))
-            return _run(found, items, how)
+            return _run(found, items, segments, how)
         except NotAlike:
-            return _run(simulated_together(calls, layout, network, one_by_one=True), items, how)
+            return _run(simulated_together(calls, layout, network, one_by_one=True), items, segments, how)
 
 
 def _simulated_small(
@@ -202,16 +203,26 @@ def num_messages(
     return simulated(strategy, layout, matched, Message.of(nbytes, dtype, "")).num_messages
 
 
-def _run(calls: list[Simulated], items: Workload, how: _How) -> StepResult:
+def _checked_calls(items: Workload) -> Iterator[Call]:
+    """The calls, each known to be one that is simulated, before it is cut."""
+    for call in calls_of(items):
+        Message.of(call.nbytes, call.dtype, call.name, call.verb)
+        yield call
+
+
+def _run(calls: list[Simulated], items: Workload, segments: Segments, how: _How) -> StepResult:
     routes = Routes(Agenda(), calls[0].network, calls[0].layout)
     wiring = wiring_of(calls, routes)
     made: dict[tuple[int, int], Plans] = {}
     plans = [call.plans(wiring.numbers, made) for call in calls]
     routes.relays = frozenset().union(*(call.relays(of_call) for call, of_call in zip(calls, plans, strict=True)))
-    ranks = _ranks(routes, wiring, plans, items, how.carry)
+    ranks = _ranks(routes, wiring, plans, segments, how.carry)
     wiring.join(ranks)
-    numbers = {call.name: number for number, call in enumerate(calls_of(items)) if call.name}
-    scripts = [Script(routes.agenda, rank, items, numbers) for rank in ranks]
+    device = routes.network.local.device
+    scripts = [
+        Script(routes.agenda, rank, items, segments, DeviceCopies(routes.agenda, device) if device else None)
+        for rank in ranks
+    ]
     for rank, script in zip(ranks, scripts, strict=True):
         # In order, so that a simulation repeats exactly.
         if how.starts_s and how.starts_s[rank.number]:
@@ -220,7 +231,7 @@ def _run(calls: list[Simulated], items: Workload, how: _How) -> StepResult:
             script.go_on()
     total = sum(call.num_to_send for rank in ranks for call in rank.calls)
     routes.agenda.run(None if how.progress is None else partial(_look, ranks, total, how.progress))
-    return _result(calls, items, routes, wiring, scripts, ranks)
+    return _result(calls, items, segments, routes, wiring, scripts, ranks)
 
 
 def _look(ranks: list[Rank], total: int, progress: Callable[[float], None]) -> None:
@@ -237,13 +248,15 @@ def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     return replace(network, hosts=tuple(hosts))
 
 
-def _ranks(routes: Routes, wiring: Wiring, plans: list[list[Plan]], items: Workload, carry: Carry | None) -> list[Rank]:
+def _ranks(
+    routes: Routes, wiring: Wiring, plans: list[list[Plan]], segments: Segments, carry: Carry | None
+) -> list[Rank]:
     local, hosts = routes.network.local, routes.layout.hosts
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
     work = SimulatedWork(local.overhead_s, copy_s_per_byte, 1 / local.fold, hosts)
     surroundings = SimulatedSurroundings(routes.agenda, wiring.ways, work, carry)
     processors = _processors(routes)
-    priorities = [call.priority for call in calls_of(items)]
+    priorities = [call.priority for call in segments.posted]
     return [
         Rank(
             surroundings,
@@ -272,24 +285,35 @@ def _processors(routes: Routes) -> dict[int, Processors]:
 
 
 def _result(
-    calls: list[Simulated], items: Workload, routes: Routes, wiring: Wiring, scripts: list[Script], ranks: list[Rank]
-) -> StepResult:
-    stuck = [
-        rank.number
-        for rank, script in zip(ranks, scripts, strict=True)
-        if script.ended_s is None or any(call.done_s is None for call in rank.calls)
-    ]
-    if stuck:
+    calls: list[Simulated], items: Workload, segments: Segments, routes: Routes, wiring: Wiring,
+    scripts: list[Script], ranks: list[Rank],
+) -> StepResult:  # fmt: skip
+    ends = [[script.done_s(number) for number in range(len(segments.of_call))] for script in scripts]
+    if any(script.ended_s is None for script in scripts) or any(None in of_rank for of_rank in ends):
+        stuck = [rank.number for rank, of_rank in zip(ranks, ends, strict=True) if None in of_rank]
         raise InternalError(f"nothing is left to happen, and ranks {stuck} are not done")
-    ends_s = [
-        max(script.ended_s or 0.0, *(call.done_s or 0.0 for call in rank.calls))
-        for rank, script in zip(ranks, scripts, strict=True)
-    ]
+    done_s = [[end_s or 0.0 for end_s in of_rank] for of_rank in ends]
+    ends_s = [max(script.ended_s or 0.0, *of_rank) for script, of_rank in zip(scripts, done_s, strict=True)]
     busiest = max(routes.ports(), key=lambda port: port.busy_s)
+    results = []
+    for number, given in enumerate(calls_of(items)):
+        world, parts = calls[segments.of_call[number][0]], segments.of_call[number]
+        sent = [(rank.calls[part], wiring.times(rank.number)) for rank in ranks for part in parts]
+        times_s = [of_rank[number] for of_rank in done_s]
+        results.append(
+            CallResult(
+                given.name, given.verb, world.name, world.graphs.name, given.nbytes,
+                posted_s=min(script.posted_s[number] for script in scripts),
+                done_s=max(times_s),
+                rank_seconds=wiring.of_all(times_s),
+                messages=sum(call.num_messages * times for call, times in sent),
+                nbytes_sent=sum(call.nbytes_sent * times for call, times in sent),
+            )
+        )  # fmt: skip
     return StepResult(
         size=routes.layout.size,
         num_hosts=routes.layout.num_hosts,
-        calls=tuple(_call_results(calls, items, wiring, ranks)),
+        calls=tuple(results),
         compute_s=sum(item.seconds for item in items if isinstance(item, Compute)),
         seconds=max(ends_s),
         rank_seconds=wiring.of_all(ends_s),
@@ -298,24 +322,6 @@ def _result(
         simulated_ranks=len(ranks),
         is_exact=all(call.is_exact for call in calls),
     )
-
-
-def _call_results(calls: list[Simulated], items: Workload, wiring: Wiring, ranks: list[Rank]) -> Iterator[CallResult]:
-    for number, (world, given) in enumerate(zip(calls, calls_of(items), strict=True)):
-        on_ranks = [(rank.calls[number], wiring.times(rank.number)) for rank in ranks]
-        times_s = [call.done_s or 0.0 for call, _ in on_ranks]
-        yield CallResult(
-            name=given.name,
-            verb=given.verb,
-            strategy=world.name,
-            graphs=world.graphs.name,
-            nbytes=given.nbytes,
-            posted_s=min(call.posted_s or 0.0 for call, _ in on_ranks),
-            done_s=max(times_s),
-            rank_seconds=wiring.of_all(times_s),
-            messages=sum(call.num_messages * times for call, times in on_ranks),
-            nbytes_sent=sum(call.nbytes_sent * times for call, times in on_ranks),
-        )
 
 
 @contextmanager
