@@ -28,16 +28,19 @@ call (`kept`), for which a call that may overlap others of its name, or is of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import adapt, holds_arrays, is_list
-from kfcomm.collectives.adasum_arithmetic import HEAD_NBYTES, FusedLayout, Matrix, TensorPart
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.collectives.adasum_arithmetic import FusedLayout, Matrix, TensorPart
 from kfcomm.collectives.batches import (
     Item,
     item_of,
     like,
+    listing_of,
     many_key,
     names_of,
     outs_by_name,
@@ -48,7 +51,7 @@ from kfcomm.collectives.calling import Checks, Posting
 from kfcomm.collectives.group import UNNAMED, may_overlap
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.kept import STAMP, stamped
-from kfcomm.collectives.plans import PlanKey, Plans
+from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS, CallOptions
 from kfcomm.collectives.steps import LaterSteps, Steps
 from kfcomm.common.arguments import checked_name
@@ -65,6 +68,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
+SINGLE = ""
+"""Name of an array that is not one of several."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -102,13 +107,22 @@ class Adasum:
     def begin(self) -> Steps:
         """Begin the first step; return the handle of the whole call."""
         name = self._key or UNNAMED
+        then: Callable[[Any, str], None] = self._meet
         if self._heaps is None:
-            posting = self._posting(ALL_TO_ALL, self._block, name)
-            self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._multiply)
+            posting, then = self._posting(ALL_TO_ALL, self._block, name), self._multiply
         else:
             posting = self._posting(ALL_GATHER, np.array(self._tell(self._heaps)), name)
-            self._steps.follow(self._verbs._begin(self._key, posting, self._options), self._meet)
+        posting = posting._replace(plan=(self._compared, *posting.plan[1:]))
+        self._steps.follow(self._verbs._begin(self._key, posting, self._options), then)
         return self._steps.whole
+
+    def _compared(self, plans: Plans, kind: PlanKey, key: str) -> Plan:
+        """Plan of the first step, in which the ranks compare the calls of the program, not what travels."""
+        plan, arrays = plans.of(kind, key), [item.array for item in self._layout.items]
+        names, first = [item.name for item in self._layout.items], arrays[0]
+        fields = {"shape": first.shape} if names == [SINGLE] else {"shape": (), **listing_of(names, arrays)}
+        said = plan.signature._replace(verb=str(ALL_REDUCE), dtype=dtype_name(first.dtype), op="adasum", **fields)
+        return replace(plan, signature=said)
 
     def _new_block(self) -> Array:
         shape = (self._layout.size, self._layout.row_nbytes)
@@ -162,9 +176,7 @@ class Adasum:
             raise error_of(lost, self._key or UNNAMED, self._group.view.titled(self._key or UNNAMED)) from None
 
     def _multiply(self, rows: Sequence[Array], key: str) -> None:
-        view = self._group.view
-        self._layout.check(rows, view.called)
-        self._part = TensorPart(self._layout, view.rank, rows)
+        self._part = TensorPart(self._layout, self._group.view.rank, rows)
         shared = self._part.multiply()
         if not self._layout.cut:
             self._combine(shared, key)
@@ -179,7 +191,7 @@ class Adasum:
         if self._told:
             self._rendezvous(key)
             return
-        posting = self._posting(ALL_GATHER, mine[HEAD_NBYTES:], key)
+        posting = self._posting(ALL_GATHER, mine, key)
         self._steps.whole.end_as(self._steps.post(posting, key), self._group.engine.reactor, self._finish)
 
     def _rendezvous(self, key: str) -> None:
@@ -199,7 +211,7 @@ class Adasum:
 
     def _copied(self) -> Any:
         """The result, from the memory of all ranks."""
-        found = self._layout.results([part[HEAD_NBYTES:] for part in self._results])
+        found = self._layout.results(self._results)
         with fence():
             pass
         for rank, (told, stamp) in enumerate(zip(self._told, self._stamps, strict=True)):
@@ -254,7 +266,8 @@ def adasum_of(verbs: Verbs, x: Any, name: str | None, options: CallOptions) -> H
         xs = x if is_listed else [x]
         _check_host(verbs, xs, options.stream)
         outs = outs_in_order(out, xs) if is_listed else [out]
-        items = [item_of(f"x[{place}]", one, into) for place, (one, into) in enumerate(zip(xs, outs, strict=True))]
+        names = [f"x[{place}]" for place in range(len(xs))] if is_listed else [SINGLE]
+        items = [item_of(one, x, into) for one, x, into in zip(names, xs, outs, strict=True)]
 
         def gathered(found: dict[str, Any]) -> Any:
             results = [found[item.name] for item in items]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-
-from kfcomm.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from kfcomm.collectives.batches import Item
@@ -62,14 +59,17 @@ def _form(a: Matrix, products: Matrix, b: Matrix) -> Matrix:
     return found
 
 
-HEAD_NBYTES, DIGEST_NBYTES = 256, 16
 ALIGNMENT = 8
 """Of tensors and parts, in bytes: no element is cut."""
 MAX_LONGER = 1 / 8
 """By what part of a part its bounds are moved so that no tensor is cut there."""
-BLOCK = 1 << 13
-"""Elements of each rank that are converted to float64 at a time: those of four ranks fit in a cache of 256 KiB. A
-product of more than 10,000 OpenBLAS gives to threads, for which ranks that share processors wait 100 times as long."""
+BLOCKS_NBYTES = 1 << 19
+"""Elements of all ranks that are converted to float64 at a time: they fit in a cache."""
+SHORTEST, LONGEST = 1 << 11, 1 << 15
+"""Bounds of the elements of one rank among them."""
+LONGEST_PRODUCT = 1 << 13
+"""Elements of a product of two vectors: more than 10,000 OpenBLAS gives to threads, for which ranks that share
+processors wait 100 times as long. It does not with products of a matrix, from two rows on."""
 SHORT = 1 << 9
 """Elements up to which one product of matrices is quicker than one of a matrix and a vector for each rank."""
 
@@ -84,7 +84,7 @@ class Run(NamedTuple):
 
 
 class FusedLayout:
-    """Tensors end to end in a buffer, in parts of about the same size: row r has a head and the r-th part.
+    """Tensors end to end in a buffer, in parts of about the same size, one in each row.
 
     Args:
         items: in the order of all ranks.
@@ -93,7 +93,7 @@ class FusedLayout:
     Attributes:
         starts: where each tensor begins in the buffer, in bytes.
         bounds: where each part begins, and the last one ends: between tensors, where that makes parts not much longer.
-        row_nbytes: of the longest part and its head.
+        row_nbytes: of the longest part.
     """
 
     def __init__(self, items: Sequence[Item], size: int) -> None:
@@ -107,33 +107,13 @@ class FusedLayout:
         ideal = at / size
         self.bounds = [0, *(self._bound(ideal * rank, ideal * MAX_LONGER) for rank in range(1, size)), at]
         lengths = [stop - start for start, stop in pairwise(self.bounds)]
-        self.row_nbytes = HEAD_NBYTES + max(ALIGNMENT, *lengths)
+        self.row_nbytes = max(ALIGNMENT, *lengths)
 
     def _bound(self, ideal: float, within: float) -> int:
         """The end of a tensor near a place in the buffer, or else the place."""
         after = bisect(self.starts, ideal)
         near = min(self.starts[max(0, after - 1) : after + 1], key=lambda start: abs(start - ideal), default=0)
         return near if abs(near - ideal) <= within else int(ideal) // ALIGNMENT * ALIGNMENT
-
-    @cached_property
-    def head(self) -> bytes:
-        """Digest of the names, shapes and dtypes, on which all ranks must agree, and as much of their text as fits."""
-        told = ", ".join(f"{item.name} {item.array.dtype}{item.array.shape}" for item in self.items).encode()
-        digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
-        return (digest + told)[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0")
-
-    def check(self, rows: Sequence[Array], called: Callable[[int], str]) -> None:
-        """Check that all ranks have the same tensors; ``called`` puts a rank in words.
-
-        Raises:
-            CollectiveMismatch: they differ; on every rank, since each has a row of every other.
-        """
-        heads = [row[:HEAD_NBYTES].tobytes() for row in rows]
-        other = next((rank for rank, head in enumerate(heads) if head != heads[0]), None)
-        if other is not None:
-            first, second = (heads[rank][DIGEST_NBYTES:].rstrip(b"\0").decode(errors="replace") for rank in (0, other))
-            sides = f"{called(0)} has {first}; {called(other)} has {second}"
-            raise CollectiveMismatch(f"adasum differs between ranks: {sides}")
 
     @cached_property
     def cut(self) -> list[int]:
@@ -155,27 +135,29 @@ class FusedLayout:
             if start >= stop:
                 continue
             if not found or found[-1].dtype != dtype:
-                found.append(Run(dtype, HEAD_NBYTES + start - begin, 0, []))
+                found.append(Run(dtype, start - begin, 0, []))
             run = found[-1]
-            first = (HEAD_NBYTES + start - begin - run.start) // dtype.itemsize
+            first = (start - begin - run.start) // dtype.itemsize
             length = first + (stop - start) // dtype.itemsize
             found[-1] = run._replace(length=length, pieces=[*run.pieces, (number, first, length)])
         return found
 
     def fill(self, rows: Array) -> None:
-        """Write the tensors, and a head in front of each part."""
-        rows[:, :HEAD_NBYTES] = np.frombuffer(self.head, np.uint8)
+        """Write the tensors."""
         for start, item in zip(self.starts, self.items, strict=True):
             flat = item.array.flat.view(np.uint8)
             for rank, place, here in self._places(start, flat.size):
-                rows[rank, HEAD_NBYTES + place.start : HEAD_NBYTES + place.stop] = flat[here]
+                rows[rank, place] = flat[here]
 
     def results(self, parts: Sequence[Array] | Array) -> dict[str, Any]:
         """Results by name, from the combined parts of all ranks."""
         found: dict[str, Any] = {}
+        # Views of one array, as in other fused calls: for many small ones the system would make pages in each call.
+        is_new = any(item.out is None for item in self.items)
+        whole = np.empty(self.bounds[-1] if is_new else 0, np.uint8)
         for start, item in zip(self.starts, self.items, strict=True):
-            # Each has memory of its own, which is of sizes that the program has freed before: no pages to be made.
-            flat = np.empty_like(item.array.flat) if item.out is None else item.out.flat
+            given = item.array.flat
+            flat = whole[start : start + given.nbytes].view(given.dtype) if item.out is None else item.out.flat
             into = flat.view(np.uint8)
             for rank, place, here in self._places(start, into.size):
                 into[here] = parts[rank][place]
@@ -210,13 +192,15 @@ class TensorPart:
         size, cut = self._layout.size, self._layout.cut
         products = self._products = np.zeros((len(self._numbers), size, size))
         found = np.zeros((size, size))
-        upper = [found[one, one:] for one in range(size)]
+        # From two rows on, also for the last rank: see `LONGEST_PRODUCT`.
+        firsts = [max(0, min(one, size - 2)) for one in range(size)]
+        upper = [found[one, first:] for one, first in enumerate(firsts)]
         for place, _, block in self._blocks():
             if block.shape[1] <= SHORT:
                 products[place] += block @ block.T
                 continue
             for one, row in enumerate(upper):
-                np.dot(block[one:], block[one], out=row)
+                np.dot(block[firsts[one] :], block[one], out=row)
             products[place] += found
         for one in range(size):  # both triangles
             products[:, one + 1 :, one] = products[:, one, one + 1 :]
@@ -240,22 +224,24 @@ class TensorPart:
 
     def _blocks(self) -> Iterator[tuple[int, int, Matrix]]:
         """Elements of one tensor on all ranks, in float64, by its place in this part; and where they are in a row."""
-        buffer = np.empty((self._layout.size, BLOCK))
+        size = self._layout.size
+        length = max(SHORTEST, min(LONGEST, BLOCKS_NBYTES // (8 * size))) if size > 1 else LONGEST_PRODUCT
+        buffer = np.empty((size, length))
         first = 0
         for run in self._runs:
             item = run.dtype.itemsize
             typed = [row[run.start : run.start + run.length * item].view(run.dtype) for row in self._rows]
             place, pieces = first, run.pieces
-            for at in range(0, run.length, BLOCK):
-                block = buffer[:, : min(BLOCK, run.length - at)]
+            for at in range(0, run.length, length):
+                block = buffer[:, : min(length, run.length - at)]
                 for one, values in zip(block, typed, strict=True):
-                    one[:] = values[at : at + BLOCK]
+                    one[:] = values[at : at + length]
                 while True:
                     _, start, stop = pieces[place - first]
-                    begin, end = max(start, at), min(stop, at + BLOCK)
+                    begin, end = max(start, at), min(stop, at + length)
                     if begin < end:
                         yield place, run.start + begin * item, block[:, begin - at : end - at]
-                    if stop > at + BLOCK or place - first + 1 == len(pieces):
+                    if stop > at + length or place - first + 1 == len(pieces):
                         break
                     place += 1
             first += len(pieces)

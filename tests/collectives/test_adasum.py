@@ -247,7 +247,10 @@ async def test_results_in_place_and_results_kept_over_later_calls() -> None:
 async def test_random_tensors_equal_the_tree_however_they_are_cut(seed: int) -> None:
     draw = random.Random(seed)
     size = draw.choice([2, 3, 4])
-    shapes = {f"t{n}": draw.choice([(), (1,), (7,), (64, 3), (9000,), (20_001,)]) for n in range(draw.randint(1, 12))}
+    shapes = {
+        f"t{n}": draw.choice([(), (1,), (7,), (64, 3), (9000,), (20_001,), (150_001,)])
+        for n in range(draw.randint(1, 12))
+    }
     dtypes = {name: draw.choice([np.float16, np.float32, np.float64]) for name in shapes}
 
     def given_on(rank: int) -> dict[str, Any]:
@@ -275,12 +278,48 @@ async def test_mismatch_after_calls_that_fit() -> None:
         for size in (5, 40_000):
             for _ in range(3):
                 await comm.all_reduce(np.ones(size), "g", op="adasum")
-            with pytest.raises(CollectiveMismatch, match=r"rank \d has .*; rank \d has "):
+            with pytest.raises(CollectiveMismatch, match=r"'g' differs .*shape.*: rank \d has all_reduce of float64"):
                 await comm.all_reduce(np.ones(size + (comm.rank == 1)), "g", op="adasum")
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
 
     async with world(3, tombstones=True) as comms:
         await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+async def test_mismatch_names_the_call_of_the_program_and_what_differs() -> None:
+    def made(comm: Communicator, kind: str, dtype: str) -> Any:
+        x, many = np.ones(9, dtype), {"a": np.ones(2), "b": np.ones((3, 2), dtype)}
+        if kind == "single":
+            return comm.all_reduce(x, "g", op="adasum")
+        if kind == "list":
+            return comm.all_reduce([np.ones(2), x], "g", op="adasum")
+        return comm.all_reduce_many(many, name="g", op="adasum")
+
+    async def main(comm: Communicator) -> list[str]:
+        said = []
+        for before in (0, 3):
+            for kind in ("single", "list", "mapping"):
+                for _ in range(before):
+                    await made(comm, kind, "float32")
+                with pytest.raises(CollectiveMismatch) as caught:
+                    await made(comm, kind, "float32" if comm.rank else "float64")
+                said.append(str(caught.value))
+        with pytest.raises(CollectiveMismatch) as caught:
+            await comm.all_reduce(np.ones(3), "g", op="adasum" if comm.rank else "sum")
+        return [*said, str(caught.value)]
+
+    async with world(2, tombstones=True) as comms:
+        for found in await run_ranks(comms, main):
+            assert not any("uint8" in text or "all_to_all" in text or "all_gather" in text for text in found)
+            for single, listed, mapping in (found[:3], found[3:6]):
+                assert "'g' differs between ranks (dtype): " in single
+                assert "all_reduce of float64 (9,), op adasum" in single
+                assert "all_reduce of float32 (9,), op adasum" in single
+                assert "'x[1]' is float" in listed
+                assert all(f"float{bits} (9,) on rank {rank}" in listed for rank, bits in enumerate((64, 32)))
+                assert all(f"float{bits} (3, 2) on rank {rank}" in mapping for rank, bits in enumerate((64, 32)))
+            assert all(f"all_reduce of float64 (3,), op {op}" in found[-1] for op in ("sum", "adasum"))
 
 
 @pytest.mark.asyncio
