@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 import numpy as np
 
+from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.elastic.replicas import share_stripe
 from kfcomm.engine.interfaces import Network
 from kfcomm.errors import KfcommError
@@ -38,25 +40,44 @@ async def entered(network: Network, make: Callable[[Network], Communicator]) -> 
     """Return the communicator of a joining rank, when it is admitted; ``make`` makes one on a network."""
     comm = make(network)
     if network.is_invited:
-        comm = await _admitted(comm, make)
-    settle(comm._session, comm.barrier(ARRIVED))
+        comm, arrived = await _admitted(comm, make)
+    else:
+        arrived = comm.barrier(ARRIVED)
+    settle(comm._session, arrived)
     return comm
 
 
-async def _admitted(comm: Communicator, make: Callable[[Network], Communicator]) -> Communicator:
-    """Set up the epoch to which this rank is invited; returns its communicator, or that of the one that has begun."""
-    session = comm._session
+async def _admitted(
+    comm: Communicator, make: Callable[[Network], Communicator]
+) -> tuple[Communicator, Handle[None]]:  # fmt: skip
+    """Set up the epoch to which this rank is invited; returns the communicator of the one that has begun.
+
+    Also the barrier with which each rank begins an epoch. It is over when all others have begun this one, which this
+    rank so learns of without the store: its answer may be late, and the others wait for a rank that lives.
+    """
+    session, arrived = comm._session, None
     setting_up = asyncio.create_task(set_up(comm, session.network.num_old), name="kfcomm sets up an epoch")
+    asked = asyncio.create_task(session.network.admission(), name="kfcomm waits to be admitted")
     try:
-        following = await session.network.admission()
+        await asyncio.wait((asked, setting_up), return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done() and setting_up.result():
+            arrived = comm.barrier(ARRIVED, timeout=math.inf)
+            arrived.add_done_callback(looked_at)
+            await asyncio.wait((asked, arrived), return_when=asyncio.FIRST_COMPLETED)
+        if arrived is not None and arrived.done() and not arrived.cancelled() and arrived.exception() is None:
+            await session.network.begin()
+            return comm, arrived
+        following = await asked
         if following is None:
             await setting_up  # the others have
-            return comm
+            return comm, comm.barrier(ARRIVED) if arrived is None else arrived
     except BaseException:
         await session.close()
         raise
     finally:
-        setting_up.cancel()
-        await asyncio.gather(setting_up, return_exceptions=True)
+        for task in (setting_up, asked):
+            task.cancel()
+        await asyncio.gather(setting_up, asked, return_exceptions=True)
     await session.abandon("another epoch has begun than this one, which was prepared")
-    return make(following)
+    made = make(following)
+    return made, made.barrier(ARRIVED)

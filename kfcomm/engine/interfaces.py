@@ -144,6 +144,9 @@ class Network(Protocol):
             ConfigError, RendezvousError: as on joining.
         """
 
+    async def begin(self) -> None:
+        """Note that this epoch, to which this process was invited, has begun: ``admission`` is not waited for."""
+
     async def leave(self) -> None:
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
 
@@ -233,6 +236,9 @@ class Alone(Network):
 
     async def admission(self) -> None:
         """Never called: it was not invited."""
+
+    async def begin(self) -> None:
+        """Never called either."""
 
     async def leave(self) -> None:
         """Do nothing: it is alone."""

@@ -141,6 +141,15 @@ class SocketNetwork(Network):
         return made
 
     @override
+    async def begin(self) -> None:
+        told, spare = self._admission, self._spare
+        self._admission, self._spare, self.is_invited = None, None, False
+        if told is not None and spare is not None:
+            told.cancel()
+            spare.close()
+            await asyncio.gather(told, return_exceptions=True)
+
+    @override
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> ControlPlane | None:

@@ -298,6 +298,9 @@ class _RankNetwork:
             return None
         return epoch.network_of(epoch.births.index(self.births[self._rank]), num_old, strategy)
 
+    async def begin(self) -> None:
+        self.admitting, self.is_invited = None, False
+
     async def connect(self, peer: int) -> Link:
         await self._epoch.is_there(peer)
         if peer not in self._epoch.joined:

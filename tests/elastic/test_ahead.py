@@ -11,6 +11,7 @@ import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State, ahead, entering
 from kfcomm.testing import world
+from kfcomm.testing.network import _RankNetwork
 from kfcomm.world.prepared import PreparedEpoch
 
 LENGTH = 400
@@ -108,6 +109,28 @@ async def test_training_continues_while_the_next_epoch_is_prepared(transport: An
         # The epoch that was prepared is the one that has begun.
         assert len(job.begun) == 2
         assert {comms[0].current, comms[1].current} == {one.comm for one in job.begun}
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+@pytest.mark.asyncio
+async def test_joining_rank_learns_from_the_others_that_the_epoch_has_begun(transport: Any, monkeypatch: Any) -> None:
+    """The store never tells it that it was admitted."""
+    asked: list[int] = []
+
+    async def silent(network: Any) -> None:
+        asked.append(network.births[network._rank])
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(_RankNetwork, "admission", silent)
+    async with world(2, elastic=True, transport=transport) as comms:
+        job = Job(comms, monkeypatch)
+        job.lets_in.set()
+        found = await asyncio.wait_for(job.run(), 60)
+        assert asked == [2]
+        assert job.sizes.count(3) == 10
+        count = len(job.sizes)
+        assert found == {birth: (False, (0, 1, 2), [float(count)] * 2, count, [0.0, 1.0]) for birth in range(3)}
+        assert len(job.begun) == 2
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2])

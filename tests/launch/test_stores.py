@@ -126,6 +126,19 @@ def test_late_admission_does_not_harm_the_job(job: Callable[..., Job], tmp_path:
     assert "the others have given this rank up: silent for" in made.said(0)
 
 
+def test_joining_rank_of_a_prepared_epoch_needs_no_answer_of_the_store(job: Callable[..., Job], tmp_path: Path) -> None:
+    late = LATE.replace('(f"{ENTRY}/2", f"{INVITED}/2")', '(f"{ENTRY}/2",)')
+    made = job((2,), ["--elastic", "2:3", "--store", str(tmp_path / "store")], LONG, [], 0.2, text=late + TRAIN)
+    made.until(0, "job")
+    assert kfcomm("resize", "3", made.name()).returncode == 0
+    made.until(0, "now 0 1 2")
+    made.hurry()
+    assert made.ends() == [0], made.said(0)
+    used, births, _ = made.result()
+    assert (used, births) == ([1.0], [0, 1, 2])
+    assert not (tmp_path / "told").exists()
+
+
 @pytest.mark.parametrize(
     ("store", "said"),
     [
