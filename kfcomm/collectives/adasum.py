@@ -27,7 +27,7 @@ call (`kept`), for which a call that may overlap others of its name, or is of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -264,7 +264,7 @@ def adasum_of(verbs: Verbs, x: Any, name: str | None, options: CallOptions) -> H
     with verbs._checks(name, options) as (name, options):
         out, is_listed = options.out, is_list(x) and holds_arrays(x)
         xs = x if is_listed else [x]
-        _check_host(verbs, xs, options.stream)
+        verbs._devices.refuse("adasum", xs, options.stream)
         outs = outs_in_order(out, xs) if is_listed else [out]
         names = [f"x[{place}]" for place in range(len(xs))] if is_listed else [SINGLE]
         items = [item_of(one, x, into) for one, x, into in zip(names, xs, outs, strict=True)]
@@ -285,7 +285,7 @@ def adasum_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOption
     key = many_key(names if name is None else (name,))
     with Checks(verbs._group, key):
         options = verbs._group.checked(options)
-        _check_host(verbs, arrays.values(), options.stream)
+        verbs._devices.refuse("adasum", arrays.values(), options.stream)
         outs = outs_by_name(out, arrays)
         items = [item_of(one, arrays[one], outs.get(one)) for one in names]
 
@@ -293,8 +293,3 @@ def adasum_many(verbs: Verbs, arrays: Any, name: str | None, options: CallOption
             return {one: found[one] for one in arrays} if out is None else out
 
         return combine(verbs, items, key, options, gathered)
-
-
-def _check_host(verbs: Verbs, xs: Iterable[Any], stream: Any) -> None:
-    if any(verbs._devices.takes(x, stream) for x in xs):
-        raise ConfigError("adasum is for arrays in host memory")

@@ -125,8 +125,7 @@ def _check_options(verbs: Verbs, arrays: Iterable[Any], options: CallOptions) ->
     option = options.first_given("shared", "wire_dtype", "stream")
     if option is not None:
         raise ConfigError(f"{option} does not go with a weight")
-    if any(verbs._devices.takes(x, None) for x in arrays):
-        raise ConfigError("a weight is for arrays in host memory")
+    verbs._devices.refuse("a weight", arrays, None)
 
 
 def _scale(flat: Array, weight: float, into: Array) -> None:

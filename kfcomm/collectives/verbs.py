@@ -113,8 +113,7 @@ class Verbs(VerbCalls):
         with self._checks(name) as (name, _):
             if options.out is not None:
                 raise ConfigError("a shared result is an array of its own: give either shared or out")
-            if self._devices.takes(x, options.stream):
-                raise ConfigError("a shared result is in host memory: shared is not for arrays on a device")
+            self._devices.refuse("a shared result", [x], options.stream)
         return self._on_host(ALL_REDUCE, x, name, options)
 
     def all_reduce_many(

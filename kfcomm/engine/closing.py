@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -93,6 +93,13 @@ class Closing:
         if when_s is not None and why is not None:
             left_s = max(0.0, when_s - asyncio.get_running_loop().time())
             logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, why(), left_s)
+
+
+def for_ranks(needed: Sequence[int]) -> str:
+    """Return what a rank that has announced its leaving waits for, in words; ``needed``: ranks that may ask it."""
+    if needed:
+        return f"for ranks {needed}, which may still ask this one"
+    return "for a thread of its own, which is late (is the machine busy?): no other rank needs it"
 
 
 async def in_a_thread(blocking: Callable[[], None]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kfcomm.engine import closing
 from kfcomm.engine.closing import Closing
+from kfcomm.testing import world
 from tests.conformance.worlds import turns, until
 
 FOR_EVER_S = 1e6
@@ -75,3 +77,22 @@ async def test_a_wait_that_lasts_says_for_whom(monkeypatch: pytest.MonkeyPatch) 
     assert said[0].startswith("rank 3: close() waits for ranks [1], for 1000000 s more")
     await one.wait(never(), FOR_EVER_S)
     assert len(said) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_leaving_rank_whose_control_plane_is_late_names_no_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "SAID_AFTER_S", 0.0)
+    async with world(2) as comms:
+        control: Any = comms[1]._session.engine.control
+        leave = control.leave
+
+        async def late(timeout_s: float) -> None:
+            await leave(timeout_s)
+            await until(lambda: "close() waits for a thread of its own" in caplog.text)
+
+        monkeypatch.setattr(control, "leave", late)
+        await asyncio.gather(*(comm.close() for comm in comms))
+    assert "close() waits for a thread of its own" in caplog.text
+    assert "ranks []" not in caplog.text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,21 @@ class DeviceVerbs:
         if self.mixed or stream is not None or type(x) is DeviceArray:
             return True
         return type(x) is not np.ndarray and type(x) is not HostArray and is_on_device(x)
+
+    def refuse(self, what: str, xs: Iterable[Any], stream: Any) -> None:
+        """Refuse arrays that are to come here, for calls that are made in host memory alone.
+
+        Raises:
+            ConfigError: one of them is on a device, or may be on another rank; ``what`` is not for these.
+        """
+        given = list(xs)
+        if not any(self.takes(x, stream) for x in given):
+            return
+        text = f"{what} is for arrays in host memory"
+        if self.mixed and stream is None and not any(map(is_on_device, given)):
+            text += ", in groups whose ranks all have a device or all have none: here some have one, and could give"
+            text += " arrays there; make a group of the ranks with a device, or of those without"
+        raise ConfigError(text)
 
     def check(self, wire_dtype: Any) -> None:
         """Check the options and earlier failures, before each call.

@@ -299,3 +299,30 @@ async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: py
         assert any("fallen off the bus" in str(error) for error in results)
         monkeypatch.undo()
         await world.works()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["a weight", "a weight for a mapping", "adasum", "a shared result"])
+async def test_what_is_for_host_memory_says_why_it_refuses_it_where_some_ranks_have_devices(what: str) -> None:
+    def call(comm: Any, x: Any) -> Any:
+        if what == "a weight for a mapping":
+            return comm.all_reduce_many({"x": x}, name="k", op="avg", weight=2)
+        options = {"a weight": {"op": "avg", "weight": 2}, "adasum": {"op": "adasum"}}.get(what, {"shared": True})
+        return comm.all_reduce(x, "k", **options)
+
+    device = FakeDevice(0)
+    async with worlds.world(2, devices=[device, None], maker=None, tombstones=True) as comms:
+        for comm in comms:
+            with pytest.raises(
+                ConfigError, match=f"{what[:8]}.* is for arrays in host memory, .* have one.*make a group"
+            ):
+                await call(comm, np.ones(3, np.float32))
+        with pytest.raises(ConfigError, match=r"is for arrays in host memory$"):
+            await call(comms[0], device.array(np.ones(3, np.float32)))
+        with pytest.raises(ConfigError, match="have one"):
+            await call(comms[1], np.ones(3, np.float32))
+        alone = await asyncio.gather(*(comm.split(comm.rank) for comm in comms))
+        for comm in alone:
+            assert comm is not None
+            found = await call(comm, np.ones(3, np.float32))
+            assert (found["x"] if "mapping" in what else found).tolist() == [1, 1, 1]
