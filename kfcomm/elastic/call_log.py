@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -110,6 +110,7 @@ class Entry:
     contributors: Uids = field(default=(), init=False)  # whose contributions are in the result
     scratch: Array | None = field(default=None, init=False)  # buffer of the result, if the caller wants it elsewhere
     unfreeze: Sequence[Array] = field(default=(), init=False)  # become writeable again when the step is over
+    is_own: bool = field(default=False, init=False)  # kfcomm makes the call between steps, not the program
     is_void: bool = field(default=False, init=False)  # it has failed because ranks were lost
     why: str = field(default="", init=False)  # of a failure or a cancellation, for the other ranks
     deadline_s: float = field(
@@ -139,11 +140,6 @@ class Entry:
         return shown(self.key[0].partition("\0")[0])
 
     @property
-    def is_own(self) -> bool:
-        """Whether kfcomm makes the call between steps, not the program."""
-        return self.key[0].startswith(OWN_NAMES)
-
-    @property
     def is_left(self) -> bool:
         """Whether the caller has cancelled it, or it timed out, while it is not over among the ranks."""
         return self.outer is not None and self.outer.done()
@@ -152,10 +148,6 @@ class Entry:
     def is_sent(self) -> bool:
         """Whether its result is sent to ranks without it: not if each rank has its own, nor for a barrier."""
         return not self.call.kind.is_own and self.call.verb != "barrier"
-
-    def is_counted(self, names: Collection[str] | None) -> bool:
-        """Whether it counts for the step's samples: it has one of these names or, without names, is the program's."""
-        return self.name in names if names is not None else not self.is_own
 
     def seconds_left(self, now_s: float) -> float | None:
         """Time to the deadline; None without one."""
@@ -197,7 +189,10 @@ class CallLog:
         self.outcomes: dict[tuple[Key, int], CallOutcome] = {}
         self.is_changing = False  # a change of the epoch is under way
         self.error: BaseException | None = None  # error that has ended all calls; else None
+        # By name: those of the program count from 0 in each step. kfcomm's own count on: the kept boundary and the next
+        # one must not have one key.
         self._uses: dict[str, int] = {}
+        self._own_uses: dict[str, int] = {}
         # The program is to wait for the announced boundary: of the calls before it one has failed, or has a result that
         # the program can change.
         self.is_unsettled = False
@@ -245,21 +240,25 @@ class CallLog:
     def add(self, call: ElasticCall, outer: Handle[Any] | None) -> Entry:
         """Record a call at its place in the step."""
         name = call.title()
-        number = self._uses.get(name, 0)
-        self._uses[name] = number + 1
+        is_own = name.startswith(OWN_NAMES)
+        uses = self._own_uses if is_own else self._uses
+        number = uses.get(name, 0)
+        uses[name] = number + 1
         entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
         # kfcomm's own calls between steps have no deadline: repeated losses must not end a job that survives them
-        if not entry.is_own:
-            entry.deadline_s = self.reactor.time() + self._limit_s(call)
+        if is_own:
+            entry.is_own = True
+        else:
+            timeout = call.kwargs.get("timeout")
+            limit_s = self.comm._group.timeout_s if timeout is None else self._limit_s(timeout)
+            entry.deadline_s = self.reactor.time() + limit_s
         entry.inner = threading.get_ident() if outer is None else None
         self.entries[entry.key] = entry  # must be last: a change of the epoch waits for calls that are in flight
         return entry
 
-    def _limit_s(self, call: ElasticCall) -> float:
-        timeout = call.get("timeout")
-        if timeout is not None:
-            with suppress(ConfigError):  # the verb refuses it, with a better text
-                return float(seconds_of(timeout))
+    def _limit_s(self, timeout: Any) -> float:
+        with suppress(ConfigError):  # the verb refuses it, with a better text
+            return float(seconds_of(timeout))
         return float(self.comm._group.timeout_s)
 
     @property
@@ -270,10 +269,6 @@ class CallLog:
     def all_entries(self) -> list[Entry]:
         """All recorded calls, those from before this step first."""
         return [*self.kept, *self.entries.values()]
-
-    def since_boundary(self) -> list[Entry]:
-        """Calls of the step since its last boundary."""
-        return [one for one in self.entries.values() if one.step == self.step]
 
     def next_step(self) -> list[Entry]:
         """Begin the next step with the ranks that took part in the boundary; returns the calls that are released."""
@@ -291,10 +286,14 @@ class CallLog:
         self.kept = [*self.kept, *over, boundary]
         self.pending, self.is_unposted = boundary, True
         # One that has failed here may be under way on other ranks, and its name be in use.
-        self.is_unsettled = any(entry.is_bare or entry.standing is not Standing.DONE for entry in over)
+        is_unsettled, done = False, Standing.DONE
         for entry in over:
-            self._lent += map(ref, entry.unfreeze)
-            entry.unfreeze = ()
+            if entry.is_bare or entry.standing is not done:
+                is_unsettled = True
+            if entry.unfreeze:
+                self._lent += map(ref, entry.unfreeze)
+                entry.unfreeze = ()
+        self.is_unsettled = is_unsettled
         self._begin_step()
 
     def all_have_begun(self, boundary: Entry) -> list[Entry]:
@@ -305,15 +304,13 @@ class CallLog:
 
     def _begin_step(self) -> None:
         self.entries = {}
-        # The program's names count from 0 in each step. kfcomm's own count on: the kept boundary and the next one must
-        # not have one key.
-        self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
+        self._uses = {}
         self.step += 1
         self.outcomes = {place: outcome for place, outcome in self.outcomes.items() if outcome.step >= self.step}
 
     def lent(self) -> list[Array]:
         """Results of the step before this one that the program still has."""
-        return [one for one in (there() for there in self._lent) if one is not None]
+        return [one for there in self._lent if (one := there()) is not None]
 
     def thaw(self) -> None:
         """Let the program write to the results of the step before this one."""
@@ -324,7 +321,7 @@ class CallLog:
     def restart(self) -> list[Entry]:
         """Count calls and steps from 0, as joining ranks count theirs; returns the calls that are released."""
         released = self.all_entries()
-        self.kept, self.entries, self.outcomes, self._uses = [], {}, {}, {}
+        self.kept, self.entries, self.outcomes, self._uses, self._own_uses = [], {}, {}, {}, {}
         self.step = self.latest = 0
         self.shown = self.comm.births
         return released

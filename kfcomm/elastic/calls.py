@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kfcomm.collectives.batches import many_key, names_of
@@ -51,30 +52,38 @@ _PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, 
 _DEFAULTS = {verb: {one.name: one.default for one in found} for verb, found in _PARAMETERS.items()}
 
 
+@lru_cache(1 << 12)
+def _checked(name: str) -> str:
+    return checked_name(name)  # of names that come in each step: 50 bytecodes of each call
+
+
 class ElasticCall:
     """Call of a verb, with the caller's arguments."""
 
-    __slots__ = ("_args", "_kwargs", "kind", "verb")
+    __slots__ = ("args", "kind", "kwargs", "verb")
 
     def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.verb = verb
         self.kind = KINDS[verb]
-        self._args = args
-        self._kwargs = kwargs
+        self.args = args
+        self.kwargs = kwargs
 
     def get(self, name: str) -> Any:
         """Return an argument; None if the verb does not have it, or it was left out and has no default."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        place = _PLACES[self.verb].get(name, len(self._args))
-        if place < len(self._args):
-            return self._args[place]
+        if name in self.kwargs:
+            return self.kwargs[name]
+        place = _PLACES[self.verb].get(name, len(self.args))
+        if place < len(self.args):
+            return self.args[place]
         default = _DEFAULTS[self.verb].get(name)
         return None if default is inspect.Parameter.empty else default
 
     def title(self) -> str:
         """Return the text by which the ranks match the call, as in a plain job; empty without a name."""
-        name = checked_name(self.get("name"))
+        name = self.kwargs.get("name")
+        if name is None:
+            name = self.get("name")
+        name = _checked(name) if type(name) is str else checked_name(name)
         # Without a name, the names of the arrays identify the call, as in a plain job.
         if self.verb != "all_reduce_many":
             return name or ""
@@ -88,7 +97,7 @@ class ElasticCall:
 
         ``has_lost``: these are not all ranks of the step; a strategy that is not for so few is left out.
         """
-        args, kwargs = self._args, self._kwargs
+        args, kwargs = self.args, self.kwargs
         places = _PLACES[self.verb]
         changed: dict[str, Any] = {}
         if has_lost and self.get("strategy") is not None and not _can_build(comm, self.get("strategy")):

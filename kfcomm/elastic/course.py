@@ -7,12 +7,12 @@ cancelled it or timed out, so a rank must not decide from its own outcome.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kfcomm.common.arguments import hint
-from kfcomm.elastic.call_log import CallLog, Standing, Uids
+from kfcomm.elastic.call_log import CallLog, Entry, Standing, Uids
 from kfcomm.elastic.positions import shown_walk
 from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
@@ -152,22 +152,34 @@ class Course:
 
     def note(self, log: CallLog, *, is_innermost: bool) -> None:
         """Add the calls since the last boundary, which are over."""
-        names, uids = self.names, self._uids
-        for one in log.since_boundary():
-            name, is_own = one.name, one.is_own
-            if not is_own:
-                self._made.add(name)
-            self._is_unknown |= one.standing is Standing.FAILED
-            if not is_own if names is None else name in names:
-                self._is_tried = True
-                self._is_void |= is_innermost and one.is_void
-                if one.standing is not Standing.DONE:
-                    self._has_failed = True
-                    continue
-                self._is_done = True
-                if one.contributors != uids:
-                    # of the ranks of the step: some may have been lost at a boundary before this call
-                    self._lacking |= set(uids) - set(one.contributors)
+        # Of calls that have ended well, and are the program's, 25 bytecodes each: a step may have hundreds.
+        names, uids, step = self.names, self._uids, log.step
+        done, failed = Standing.DONE, Standing.FAILED
+        for one in list(log.entries.values()):
+            standing = one.standing
+            if one.step != step:
+                continue
+            if standing is failed:
+                self._is_unknown = True
+            if not self._counts(one, names) if names is not None else one.is_own:
+                continue
+            self._is_tried = True
+            if is_innermost and one.is_void:
+                self._is_void = True
+            if standing is not done:
+                self._has_failed = True
+                continue
+            self._is_done = True
+            if one.contributors != uids:
+                # of the ranks of the step: some may have been lost at a boundary before this call
+                self._lacking |= set(uids) - set(one.contributors)
+
+    def _counts(self, one: Entry, names: Collection[str]) -> bool:
+        """Whether a call counts for the samples where only calls of some names do; notes its name."""
+        name = one.name
+        if not one.is_own:
+            self._made.add(name)
+        return name in names
 
     @property
     def is_void(self) -> bool:

@@ -309,12 +309,14 @@ class Dispatcher:
 
     def unfinished(self) -> list[Handle[Any]]:
         """Handles of the step's calls that are not over."""
-        handles = []
+        handles, done = [], Standing.DONE
         for entry in list(self.log.entries.values()):
+            if entry.standing is done:
+                continue
             if type(entry.inner) is int:
                 self._handle_of(entry)
             # only now: the caller's thread may have ended the call before it could see the new handle
-            if entry.outer is not None and not entry.outer.done() and entry.standing is not Standing.DONE:
+            if entry.outer is not None and not entry.outer.done() and entry.standing is not done:
                 handles.append(entry.outer)
         return handles
 

@@ -183,8 +183,8 @@ def may_hold(state: State, results: Sequence[Array]) -> bool:
     """Whether a state may have one of these results, or a part of one: an object may have any."""
     if not results or state._objects:
         return bool(results)
-    roots = {id(_root(one)) for one in results}
-    return any(id(_root(array)) in roots for _, array in arrays_of(state))
+    own = {id(_root(array)) for _, array in arrays_of(state)}
+    return bool(own) and any(id(_root(one)) in own for one in results)
 
 
 def _root(array: Any) -> Any:
