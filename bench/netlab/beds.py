@@ -45,7 +45,7 @@ PACKED: Final = "bench.netlab.measured:packed_trees"
 AUTO, PROBED = "auto", "auto after a probe"
 STRATEGIES: Final = (
     "star", "ring", "clique", "tree", "binary_tree", "double_tree", "multi_star", "multi_binary_tree_star", "binomial",
-    PACKED,
+    "halving_doubling", PACKED,
 )  # fmt: skip
 SIZES: Final = "64KiB,1MiB,16MiB,64MiB"
 _LATENCY_S: Final = 1e-4

@@ -37,6 +37,13 @@ _MOST_WHOLE_NBYTES: Final = 1 << 20
 """Longer messages are shared out, so that no rank has all the work."""
 _SHORT_NBYTES: Final = 1 << 16
 _ABOUT_EQUAL: Final = 1.08
+_STEPS_TAKE: Final = ((1 << 22, 2.0), (1 << 18, 1.25))
+"""By the least size, what exchanges in steps take beside the model where more goes between hosts than a queue holds.
+
+What is dropped at the end of a step is only sent again when a timer fires, since nothing comes after it. Between eight
+hosts with 100 Mbit/s and 50 ms of queue, ``halving_doubling`` took 1.0 of the model at 64 KiB, 1.2 at 1 MiB and 2.3 at
+16 MiB; with queues that drop nothing 1.1.
+"""
 _SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
 
 
@@ -95,7 +102,12 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Siz
     market = Market(layout, network)
     priced = [Priced(one, market) for one in _candidates(layout, network)]
     for nbytes in _SIZES:
-        seconds = [one.seconds(nbytes) if _may_take(one.strategy, nbytes, layout) else math.inf for one in priced]
+        seconds = [
+            one.seconds(nbytes) * _care(one.strategy, nbytes, layout)
+            if _may_take(one.strategy, nbytes, layout)
+            else math.inf
+            for one in priced
+        ]
         # Where rates are known, few trees are there for a reason: several meet at ports.
         yield _chosen(nbytes, priced, seconds, spreads=network.rates is None and nbytes > _SHORT_NBYTES)
 
@@ -168,6 +180,13 @@ def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
     # to each on other hosts.
     is_alone = layout.size == layout.num_hosts
     return is_alone and strategy.sends_at_once(nbytes)
+
+
+def _care(strategy: Strategy, nbytes: int, layout: Layout) -> float:
+    """Factor by which a price may be too low."""
+    if strategy.exchange is None or strategy.is_whole or layout.num_hosts == 1:
+        return 1.0
+    return next((factor for least, factor in _STEPS_TAKE if nbytes >= least), 1.0)
 
 
 def _num_pairs(algorithm: BuiltinStrategy, layout: Layout) -> int:
