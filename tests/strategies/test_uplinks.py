@@ -161,3 +161,17 @@ async def test_results_of_graphs_by_racks_are_those_of_all_ranks() -> None:
             )
             wanted = oracle.all_reduced("sum", xs, strategy, "x")
             assert all(same_bits(result, wanted) for result in results)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("length", [0, 1, 3, 5000])
+async def test_more_trees_than_elements_reduce_all_of_them(length: int) -> None:
+    rates = racked([[0, 2, 4], [1, 3, 5]], PORT).costs().rates
+    assert rates is not None
+    trees = max(packings(Layout.even(6, 6), rates), key=lambda one: len(one.pairs))
+    assert len(trees.pairs) > 3
+    async with world(6, hosts=6, strategy=trees) as comms:
+        xs = [oracle.data("float32", length, rank) for rank in range(6)]
+        results = await everywhere(comms, lambda comm: comm.all_reduce(xs[comm.rank], "x"))
+        wanted = oracle.all_reduced("sum", xs, trees, "x")
+        assert all(same_bits(result, wanted) for result in results)
