@@ -70,9 +70,11 @@ class SimulatedSteps:
         }
 
     def as_html(self) -> str:
-        """There is no page.
+        """Refuse: a page plots times over sizes.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("--html draws times over sizes; a workload has none: leave it out, or use --json")
+        raise ConfigError(
+            "--html plots times over sizes, and --workload gives a single step: leave --html out, or use --json"
+        )

@@ -13,6 +13,9 @@ _COSTS: Final = NetworkModel()
 TCP_EFFICIENCY = 1448 / 1514
 """Payload in an Ethernet frame of 1514 bytes that carries TCP over IPv4 with timestamps."""
 
+ACKNOWLEDGED: Final = 1 - 66 / (2 * 1514)
+"""Share of a port, full in both directions, that acknowledgements leave: they are 66 bytes for two full frames."""
+
 
 class PortQueue(StrEnum):
     """Service of a port where flows of several hosts meet."""

@@ -86,7 +86,8 @@ class SimulatedNetwork:
         switches: leaf switches.
         hosts_per_switch: in place of ``switches``: as many hosts, in order, behind each one; 0 for none.
         uplink: of those.
-        efficiency: of a bandwidth between hosts, the share that carries payload.
+        efficiency: of a bandwidth between hosts, the share that carries payload. Below 1, where bandwidths are those
+            of frames, acknowledgements take their part too, if a verb sends in both directions at once.
         cpus: processors that the ranks of all hosts share, on a test bed; 0 if hosts are machines.
         burst_nbytes: what passes a host's port at once after a pause, on a test bed.
         queue: of ports where flows of several hosts meet.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
+from kfcomm.simulate.hosts import ACKNOWLEDGED
 from kfcomm.simulate.network import Link, PortQueue, SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Pass, Port
 from kfcomm.strategies.incast import RELAY, weight_of
@@ -39,12 +40,20 @@ class Routes:
     """
 
     def __init__(
-        self, agenda: Agenda, network: SimulatedNetwork, layout: Layout, relays: frozenset[int] = frozenset()
+        self,
+        agenda: Agenda,
+        network: SimulatedNetwork,
+        layout: Layout,
+        relays: frozenset[int] = frozenset(),
+        *,
+        goes_both_ways: bool = False,
     ) -> None:
         self.agenda = agenda
         self.network = network
         self.layout = layout
         self.relays = relays
+        has_frames = goes_both_ways and network.efficiency < 1
+        self._efficiency = network.efficiency * (ACKNOWLEDGED if has_frames else 1.0)
         # Equal hosts get equal shares, whatever the queue.
         self._is_fair = network.queue is PortQueue.FAIR or network.is_even
         self._ports: dict[tuple[_Kind, int], Port] = {}
@@ -87,7 +96,7 @@ class Routes:
 
     def _across(self, here: int, there: int) -> tuple[list[Port], list[Port]]:
         network = self.network
-        ends, efficiency = (network.hosts[here], network.hosts[there]), network.efficiency
+        ends, efficiency = (network.hosts[here], network.hosts[there]), self._efficiency
         rates = [end.bandwidth * efficiency for end in ends]
         out = [self._port((_Kind.OUT, here), f"{ends[0].name} out", rates[0], network.burst_nbytes)]
         into = []

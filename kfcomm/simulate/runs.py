@@ -34,7 +34,7 @@ class Pauses:
             call.
         leave_s: where ranks leave at a boundary. The same record, "shrink": 0.046 s.
         join_s: where ranks join at a boundary; their epoch was prepared beside training (decision 067). The same
-            record, "grow": 0.150 s, of which 0.065 s were the transfer.
+            record, "grow": 0.150 s, less 0.065 s for the transfer.
     """
 
     silence_s: float = 30.0
@@ -49,7 +49,7 @@ MEASURED: Final = Pauses()
 
 @dataclass(frozen=True, slots=True)
 class HostsLost:
-    """Hosts are lost in the midst of a step, with all their ranks.
+    """Loss of hosts, with all their ranks, during a step.
 
     Attributes:
         step: number of the step, from 0 on.
@@ -66,7 +66,7 @@ class HostsLost:
 
 @dataclass(frozen=True, slots=True)
 class HostsLeft:
-    """Hosts leave at the boundary before a step."""
+    """Departure of hosts at the boundary before a step."""
 
     step: int
     hosts: tuple[str, ...]
@@ -74,7 +74,7 @@ class HostsLeft:
 
 @dataclass(frozen=True, slots=True)
 class HostsJoined:
-    """Hosts join at the boundary before a step; they receive the state."""
+    """Arrival of hosts at the boundary before a step; they receive the state."""
 
     step: int
     hosts: tuple[Host, ...]
@@ -157,7 +157,7 @@ def simulate_run(
 
 
 class _Run:
-    """What all steps have in common, and the steps that are known."""
+    """Options of all steps, and the steps that are known."""
 
     def __init__(self, items: tuple[Item, ...], strategy: _Given, state_nbytes: int, pauses: Pauses) -> None:
         self._items = items
@@ -199,7 +199,7 @@ class _Run:
     def _rest(
         self, network: SimulatedNetwork, result: StepResult, lost_s: float, again_s: float
     ) -> tuple[StepResult, int]:
-        """What is left of a step after a loss at ``lost_s``, when calls can be posted again; and how many are repeated.
+        """Simulate the rest of a step after a loss at ``lost_s``; return it, and how many calls are repeated.
 
         Calls that were complete then, on any rank, are so on all. Compute goes on until a rank waits for a call.
         """
@@ -232,7 +232,7 @@ class _Run:
         return simulate_step(left, network.layout, network, strategy=self._strategy), repeated
 
     def _transfer_s(self, network: SimulatedNetwork, hosts: Sequence[Host]) -> float:
-        """Time of the state: each host that has it sends a stripe to all that join, through the ports of both."""
+        """Seconds in which each present host sends a stripe of the state to all joining ranks, through both ports."""
         rates = [host.bandwidth * network.efficiency for host in network.hosts]
         into = min(host.bandwidth / host.ranks for host in hosts) * network.efficiency
         num_ranks = sum(host.ranks for host in hosts)

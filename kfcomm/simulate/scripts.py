@@ -54,7 +54,7 @@ class Script:
             rank.on_done = self._segment_done
 
     def done_s(self, number: int) -> float | None:
-        """When a call was complete, or will be, as far as that is known."""
+        """Time at which a call is complete; None while that is unknown."""
         return self._done_s.get(number) if self._stagings else self._rank.calls[number].done_s
 
     def go_on(self, _: Any = None) -> None:

@@ -50,7 +50,8 @@ SIMULATED_VERBS: Final = tuple(
     Verb(name) for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "all_to_all")
 )
 _Given: TypeAlias = str | AnyStrategy | Graph | GraphPair
-_ROOTED: Final = (Verb.REDUCE, Verb.BROADCAST, Verb.GATHER)
+ONE_WAY: Final = (Verb.REDUCE, Verb.BROADCAST, Verb.GATHER)
+"""Verbs with a root: data goes to it or from it."""
 _FOLDING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 
 
@@ -132,7 +133,7 @@ class Simulated:
         verb = message.verb
         # The input of an all_to_all has a part for each rank.
         shape = (size, -(-message.count // size)) if verb is Verb.ALL_TO_ALL else (message.count,)
-        op, root = Op.SUM if verb in _FOLDING else None, message.root if verb in _ROOTED else -1
+        op, root = Op.SUM if verb in _FOLDING else None, message.root if verb in ONE_WAY else -1
         kind = PlanKey(verb, dtype_of(message.dtype), shape, op, root)
         chunks, made, strategy = ChunkSizes(self.layout), {} if made is None else made, self.strategy
         found = []

@@ -77,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A rank goes on when these calls are complete on it; by default, all that it has posted or is to post."""
+    """Wait until these calls are complete on the rank; by default, the calls before it in the workload."""
 
     names: tuple[str, ...] = ()
 
@@ -90,7 +90,7 @@ def checked(workload: Workload) -> tuple[Item, ...]:
     """Check names.
 
     Raises:
-        ConfigError: there is no call, a name is used twice, or a call or a wait names none that comes before it.
+        ConfigError: calls are missing, a name is used twice, or a name does not belong to an earlier call.
     """
     known: set[str] = set()
     for item in workload:
@@ -116,7 +116,7 @@ def parse_workload(text: str) -> tuple[Item, ...]:
     """Parse the workload of a step, in the words of the module's docstring.
 
     Raises:
-        ConfigError: an item is none of these, or names a call that does not come before it; the message names it.
+        ConfigError: an item is malformed, or names a call that does not come before it; the message names it.
     """
     lines = (line.partition("#")[0] for line in text.splitlines())
     words = (word.strip() for line in lines for word in line.split(","))
@@ -173,4 +173,4 @@ def _check_known(names: Sequence[str], known: set[str], what: str) -> None:
     for name in names:
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise ConfigError(f"workload: {what} {name!r}: expected a call before it (named are {listed})")
+            raise ConfigError(f"workload: {what} {name!r}: expected a call before it (known: {listed})")

@@ -26,7 +26,7 @@ from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.scripts import Script
 from kfcomm.simulate.staging import DeviceCopies, Segments
-from kfcomm.simulate.symmetry import Message, Simulated, simulated, simulated_together, wiring_of
+from kfcomm.simulate.symmetry import ONE_WAY, Message, Simulated, simulated, simulated_together, wiring_of
 from kfcomm.simulate.wiring import NotAlike, Wiring
 from kfcomm.simulate.workload import Call, Compute, Workload, calls_of, checked
 from kfcomm.strategies import AnyStrategy, Strategy
@@ -211,7 +211,8 @@ def _checked_calls(items: Workload) -> Iterator[Call]:
 
 
 def _run(calls: list[Simulated], items: Workload, segments: Segments, how: _How) -> StepResult:
-    routes = Routes(Agenda(), calls[0].network, calls[0].layout)
+    both_ways = any(call.message.verb not in ONE_WAY for call in calls)
+    routes = Routes(Agenda(), calls[0].network, calls[0].layout, goes_both_ways=both_ways)
     wiring = wiring_of(calls, routes)
     made: dict[tuple[int, int], Plans] = {}
     plans = [call.plans(wiring.numbers, made) for call in calls]

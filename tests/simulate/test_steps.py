@@ -196,8 +196,8 @@ def test_workloads_are_read():
         ("compute soon, 4MiB", "'compute soon': expected a time"),
         ("4 furlongs", "'4 furlongs'"),
         ("4MiB with ring", "'4MiB with ring': write 'compute 5 ms'"),
-        ("4MiB after grads", "after 'grads': expected a call before it .named are none."),
-        ("4MiB as a, wait b", "wait 'b': expected a call before it .named are a."),
+        ("4MiB after grads", "after 'grads': expected a call before it .known: none."),
+        ("4MiB as a, wait b", "wait 'b': expected a call before it .known: a."),
         ("4MiB as a, 4MiB as a", "two calls have the name 'a'"),
     ],
 )
