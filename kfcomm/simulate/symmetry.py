@@ -24,6 +24,7 @@ from kfcomm.simulate.alike import Numbers, classes_of
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.turned import (
+    STARS,
     Block,
     CutExchange,
     Group,
@@ -267,7 +268,8 @@ def _turned(
     plain = Simulated(graphs, layout, network, message, graphs.name)
     if len(pairs) == 1:
         # Whole along one pair: of the others nothing is needed.
-        is_exact = is_turnable(network)
+        # Stars name their children in rank order, so that ranks of the own host come sooner or later.
+        is_exact = is_turnable(network) and (layout.size == layout.num_hosts or graphs.name not in STARS)
         if not is_exact and layout.size <= _FEW_RANKS:
             return None
         alone = replace(graphs, pairs=(solid(pairs[0]),), is_whole=not graphs.direct)

@@ -336,6 +336,8 @@ def _chain_up(size: int) -> Graph:
     return Graph.from_parents([0, *((rank + 1) % size for rank in range(1, size))])
 
 
+STARS: Final = ("clique", "chain_star", "multi_star")
+"""Strategies in whose pairs ranks have children in rank order, not in an order that turns with the root."""
 _MAKERS: Final[Mapping[str, Callable[[Layout, int, int], TurnedStrategy | None]]] = {
     "ring": _ring,
     "clique": _clique,

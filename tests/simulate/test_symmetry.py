@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfcomm.simulate import Host, Local, SimulatedNetwork, simulate
+from kfcomm.simulate import Call, Host, Local, SimulatedNetwork, simulate, simulate_step
 from kfcomm.strategies import build, names
 from kfcomm.types import Layout
 
@@ -50,6 +50,19 @@ def test_results_are_those_of_all_ranks(name, seed):
     parts = hosts * local
     nbytes = 4 * chance.choice([1, 100, 4096 * parts, 40000 * parts, 5000 * parts + 3])
     check_same(name, network, nbytes)
+
+
+@pytest.mark.parametrize("name", ["clique", "chain_star", "multi_star", "direct"])
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_that_go_whole_take_the_children_of_a_star_in_their_order(name, seed):
+    chance = random.Random(f"{name} {seed}")
+    hosts, local = chance.choice([(2, 5), (3, 3), (4, 4), (4, 1)])
+    network = network_of(chance, hosts, local)
+    step = [Call(4000, str(seed), priority=1), Call(12000, f"{seed} too")]
+    found = simulate_step(step, network.layout, network, strategy=name)
+    due = simulate_step(step, network.layout, network, strategy=name, one_by_one=True)
+    assert found.rank_seconds == pytest.approx(due.rank_seconds, rel=1e-9)
+    check_same(name, network, 8000)
 
 
 @pytest.mark.parametrize("name", ["star", "tree", "binary_tree", "binary_tree_star"])
