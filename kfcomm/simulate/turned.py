@@ -337,7 +337,7 @@ def _chain_up(size: int) -> Graph:
 
 
 STARS: Final = ("clique", "chain_star", "multi_star")
-"""Strategies in whose pairs ranks have children in rank order, not in an order that turns with the root."""
+"""Strategies with children in rank order, not in an order that turns with the root."""
 _MAKERS: Final[Mapping[str, Callable[[Layout, int, int], TurnedStrategy | None]]] = {
     "ring": _ring,
     "clique": _clique,
