@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.support import free_port
 pytestmark = pytest.mark.slow
 
 HOW_LONG_S = 120
+LOOK_S = 0.02
+"""Between two looks, in which a busy machine can run what they are for."""
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
@@ -61,11 +64,12 @@ def until(folder: Path, processes: list[subprocess.Popen[str]], names: set[str])
     while not names <= {one.name for one in folder.iterdir()}:
         for process in processes:
             assert process.poll() is None, process.communicate()
+        time.sleep(LOOK_S)
 
 
 def start(host: Host, rank: int, store: str, folder: Path) -> subprocess.Popen[str]:
     """A rank on a host, without a launcher."""
-    variables = {"RANK": str(rank), "SIZE": "5", "STORE": store, "TOKEN": TOKEN, "LOST_AFTER": "1", "TIMEOUT": "60"}
+    variables = {"RANK": str(rank), "SIZE": "5", "STORE": store, "TOKEN": TOKEN, "LOST_AFTER": "5", "TIMEOUT": "60"}
     line = host.inside(sys.executable, "-W", "error", str(folder / "train.py"), str(folder), str(rank))
     env = environ(**{f"KFCOMM_{name}": value for name, value in variables.items()})
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -28,6 +28,8 @@ from tests.support import free_port
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 HOW_LONG_S = 120
+LOOK_S = 0.02
+"""Between two looks, in which a busy machine can run what they are for."""
 LONG = 4_000
 SLOW = 6_000, [], 0.5
 """Program of 300 s unless hurried, so that ranks join on a busy machine; of few steps, so that the rest is short."""
@@ -122,6 +124,7 @@ class Job:
         """Wait until the launchers of a host have printed something."""
         while not all(one(self.said(host)) if callable(one) else one in self.said(host) for one in needed):
             assert self.launchers[host].poll() is None, self.everything()
+            time.sleep(LOOK_S)
 
     def until_members(self, count: int, after: int) -> None:
         """Wait until so many ranks have trained together.
@@ -135,7 +138,7 @@ class Job:
             if any(len(line.partition("] now ")[2].split()) == count for line in printed.splitlines()):
                 return
             assert any(launcher.poll() is None for launcher in self.launchers.values()), printed
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
 
     def ends(self) -> list[int]:
         """The exit codes of the launchers."""

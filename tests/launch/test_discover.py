@@ -62,8 +62,7 @@ def test_a_launcher_comes_back_to_a_running_job(job: Callable[..., Job]) -> None
     assert made.launchers[1].wait(HOW_LONG_S) == 128 + signal.SIGTERM
     made.start(1)
     made.until(0, "now 0 1 3 5\n")
-    while made.said(0).count("a launcher has come on 127.0.0.2") < 2:
-        assert made.launchers[0].poll() is None, made.everything()
+    made.until(0, lambda said: said.count("a launcher has come on 127.0.0.2") >= 2)
     made.hurry()
     assert made.ends() == [0, 0], made.everything()
     used, births, _ = made.result()

@@ -68,7 +68,7 @@ def test_a_job_whose_ranks_die_fails_by_the_first(tmp_path: Path, size: int, bou
 
 
 BACK = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
@@ -93,7 +93,7 @@ if is_released:
     if HOW == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     while not os.path.exists("back"):
-        pass
+        time.sleep(0.02)
     sys.exit(int(HOW))
 open("back", "w").close()
 os._exit(9 if FAILS else 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.launch.jobs import HOSTS, HOW_LONG_S, SLOW, Job, kfcomm
+from tests.launch.jobs import HOSTS, HOW_LONG_S, LOOK_S, SLOW, Job, kfcomm
 
 pytestmark = pytest.mark.slow
 CALM_S = 15.0
@@ -124,6 +125,7 @@ def test_another_size_and_spares(job: Callable[..., Job]) -> None:
     assert abs(len(told["hosts"][0][1]) - len(told["hosts"][1][1])) <= 1
     while re.search(r"\] now [1-9] \d \d\n", made.everything()) is None:  # what runs need not have joined
         assert any(launcher.poll() is None for launcher in made.launchers.values()), made.everything()
+        time.sleep(LOOK_S)
     made.hurry()
     assert made.ends() == [0, 0], made.everything()
     used, births, most = made.result()

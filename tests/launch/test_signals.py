@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.launch.jobs import LOOK_S
 from tests.launch.launched import Launcher, command, environ, launched
 from tests.support import free_port
 
@@ -38,20 +40,20 @@ held.write(f"heard {sorted(heard)}\\n")
 """
 
 ENDS = """
-import os, runpy, signal
+import os, runpy, signal, time
 if os.environ["KFCOMM_RANK"] == "0":
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # as Python itself does when it ends
         signal.signal(number, signal.SIG_DFL)
     with open(os.environ["HELD"], "w") as held:
         held.write("ready\\n")
     while not os.path.exists("go"):
-        pass
+        time.sleep(0.02)
 else:
     runpy.run_path("hears.py")
 """
 
 DUMPS = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 held = open(os.environ["HELD"], "w", buffering=1)
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR2)
@@ -60,7 +62,7 @@ with kfcomm.sync.init() as comm:
     child = subprocess.Popen(["sleep", "1000"])
     held.write(f"ready {comm.rank}\\n")
     while not os.path.exists(f"kfcomm-rank{comm.rank}-pid{os.getpid()}.json"):
-        pass
+        time.sleep(0.02)
     assert child.poll() is None
     child.kill()
     child.wait()
@@ -71,7 +73,7 @@ with kfcomm.sync.init() as comm:
 
 def until(condition: Callable[[], bool]) -> None:
     while not condition():
-        pass
+        time.sleep(LOOK_S)
 
 
 def test_user_signals_reach_the_handlers_of_all_ranks_and_end_nothing(tmp_path: Path) -> None:
