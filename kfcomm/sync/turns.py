@@ -222,6 +222,8 @@ class Turns:
             if not looks and self.lock.is_wanted():
                 # News without a pause: the I/O thread may be opening the link on which the call waits next.
                 self._give_way()
+                if is_done():  # who had the lock has ended it
+                    return
 
     def _answer(self) -> None:
         """Run the handlers of signals, between two looks; they may make calls, after which others may lead."""

@@ -415,6 +415,43 @@ def test_a_deadline_passes_while_others_want_the_lock_all_the_time() -> None:
         wanting.result()
 
 
+class News:
+    """A poller that always has news, until the I/O thread has had its turn, or for many looks."""
+
+    is_needed = is_awake = True
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.num_kept_waiting = 0  # looks while another thread wanted the lock
+        self.is_over = False
+
+    def progress(self) -> bool:
+        self.num_kept_waiting += self._lock.is_wanted()
+        return not self.is_over and self.num_kept_waiting < 1000
+
+    def park(self) -> bool:
+        return True
+
+    def unpark(self) -> None:
+        pass
+
+
+def test_a_leader_with_news_without_a_pause_gives_way_to_the_io_thread() -> None:
+    """The news may be chunks on one link, while the I/O thread opens the link on which the call waits next."""
+    with joined("shm") as (one, other):
+        driving, lead = driver_of(one), leading(one, "a")
+        news = News(driving.io.lock)
+        driving.reactor.pollers.append(news)
+        try:
+            driving.io.run(setattr, news, "is_over", True)
+        finally:
+            driving.reactor.pollers.remove(news)
+        assert news.num_kept_waiting < 10
+        other.all_reduce(1, "a")
+        assert int(lead.result()) == 2
+        until(lambda: at_rest(one))
+
+
 # ---------------------------------------------------------------- interrupts
 
 MODULES = driver, turns, thread, handle
