@@ -422,10 +422,12 @@ class News:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
+        self.num_looks = 0
         self.num_kept_waiting = 0  # looks while another thread wanted the lock
         self.is_over = False
 
     def progress(self) -> bool:
+        self.num_looks += 1
         self.num_kept_waiting += self._lock.is_wanted()
         return not self.is_over and self.num_kept_waiting < 1000
 
@@ -443,6 +445,8 @@ def test_a_leader_with_news_without_a_pause_gives_way_to_the_io_thread() -> None
         news = News(driving.io.lock)
         driving.reactor.pollers.append(news)
         try:
+            driving.reactor.ring()
+            until(lambda: news.num_looks)
             driving.io.run(setattr, news, "is_over", True)
         finally:
             driving.reactor.pollers.remove(news)
