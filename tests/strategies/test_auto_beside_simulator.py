@@ -31,7 +31,7 @@ def rivals(layout: Layout, nbytes: int) -> list[AnyStrategy]:
     # Without slots a direct strategy sends every message to every rank.
     shared = [one for one in built if not one.select(nbytes).direct]
     if nbytes >= 256 * KIB:
-        # Simulated ports drop nothing at the end of a step of an exchange; with real ones it took up to 2.3 times as long.
+        # Real ports drop what ends a step of an exchange, and then it takes longer: see `auto`.
         shared = [one for one in shared if one.select(nbytes).exchange is None]
     messages = [num_messages(one, nbytes, layout=layout) for one in shared]
     most = max(MOST_MESSAGES, sorted(messages)[2])

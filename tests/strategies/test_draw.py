@@ -131,7 +131,7 @@ def test_a_sized_strategy_is_drawn_for_each_size() -> None:
     auto = build("auto", layout)
     text = as_text(auto, layout)
     assert re.search(r"^auto, 0 to \d+ bytes:\nclique: 4 ranks", text)
-    assert re.search(r"\nauto, from \d+ bytes:\nbinomial: 4 ranks", text)
+    assert re.search(r"\nauto, from \d+ bytes:\ninside: binomial, between: ring: 4 ranks", text)
 
 
 def test_steps_of_an_exchange_are_drawn() -> None:
