@@ -78,7 +78,8 @@ def processes(random: Random, folder: Path) -> str:
     options = ["-n", str(size), "--elastic", "2:5", "--transport", transport, "--lost-after", "2", "--timeout", "60"]
     command = [sys.executable, "-m", "kfcomm", "run", *options, sys.executable, str(program), *arguments]
     code, out, err = _ended(command)
-    if is_hard and code != 0 and any(one in err for one in NOBODY_LEFT):
+    # Of three ranks, one that is halted and one that a busy machine keeps silent are too many.
+    if halts and code != 0 and any(one in err for one in NOBODY_LEFT):
         return f"{transport}, nobody left"
     said = {line.partition("] ")[2] for line in out.splitlines()}  # the same on all ranks
     if code != 0 or len(said) != 1 or not said.pop().startswith("[[1.0], "):
