@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kfcomm.common.sizes import show_size
 from kfcomm.strategies.base import SizedStrategy, Strategy
@@ -20,14 +20,17 @@ from kfcomm.strategies.builtin import (
     binomial,
     build_all,
     clique,
+    direct,
     multi_binary_tree_star,
     multi_star,
     ring,
     star,
 )
 from kfcomm.strategies.network import NetworkModel
-from kfcomm.strategies.price import Market, Priced
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.strategies.price import Priced
 
 FORMULA = "for each message size the cheapest of the others by the time model"
 
@@ -74,8 +77,11 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     between hosts where there are several; where processors are fewer than ranks, few messages win for longer. Short
     messages go whole along one pair of several, picked by their key, so that all ranks get their share of the work of
     roots. Where the rates of hosts are known, ``packed_trees`` of them are among the candidates. Strategies whose pairs
-    have more than 16,384 ranks in all are left out: above 128 ranks, those with a pair for each.
+    have more than 16,384 ranks in all are left out: above 128 ranks, those with a pair for each. On one host all sizes
+    are ``direct``, for its slots in shared memory, and nothing is priced.
     """
+    if layout.num_hosts == 1:
+        return SizedStrategy("auto", ((None, direct(layout)),))
     rules: list[tuple[int | None, Strategy]] = []
     for choice in choices(layout, network):
         # Neighbouring sizes with the same choice make one rule: each lookup walks the rules.
@@ -98,9 +104,13 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Siz
     Raises:
         ConfigError: the network has rates of another number of hosts than the layout has.
     """
+    from kfcomm.strategies.price import Market, Priced  # not needed on one host
+
     network = network or NetworkModel.of(layout.costs)
     market = Market(layout, network)
     priced = [Priced(one, market) for one in _candidates(layout, network)]
+    if layout.num_hosts == 1:  # see `auto`; the others are there to be compared
+        priced.sort(key=lambda one: one.strategy.name != "direct")
     for nbytes in _SIZES:
         seconds = [
             one.seconds(nbytes) * _care(one.strategy, nbytes, layout)
@@ -108,16 +118,16 @@ def choices(layout: Layout, network: NetworkModel | None = None) -> Iterator[Siz
             else math.inf
             for one in priced
         ]
+        best = 0 if layout.num_hosts == 1 else seconds.index(min(seconds))
         # Where rates are known, few trees are there for a reason: several meet at ports.
-        yield _chosen(nbytes, priced, seconds, spreads=network.rates is None and nbytes > _SHORT_NBYTES)
+        if layout.num_hosts > 1 and network.rates is None and nbytes > _SHORT_NBYTES:
+            best = _spread(best, [one.strategy for one in priced], seconds)
+        yield _chosen(nbytes, priced, seconds, best)
 
 
-def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], *, spreads: bool) -> SizeChoice:
-    """The cheapest candidate, and the next one that has other pairs."""
+def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], best: int) -> SizeChoice:
+    """The chosen candidate, and the next one that has other pairs."""
     candidates = [one.strategy for one in priced]
-    best = seconds.index(min(seconds))
-    if spreads:
-        best = _spread(best, candidates, seconds)
     alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
     others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
     second_s, second = min(others, default=(math.inf, -1))
