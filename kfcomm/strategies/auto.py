@@ -167,6 +167,8 @@ def explained(layout: Layout, network: NetworkModel | None = None) -> Iterator[s
             bound = f"to {show_size(one.nbytes)}" if following is not None else f"{show_size(one.nbytes)} and more"
             yield f"  {bound:<16}{_called(one.strategy):<44}{one.seconds * 1e3:10.3f} ms ({one.limit}){_next(one)}"
             yield from reason(one.strategy, one.runner_up, layout, network.rates)
+    if network.rates is None and layout.num_hosts > 1:
+        yield "a job measures the links between its hosts, and changes graphs that do not fit; auto:static does not"
 
 
 def _called(strategy: Strategy) -> str:

@@ -16,7 +16,7 @@ from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.specs import CallOptions
 from kfcomm.engine.closing import LEAVE_WITHIN_S, Drain
-from kfcomm.errors import CollectiveAborted, InternalError, KfcommError
+from kfcomm.errors import CollectiveError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 QUESTION: Final = "kfcomm/auto"
 ANSWER: Final = "kfcomm/auto/answer"
 TOLD: Final = "kfcomm/auto/told"
+AGAIN: Final = "kfcomm/auto/again"
 END: Final = ""
 FIRST: Final = 0
 """Rank that asks."""
-_MOST_TIMES: Final = 3
-"""An instruction whose link breaks goes again, so many times in all; a lost question or answer counts as late."""
+AGAIN_AFTER_S: Final = 1.0
+"""A rank that waits so long for an instruction asks for it again: a link may have broken that carried it."""
+_MOST_KEPT: Final = 4
+"""Latest questions whose instructions are kept for that."""
 
 Served = Callable[[int, str, Any], Awaitable[None]]
 """Called with number, kind and content of a question."""
@@ -50,7 +53,9 @@ class Directed:
         self._served = served
         self._number = 0
         self._telling: set[Handle[None]] = set()
+        self._instructions: dict[int, list[Any]] = {}  # of the first rank, by question
         mailbox.serve(QUESTION, self._serve)
+        mailbox.serve(AGAIN, self._tell_again)
 
     # ---------------------------------------------------------------- of the first rank
 
@@ -84,19 +89,25 @@ class Directed:
 
     def tell(self, number: int, what: str, content: Any = None) -> None:
         """Tell all others what to do about a question; ``END``: nothing more."""
+        self._instructions.pop(number - _MOST_KEPT, None)
+        known = self._instructions.setdefault(number, [])
+        known.append([what, content])
         for rank in self._others:
-            self._tell(rank, f"{TOLD}/{number}", [what, content], _MOST_TIMES)
+            self._tell(rank, number, len(known) - 1)
 
-    def _tell(self, rank: int, tag: str, what: Any, times: int) -> None:
-        def over(done: Handle[None]) -> None:
-            self._telling.discard(done)
-            is_broken = not done.cancelled() and isinstance(done.exception(), CollectiveAborted)
-            if is_broken and times > 1 and not self._mailbox.is_lost(rank):
-                self._tell(rank, tag, what, times - 1)
-
-        handle = self._send(rank, tag, what)
+    def _tell(self, rank: int, number: int, place: int) -> None:
+        handle = self._send(rank, f"{TOLD}/{number}/{place}", self._instructions[number][place])
         self._telling.add(handle)
-        handle.when_done(self._group.engine.reactor, over)
+        handle.when_done(self._group.engine.reactor, self._telling.discard)
+
+    async def _tell_again(self, rank: int, message: Handle[Any]) -> None:
+        try:
+            array, _ = await message
+        except CollectiveError:  # likewise
+            return
+        number, place = unpacked(array)
+        if place < len(self._instructions.get(number, ())):
+            self._tell(rank, number, place)
 
     @property
     def _others(self) -> Sequence[int]:
@@ -108,26 +119,33 @@ class Directed:
         """Answer a question of the first rank."""
         self._send(FIRST, f"{ANSWER}/{number}", content)
 
-    async def told(self, number: int) -> tuple[str, Any]:
-        """Wait for what the first rank tells to do about a question.
+    async def told(self, number: int, place: int) -> tuple[str, Any]:
+        """Wait for an instruction about a question; ``place``: 0 for the first.
 
         Raises:
-            KfcommError: the first rank is lost, or has not told it within the group's timeout.
+            KfcommError: the first rank is lost, or gives none within the group's timeout.
         """
-        for left in reversed(range(_MOST_TIMES)):
+        clock = self._group.engine.reactor.time
+        until_s = clock() + self._group.timeout_s
+        while True:
+            left_s = min(AGAIN_AFTER_S, max(0.0, until_s - clock()))
             try:
-                array, _ = await self._mailbox.recv(
-                    FIRST, f"{TOLD}/{number}", CallOptions(timeout=self._group.timeout_s)
-                )
+                array, _ = await self._mailbox.recv(FIRST, f"{TOLD}/{number}/{place}", CallOptions(timeout=left_s))
+            except (PeerLost, EpochChanged):
+                raise
+            except CollectiveError:  # it has not come, or its link broke
+                if clock() >= until_s:
+                    raise
+                self._send(FIRST, AGAIN, [number, place])
+            else:
                 what, content = unpacked(array)
                 return what, content
-            except CollectiveAborted:  # the link broke: it is told again
-                if not left:
-                    raise
-        raise InternalError("no time is left to be told")
 
     async def _serve(self, source: int, message: Handle[Any]) -> None:
-        array, _ = await message
+        try:
+            array, _ = await message
+        except CollectiveError:  # its link broke: the first rank asks again
+            return
         number, kind, content = unpacked(array)
         if source == FIRST and number > self._number:  # else it was sent again in vain
             self._number = number

@@ -1,7 +1,7 @@
 """``auto`` improves itself: without a probe it looks at the links while the program makes its calls.
 
-It works in groups on several hosts whose rates are unknown. Their first rank directs, and all ranks answer on their event
-loops (see `directed`), whatever calls they have made:
+It works in groups on several hosts whose rates are unknown. Their first rank directs, and all ranks answer on their
+event loops (see `directed`), whatever calls they have made:
 
 1. *look*: all tell what the kernel has seen of the links in use. Where hosts are alike, that was all.
 2. *measure*: all hold further calls, and one rank of each host measures the links to the others, pair by pair. This
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kfcomm.collectives.transition import first_uses
 from kfcomm.engine.closing import Drain, in_a_thread
-from kfcomm.errors import CollectiveTimeout, KfcommError
+from kfcomm.errors import CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost, SessionClosed
 from kfcomm.strategies import SizedStrategy
 from kfcomm.strategies.auto import auto_before
 from kfcomm.strategies.gains import USUAL, Gain, predicted_gain
@@ -108,13 +108,13 @@ class Improvement:
     async def _direct(self) -> None:
         try:
             await self._improve()
-        except CollectiveTimeout as error:
-            logger.debug("auto of group %r: %s", self._name, error)
-            self._patience.start()
         except Refused:
             logger.debug("auto of group %r stays as it is: the program sets its strategy", self._name)
-        except KfcommError as error:
+        except (PeerLost, EpochChanged, SessionClosed) as error:
             logger.debug("auto of group %r stays as it is: %s", self._name, error)
+        except KfcommError as error:  # a rank is late, or a link broke
+            logger.debug("auto of group %r: %s", self._name, error)
+            self._patience.start()
 
     async def _improve(self) -> None:
         rates = self._layout.costs.rates or self._session.rates_of(self._group.view)
@@ -161,7 +161,7 @@ class Improvement:
             self._end()
             self._release()
         if rates is None:
-            raise Refused
+            raise CollectiveError("the links could not be measured", key=MEASURE)
         return rates
 
     async def _gain(self) -> Gain:
@@ -221,15 +221,15 @@ class Improvement:
         """Hold calls, and do what the first rank tells."""
         self._directed.answer(number, self._hold())
         try:
-            what, content = await self._directed.told(number)
+            what, content = await self._directed.told(number, 0)
             if what == PROBE:
                 await self._prober.run()
-                what, content = await self._directed.told(number)
+                what, content = await self._directed.told(number, 1)
             if what == CHANGE and self._is_holding and self._chosen is not None:
                 self._group.change(self._chosen, self._layout, GENERATION + number, content)
         except CollectiveTimeout as error:
             logger.warning("auto of group %r: rank 0 has not said which graphs are in force: %s", self._name, error)
-        except KfcommError as error:
+        except KfcommError as error:  # of the end of a rank, an epoch or a group
             logger.debug("auto of group %r stays as it is: %s", self._name, error)
         finally:
             self._release()

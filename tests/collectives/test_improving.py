@@ -198,7 +198,7 @@ def test_one_host_imports_nothing_of_it() -> None:
 @pytest.mark.asyncio
 async def test_rank_that_does_not_answer_holds_the_others_up_for_a_moment_only(hasty: Any, monkeypatch: Any) -> None:
     """It is late once; nothing changes then, and all goes on; the next time it answers."""
-    hasty(worth=0.0, within_s=0.05)
+    hasty(worth=0.0, within_s=0.5)
     async with world(3, hosts=3, tombstones=True) as comms:
         late = comms[2]._group
         hold, calls = late.hold, []
@@ -212,7 +212,7 @@ async def test_rank_that_does_not_answer_holds_the_others_up_for_a_moment_only(h
 
         async def slow(number: int, kind: str, content: Any) -> None:
             if kind == "change" and number < 8:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(1.0)
             await served(number, kind, content)
 
         comms[2]._improvement._directed._served = slow
@@ -247,13 +247,13 @@ async def test_calls_that_are_held_can_be_cancelled_and_are_complete_after_a_clo
 @pytest.mark.parametrize("seed", range(6))
 async def test_links_that_break_meanwhile_leave_the_ranks_in_step(hasty: Any, seed: int) -> None:
     shared = random.Random(seed)
-    hasty(wait=lambda: shared.randrange(30), worth=0.0, within_s=0.2)
+    hasty(wait=lambda: shared.randrange(30), worth=0.0)
     async with world(3, hosts=3, quiet=False) as comms:
         over = asyncio.Event()
 
         async def main(comm: Any) -> None:
             while not over.is_set():
-                with contextlib.suppress(CollectiveAborted):
+                with contextlib.suppress(CollectiveError):
                     await comm.all_reduce(np.ones(100), "x")
                 await asyncio.sleep(0)
 

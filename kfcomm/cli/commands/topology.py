@@ -92,6 +92,7 @@ def show(strategy: str, **options: Any) -> None:
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
       kfcomm topology show auto --probe links.json
     """  # noqa: D301  click wants the character, not its name
+    from kfcomm.strategies import STATIC
     from kfcomm.strategies.auto import explained
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.strategies.plugins import build
@@ -107,7 +108,7 @@ def show(strategy: str, **options: Any) -> None:
             picture = as_svg(chosen, layout, given.root_pair or 0)
             given.output.write(picture)
         else:
-            if strategy == "auto" and given.nbytes is None:
+            if strategy in ("auto", STATIC) and given.nbytes is None:
                 click.echo("\n".join(explained(layout)) + "\n")
             drawn = built if given.nbytes is None else built.select(given.nbytes)
             click.echo(as_text(drawn, layout, given.root_pair), nl=False)
