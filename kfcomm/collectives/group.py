@@ -17,7 +17,6 @@ import numpy as np
 from kfcomm.collectives.compiled import MAX_NAMES, CompiledKey
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
-from kfcomm.collectives.transition import Transition, Uses, uses_of
 from kfcomm.common.arguments import plain_text
 from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, Post, shown
@@ -32,6 +31,7 @@ from kfcomm.types import Layout, Seconds
 if TYPE_CHECKING:
     from kfcomm.collectives.kept import KeptBuffers
     from kfcomm.collectives.specs import CallOptions
+    from kfcomm.collectives.transition import Transition, Uses
     from kfcomm.transports.shm.heap import Heaps
 
 
@@ -337,6 +337,8 @@ class Group:
 
     def uses(self) -> Uses:
         """The next use of each name."""
+        from kfcomm.collectives.transition import uses_of  # few groups need it
+
         return uses_of(self.engine.router, self.view)
 
     def change(self, strategy: AnyStrategy, layout: Layout, generation: int, first: Uses) -> None:
@@ -344,6 +346,8 @@ class Group:
 
         No member has begun these uses. ``layout`` has the costs that the size of chunks follows from.
         """
+        from kfcomm.collectives.transition import Transition
+
         plans = Generations(self.view.rank, layout).plans(strategy, generation)
         transition = Transition(self.plans, first, self.uses(), self._transition)
         self._transition = None if transition.is_over else transition
