@@ -203,16 +203,22 @@ def simulated_together(
     if len(groups) == 1 and None not in groups:
         if all(call.is_ordered for call in found):
             return found
-        if sum(call.num_messages for call in found) > MANY_MESSAGES:
+        if _are_many(found):
             return [replace(call, is_exact=False) for call in found]
     if groups == {None} and all(call.classes is not None for call in found):
         pairs = {pair.digest: pair for call in found for pair in pairs_of(call.graphs, call.message)}
-        classes = classes_of(list(pairs.values()), layout, network)
+        # Chunks of unlike graphs that arrive at one moment are taken in unlike orders by ranks of a class.
+        is_same = len(pairs) == len(pairs_of(found[0].graphs, found[0].message))
+        classes = classes_of(list(pairs.values()), layout, network) if is_same or _are_many(found) else None
         if classes is not None:
-            return [replace(call, classes=classes) for call in found]
+            return [replace(call, classes=classes, is_exact=call.is_exact and is_same) for call in found]
     if all(call.turns is None and call.classes is None for call in found):
         return found
     return simulated_together(calls, layout, network, one_by_one=True)
+
+
+def _are_many(calls: Sequence[Simulated]) -> bool:
+    return sum(call.num_messages for call in calls) > MANY_MESSAGES
 
 
 def _kind(group: Group | None) -> Group | None:
