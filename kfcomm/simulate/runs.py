@@ -142,8 +142,10 @@ def simulate_run(
 
     Raises:
         ConfigError: as of `simulate_step`; a change of a step or a host that the run does not have, one that leaves
-            less than two ranks, or hosts that join twice.
+            less than two ranks, hosts that join twice, less than one step, or a state of less than 0 bytes.
     """
+    if state_nbytes < 0:
+        raise ConfigError(f"a state of {state_nbytes} bytes: expected at least 0")
     run = _Run(checked(workload), strategy, state_nbytes, pauses)
     _check(changes, num_steps)
     network = _with_listed_switches(network)
@@ -270,6 +272,8 @@ def _without(network: SimulatedNetwork, names: Sequence[str]) -> SimulatedNetwor
 
 
 def _check(changes: Sequence[HostsChange], num_steps: int) -> None:
+    if num_steps < 1:
+        raise ConfigError(f"a run of {num_steps} steps: expected at least 1")
     lost: set[int] = set()
     for change in changes:
         if not 0 <= change.step < num_steps:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias, assert_never
+from typing import Any, Final, TypeAlias
 
 from kfcomm.common.sizes import parse_size
 from kfcomm.core.graph import Graph, GraphPair
@@ -86,11 +86,11 @@ Item: TypeAlias = Compute | Call | Await
 Workload: TypeAlias = Sequence[Item]
 
 
-def checked(workload: Workload) -> tuple[Item, ...]:
+def checked(workload: Sequence[Any]) -> tuple[Item, ...]:
     """Check names.
 
     Raises:
-        ConfigError: calls are missing, a name is used twice, or a name does not belong to an earlier call.
+        ConfigError: calls are missing, a name is used twice or belongs to no earlier call, or an item is of another type.
     """
     known: set[str] = set()
     for item in workload:
@@ -106,7 +106,8 @@ def checked(workload: Workload) -> tuple[Item, ...]:
             case Compute():
                 pass
             case _:
-                assert_never(item)
+                what = type(item).__name__
+                raise ConfigError(f"workload: expected Compute, Call or Await, got {what}; parse_workload reads text")
     if not any(isinstance(item, Call) for item in workload):
         raise ConfigError("workload: expected at least one call, got none; a call is a size, as 4MiB")
     return tuple(workload)

@@ -127,3 +127,12 @@ def test_hosts_stay_behind_their_switch():
 def test_wrong_changes(changes, message):
     with pytest.raises(ConfigError, match=message):
         simulate_run(WORKLOAD, NETWORK, 3, changes)
+
+
+def test_wrong_runs():
+    with pytest.raises(ConfigError, match="a run of 0 steps: expected at least 1"):
+        simulate_run(WORKLOAD, NETWORK, 0)
+    with pytest.raises(ConfigError, match="a state of -1 bytes"):
+        simulate_run(WORKLOAD, NETWORK, 1, state_nbytes=-1)
+    with pytest.raises(ConfigError, match="at least one call"):
+        simulate_run([Compute(1.0)], NETWORK, 1)

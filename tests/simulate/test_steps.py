@@ -218,6 +218,7 @@ def test_wrong_workloads(text, message):
         ([Call(MIB, strategy="rong")], "rong"),
         ([Call(MIB, root=7, verb="broadcast")], "root 7 is outside 0..3"),
         ([], "at least one call"),
+        ("4MiB", "expected Compute, Call or Await, got str; parse_workload reads text"),
         ([Call(MIB, after=("x",))], "after 'x'"),
     ],
 )
