@@ -90,7 +90,7 @@ def checked(workload: Sequence[Any]) -> tuple[Item, ...]:
     """Check names.
 
     Raises:
-        ConfigError: calls are missing, a name is used twice or belongs to no earlier call, or an item is of another type.
+        ConfigError: calls are missing, a name is used twice or belongs to no earlier call, or an item has another type.
     """
     known: set[str] = set()
     for item in workload:
