@@ -17,10 +17,11 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from kfcomm.engine.control import ControlPlane
     from kfcomm.engine.session import Session
     from kfcomm.transports.base import DeviceSetup
 
@@ -88,18 +89,22 @@ class Closing:
         finally:
             report.cancel()
 
+    async def leave(self, control: ControlPlane) -> None:
+        """Stay until no other rank needs this one, bounded."""
+
+        def why() -> str:
+            needed = control.needed_by()
+            if needed:
+                return f"for ranks {needed}, which may still ask this one"
+            return "for a thread of its own, which is late (is the machine busy?): no other rank needs it"
+
+        await self.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, why)
+
     def _say(self, why: Callable[[], str] | None) -> None:
         when_s = None if self._bound is None else self._bound.when()
         if when_s is not None and why is not None:
             left_s = max(0.0, when_s - asyncio.get_running_loop().time())
             logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, why(), left_s)
-
-
-def for_ranks(needed: Sequence[int]) -> str:
-    """Return what a rank that has announced its leaving waits for, in words; ``needed``: ranks that may ask it."""
-    if needed:
-        return f"for ranks {needed}, which may still ask this one"
-    return "for a thread of its own, which is late (is the machine busy?): no other rank needs it"
 
 
 async def in_a_thread(blocking: Callable[[], None]) -> None:

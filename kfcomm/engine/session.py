@@ -22,16 +22,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupTable, GroupView
 from kfcomm.core.membership import Message
 from kfcomm.engine.agreements import Agreements
-from kfcomm.engine.closing import (
-    CLOSE_WITHIN_S,
-    LEAVE_WITHIN_S,
-    Closing,
-    Drain,
-    for_ranks,
-    in_a_thread,
-    let_go,
-    sessions,
-)
+from kfcomm.engine.closing import CLOSE_WITHIN_S, Closing, Drain, in_a_thread, let_go, sessions
 from kfcomm.engine.control import GOODBYE_S, ControlEvents, StatusSource
 from kfcomm.engine.engine import Engine, SessionOptions
 from kfcomm.engine.interfaces import Door, Network, Service
@@ -389,7 +380,7 @@ class Session(ControlEvents, StatusSource):
         control = self.engine.control
         if control is not None:
             self.agreements.leave()
-            await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, lambda: for_ranks(control.needed_by()))
+            await closing.leave(control)
         self.lag.stop()
         await self._bury_former()
         await self.engine.close(closing.left_s(CLOSE_WITHIN_S))
