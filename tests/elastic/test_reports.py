@@ -1,4 +1,4 @@
-"""Reports of lost ranks to the store, by ranks that leave: a launcher waits for stopped ranks that nobody gave up."""
+"""Reports of lost ranks to the store, by ranks that leave: without them a launcher waits for stopped ranks."""
 
 from __future__ import annotations
 
