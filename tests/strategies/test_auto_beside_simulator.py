@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,22 @@ def bed(ports: list[float]) -> tuple[SimulatedNetwork, Layout]:
 def test_auto_is_within_a_tenth_of_the_best_after_a_probe(ports: list[float], nbytes: int) -> None:
     network, layout = bed(ports)
     assert ratio(layout, nbytes, network) <= 1.10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ports", BEDS.values(), ids=BEDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_of_a_probe_does_not_mislead_auto(ports: list[float], seed: int) -> None:
+    """Rates up to 15 % too low, and latencies up to four times too long."""
+    network, layout = bed(ports)
+    chance, rates = random.Random(seed), layout.costs.rates
+    assert rates is not None
+    links = [[rate * chance.uniform(0.85, 1.0) for rate in row] for row in rates.links]
+    latencies = [[seconds * chance.uniform(1.0, 4.0) for seconds in row] for row in rates.latency_s]
+    noisy = replace(layout, costs=layout.costs._replace(rates=rates_of(layout, links, latencies)))
+    for nbytes in (64 * KIB, MIB, 16 * MIB):
+        chosen = simulate(auto(noisy), layout, nbytes, network).seconds
+        assert chosen <= 1.20 * min(simulate(one, layout, nbytes, network).seconds for one in rivals(layout, nbytes))
 
 
 @pytest.mark.parametrize("ports", BEDS.values(), ids=BEDS)
