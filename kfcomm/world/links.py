@@ -21,9 +21,11 @@ MOST_HOSTS: Final = 64
 """Of a group that improves itself: pairs of hosts measure one after the other."""
 MOST_RANKS: Final = 1024
 """Likewise: the first rank sends to all others."""
-NBYTES, ROUNDS, ENOUGH_S, ENOUGH_NBYTES = 1 << 16, 2, 8e-3, 1 << 22
+NBYTES, ROUNDS, ENOUGH_S, ENOUGH_NBYTES = 1 << 16, 1, 8e-3, 1 << 22
 """Of the messages that measure; see `kfcomm.probe.pairs`."""
 _USUAL_RATE: Final = 5e7
+_GROWN: Final = 3.5
+"""Messages grow fourfold, so the last one takes up to four times as long as is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def survey_s(group: Group) -> float:
     """About how long the links of a group take to be measured, by those of this rank."""
     hosts = group.layout.num_hosts
     slowest = min((link.rate for link in seen_links(group)), default=_USUAL_RATE)
-    one_way_s = (ROUNDS + 1) * max(ENOUGH_S, NBYTES / slowest)
+    # Either the first message takes long enough, or several that grow take up to so much together.
+    one_way_s = max(_GROWN * ENOUGH_S, NBYTES / slowest)
     return (hosts - 1 + hosts % 2) * 2 * one_way_s
 
 
