@@ -104,7 +104,8 @@ class Patience:
 def survey_s(group: Group) -> float:
     """About how long the links of a group take to be measured, by those of this rank."""
     hosts = group.layout.num_hosts
-    slowest = min((link.rate for link in seen_links(group)), default=_USUAL_RATE)
+    # A port that all others send to shows each link a part of what it carries alone; one that few do, most of it.
+    slowest = min((link.rate * max(1.0, (hosts - 1) / 2) for link in seen_links(group)), default=_USUAL_RATE)
     # Either the first message takes long enough, or several that grow take up to so much together.
     one_way_s = max(_GROWN * ENOUGH_S, NBYTES / slowest)
     return (hosts - 1 + hosts % 2) * 2 * one_way_s
