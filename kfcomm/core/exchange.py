@@ -184,7 +184,7 @@ class _StepBuilder:
     ) -> None:
         """Add a step: messages to send by ``way`` (phase and source), and those that are awaited."""
         self._neighbours.update(to for to, _ in sends)
-        begin = arrivals[0].lane.base if arrivals else self._num_awaited
+        begin = arrivals[0].lane.base
         self._steps.append(
             ExchangeStep(
                 tuple(StepSend(to, lane, *way) for to, lane in sends),

@@ -352,8 +352,6 @@ class Machine:
 
     def _is_awaited(self, step: ExchangeStep) -> bool:
         """Whether a chunk of a step is missing."""
-        if not step.arrivals:
-            return False
         missing = self.program.no_folds[step.begin]
         return bytes(self._folded[step.begin : step.end]).count(missing) > 0
 

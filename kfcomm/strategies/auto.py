@@ -57,15 +57,15 @@ class SizeChoice(NamedTuple):
         nbytes: of a message.
         strategy: the cheapest.
         seconds: the predicted time of an all_reduce with it.
-        runner_up: the cheapest with other graphs; None without others.
-        runner_up_s: the same with it; infinite without one.
+        runner_up: the cheapest with other graphs.
+        runner_up_s: the same with it.
         limit: what takes most of the time: ``latency``, ``work`` or ``ports``.
     """
 
     nbytes: int
     strategy: Strategy
     seconds: float
-    runner_up: Strategy | None
+    runner_up: Strategy
     runner_up_s: float
     limit: str
 
@@ -129,10 +129,10 @@ def _chosen(nbytes: int, priced: Sequence[Priced], seconds: Sequence[float], bes
     """The chosen candidate, and the next one that has other pairs."""
     candidates = [one.strategy for one in priced]
     alike = [place for place, one in enumerate(candidates) if one.pairs is candidates[best].pairs]
-    others = [(one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike]
-    second_s, second = min(others, default=(math.inf, -1))
-    runner_up = candidates[second] if others else None
-    return SizeChoice(nbytes, candidates[best], seconds[best], runner_up, second_s, priced[best].limit(nbytes))
+    second_s, second = min(
+        (one_s, place) for place, one_s in enumerate(seconds) if one_s < math.inf and place not in alike
+    )
+    return SizeChoice(nbytes, candidates[best], seconds[best], candidates[second], second_s, priced[best].limit(nbytes))
 
 
 def _spread(best: int, candidates: Sequence[Strategy], seconds: Sequence[float]) -> int:
@@ -176,8 +176,6 @@ def _called(strategy: Strategy) -> str:
 
 
 def _next(choice: SizeChoice) -> str:
-    if choice.runner_up is None:
-        return ""
     more = f" ({choice.runner_up_s / choice.seconds - 1:+.0%})" if choice.seconds else ""
     return f"; next {_called(choice.runner_up)} {choice.runner_up_s * 1e3:.3f} ms{more}"
 

@@ -213,6 +213,7 @@ class _Program:
                 self._inverse[at] = [a - s * b for a, b in zip(self._inverse[at], pivot, strict=True)]
         self._inverse[out] = pivot
         self._basis[out] = column
+        self._exchanges += 1
         return True
 
 

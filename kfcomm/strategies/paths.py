@@ -108,8 +108,6 @@ class Step(NamedTuple):
 
 def _shared(starts: Sequence[tuple[float, int]], alone_s: float) -> list[tuple[int, float]]:
     """``(place, end)`` of equal messages that share a port from their ``(start, place)`` on."""
-    if len(starts) == 1 or not alone_s:
-        return [(place, start_s + alone_s) for start_s, place in starts]
     ends: list[tuple[int, float]] = []
     under_way: deque[tuple[float, int]] = deque()  # how much each will have been given at its end
     now_s = given = 0.0

@@ -89,17 +89,10 @@ class Profile(NamedTuple):
     num_cpus: int  # processors that they share; 0 if each has enough
 
     @classmethod
-    def of(cls, strategy: Strategy, layout: Layout) -> Profile:
-        """Walk all graphs once: O(pairs x ranks)."""
-        return cls.of_loads(strategy, layout, [Load.of(pair, layout) for pair in strategy.pairs])
-
-    @classmethod
     def of_loads(cls, strategy: Strategy, layout: Layout, loads: Sequence[Load]) -> Profile:
-        """The same from what is known of its pairs: several strategies may have them."""
+        """Of a strategy, from what is known of its pairs: several strategies may have them."""
         if strategy.goes_whole or (strategy.direct and layout.num_hosts == 1):
             return cls._of_direct(layout)
-        if strategy.is_whole:
-            return cls._of_the_worst([cls._of_the_sum([load], (1,), layout) for load in loads])
         return cls._of_the_sum(loads, shares_of(strategy), layout)
 
     @classmethod
@@ -152,24 +145,6 @@ class Profile(NamedTuple):
             cross_parts=size * max(number * (size - number) for number in on_hosts),
             crowd=(most * messages, most * folds, most * copies),
             num_cpus=layout.num_cpus,
-        )
-
-    @classmethod
-    def _of_the_worst(cls, ones: Sequence[Profile]) -> Profile:
-        """Of messages that go whole, each along one of these ways."""
-        crowds = zip(*(one.crowd for one in ones), strict=True)
-        most_messages, most_folds, most_copies = map(max, crowds)
-        return cls(
-            num_pairs=1,
-            num_parts=1,
-            largest=1,
-            ways=_longest(way for one in ones for way in one.ways),
-            messages=max(one.messages for one in ones),
-            folds=max(one.folds for one in ones),
-            local_parts=max(one.local_parts for one in ones),
-            cross_parts=max(one.cross_parts for one in ones),
-            crowd=(most_messages, most_folds, most_copies),
-            num_cpus=ones[0].num_cpus,
         )
 
     def seconds(self, nbytes: int, network: NetworkModel) -> float:

@@ -20,7 +20,7 @@ def uplinks_in_words(rates: Rates) -> Iterator[str]:
         )
 
 
-def reason(strategy: Strategy, runner_up: Strategy | None, layout: Layout, rates: Rates | None) -> Iterator[str]:
+def reason(strategy: Strategy, runner_up: Strategy, layout: Layout, rates: Rates | None) -> Iterator[str]:
     """A line that says what a combination or graphs by racks send, beside the next best; none for other strategies."""
     by_rack = "racks" in strategy.name
     if not by_rack and not strategy.name.startswith("inside: "):
@@ -30,9 +30,8 @@ def reason(strategy: Strategy, runner_up: Strategy | None, layout: Layout, rates
         racks = rates.rack_of
         groups = Layout.of(("rack", racks[host]) if racks[host] is not None else host for host in layout.hosts)
         what = "the busiest uplink carries"
-    ours = measure(strategy, groups)
-    line = f"    of each byte of a message {what} {float(ours.cross_host_bytes):.2f}, in {ours.steps} steps"
-    if runner_up is not None:
-        theirs = measure(runner_up, groups)
-        line += f"; the next best {float(theirs.cross_host_bytes):.2f}, in {theirs.steps}"
-    yield line
+    ours, theirs = measure(strategy, groups), measure(runner_up, groups)
+    yield (
+        f"    of each byte of a message {what} {float(ours.cross_host_bytes):.2f}, in {ours.steps} steps; "
+        f"the next best {float(theirs.cross_host_bytes):.2f}, in {theirs.steps}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -150,6 +151,24 @@ def test_a_chunk_is_taken_once() -> None:
     assert machine.take(later, 0, "early")
     assert not machine.take(later, 0, "again")
     assert machine.take_held() == ["early"]
+
+
+def test_the_last_contribution_may_complete_an_exchange() -> None:
+    """It was missing in the first step, all others were held, and nothing is left to send."""
+    program = halving_doubling(0, Exchange((0, 1, 2, 3), (2, 2)), 8, 1000)
+    first, *later = program.steps
+    program = replace(program, steps=(first, *(replace(step, sends=()) for step in later)))
+    ranks = Ranks([program], 8, 8)
+    (machine,), (recorder,) = ranks.machines, ranks.recorders
+    recorder.begin(machine)
+    for _ in first.sends:
+        machine.was_read()
+    for step in reversed(program.steps):
+        assert not any(effect[0] == Do.DONE for effect in recorder.effects)
+        for route in step.arrivals:
+            for index in range(route.lane.num_chunks):
+                machine.arrived(route, index, "chunk")
+    assert recorder.effects[-1][0] == Do.DONE
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,12 @@ def test_names_of_a_group_that_was_left_give_up_their_numbers_and_stay_for_a_whi
     assert len(known) == 2
     known.leave(b"never used")
     assert [key.group_id for key in known] == [b"3"]
+
+
+def test_renewed_names_have_another_version():
+    known = Names()
+    first = series(known)
+    known.renew()
+    assert first.version != known.version
+    assert series(known) is first
+    assert first.version == known.version

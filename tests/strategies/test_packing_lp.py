@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph
-from kfcomm.strategies import bound_seconds, build, packed_trees
+from kfcomm.strategies import bound_seconds, build, packed_trees, packing_lp
 from kfcomm.strategies.cost import network_of, predict_seconds
 from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.packing_lp import Tree, loads_of, packed_with_fans
@@ -139,3 +139,21 @@ def test_any_rates_end_in_a_bounded_time() -> None:
         rates = rates_of(layout, matrix)
         for packed in (packed_with_fans(rates, 2), packed_with_fans(rates, 3)):
             assert busiest(packed, rates) < 1.5 * bound_seconds(layout, matrix, 1)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_ROUNDS", "_MOST_EXCHANGES"])
+def test_a_search_that_is_cut_short_packs_the_whole_message(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(3)
+    _, rates = hosts_with([chance.uniform(300, 1000) for _ in range(6)])
+    assert len(packed_with_fans(rates, 2)) > 2
+    monkeypatch.setattr(packing_lp, limit, 1)
+    packed = packed_with_fans(rates, 2)
+    assert 1 <= len(packed) <= 2
+    assert sum(weight for _, weight in packed) == pytest.approx(1)
+
+
+def test_a_tree_that_loads_no_port_ends_the_search() -> None:
+    program = packing_lp._Program(2)
+    program.add([0.0, 0.0])
+    assert program.solve() == [0.0, 0.0]
+    assert program.weights() == {}
