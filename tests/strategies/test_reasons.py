@@ -1,4 +1,4 @@
-"""What `auto` says of its choices, and what one strategy gains over another."""
+"""Explanations of the choices of `auto`, and the predicted gain of one strategy over another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unlike() -> tuple[Layout, Rates]:
     return layout, rates_of(layout, [[min(a, b) * 1e6 for b in ports] for a in ports], [[1e-4] * 5] * 5)
 
 
-def test_uplinks_and_what_graphs_by_racks_save_are_said() -> None:
+def test_uplinks_and_savings_of_graphs_by_racks_are_said() -> None:
     lines = list(explained(racks()))
     assert (
         lines[1] == "  hosts 0, 2, 4, 6 share an uplink of 25.0 MB/s out and 25.0 in, 25% of what their ports can send"
@@ -44,7 +44,7 @@ def test_uplinks_and_what_graphs_by_racks_save_are_said() -> None:
     assert any(re.search(r"the busiest uplink carries \d\.\d\d, in \d+ steps; the next best", line) for line in lines)
 
 
-def test_what_combinations_save_is_said() -> None:
+def test_savings_of_combinations_are_said() -> None:
     lines = list(explained(Layout.even(8, 2)))
     assert "hosts that are alike" in lines[0]
     assert any("not shared out" in line for line in lines)

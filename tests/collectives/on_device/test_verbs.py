@@ -303,7 +303,7 @@ async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: py
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["a weight", "a weight for a mapping", "adasum", "a shared result"])
-async def test_what_is_for_host_memory_says_why_it_refuses_it_where_some_ranks_have_devices(what: str) -> None:
+async def test_calls_for_host_memory_say_why_they_refuse_groups_with_devices(what: str) -> None:
     def call(comm: Any, x: Any) -> Any:
         if what == "a weight for a mapping":
             return comm.all_reduce_many({"x": x}, name="k", op="avg", weight=2)
