@@ -7,6 +7,7 @@ flows like it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -83,9 +84,9 @@ class _PairWiring(Wiring):
             way = self._flows[rank.number, target] = Way(flow, target)
         return way
 
+    @abstractmethod
     def _leg(self, number: int, target: int) -> _Leg:
         """The way of a flow, and what takes its chunks."""
-        raise NotImplementedError
 
 
 class EachRank(_PairWiring):
