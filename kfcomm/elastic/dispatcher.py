@@ -189,7 +189,8 @@ class Recovery:
 
 
 POSTED_WITHIN_S = 5e-3
-"""For an announced boundary, where no call of its step has posted it."""
+"""For an announced boundary, where no call of its step has posted it; grows up to `MOST_POSTED_S` while one does."""
+MOST_POSTED_S = 0.16
 
 
 class Dispatcher:
@@ -206,6 +207,7 @@ class Dispatcher:
         self.recovery = Recovery(self.log, moved, reports, finishes=finishes)
         self._runner = self.recovery.runner
         self._timer: Timer | None = None  # which will post an announced boundary
+        self._posted_within_s = POSTED_WITHIN_S
 
     def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
         """Begin a call of this step."""
@@ -337,11 +339,14 @@ class Dispatcher:
         # For a step that begins with calls that do not come here, as those of a group: a rank that waits for the
         # boundary may be the one for which they wait. One timer at a time, for however many steps.
         if self._timer is None:
-            self._timer = self.log.reactor.call_later(POSTED_WITHIN_S, self._post_late)
+            self._timer = self.log.reactor.call_later(self._posted_within_s, self._post_late)
         return handle
 
     def _post_late(self) -> None:
         self._timer, boundary = None, self.log.pending
+        # Each timer wakes the thread that drives the engine while no caller does, which costs callers their turn.
+        is_late = self.log.is_unposted
+        self._posted_within_s = POSTED_WITHIN_S if is_late else min(2 * self._posted_within_s, MOST_POSTED_S)
         try:
             self.post_boundary()
         except KfcommError as error:

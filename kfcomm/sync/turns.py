@@ -112,7 +112,10 @@ class IoDriver(LoopDriver):
 
     def _turn(self, *, is_told: bool = False) -> None:
         if self._turns.leader:
-            self.mask(is_masked=True)  # the leader looks, too; else this thread would be woken again and again
+            # The leader looks, too: else this thread would be woken again and again, by descriptors and for timers.
+            self.mask(is_masked=True)
+            if self._reactor.next_deadline_s > self._reactor.time():  # one that is due is the leader's
+                self._set_timer()
         else:
             self.mask(is_masked=False)
             super()._turn(is_told=is_told)
