@@ -37,7 +37,7 @@ class _Docstrings(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         """An element is over, and with it what was left open inside."""
         if self._summary is not None and tag == "summary":
-            if not re.fullmatch(r"[A-Z]\w*", self._summary.strip()):
+            if not re.fullmatch(r"[A-Z]\w*|Source code in .*", self._summary.strip()):
                 self.faults.append(
                     f"line {self.getpos()[0]}: a section is cut, its first line is its title: {self._summary!r:.60}; "
                     "write the title on a line of its own, and the text indented below it"
