@@ -43,7 +43,7 @@ def job(folder: Path, *options: str) -> Iterator[tuple[Launcher, str, list[int]]
     """A job of two ranks that works until it is ended; its name, and the ids of its processes by rank."""
     with launched(folder, "-n", "2", *options, sys.executable, "-c", PROGRAM) as launcher:
         said = sorted((line.split() for line in launcher.lines(2)), key=lambda words: words[2])
-        yield launcher, said[0][0][:32], [int(pid) for _, pid, _ in said]
+        yield launcher, said[0][0], [int(pid) for _, pid, _ in said]
 
 
 def top(*arguments: str) -> Result:
@@ -148,7 +148,7 @@ def test_a_terminal_is_drawn_on_resized_and_left_as_it_was(tmp_path: Path) -> No
         watching.until("loss")
         assert watching.shown.startswith("\x1b[?1049h")
         watching.resize(30, 12)
-        watching.until("kfcomm top  " + name[:17] + "…")
+        watching.until(f"kfcomm top  {name}  2 of 2 ranks"[:29] + "…")
         watching.press("q")
         watching.until("\x1b[?1049l")
         assert watching.end() == 0

@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,6 +179,17 @@ def own_names(prefix: str, listing: str | None = None) -> list[str]:
     begin = f"@{prefix}/{os.getuid()}/"
     names = (row[7] for row in rows if len(row) == 8 and int(row[3], 16) & _LISTENS)
     return [name.removeprefix(begin) for name in names if name.startswith(begin)]
+
+
+def matching(names: Iterable[str], asked: str) -> list[str]:
+    """Return the names of jobs that are meant: the whole name, else those without their number, else how they begin."""
+    there = list(names)
+    whole = [name for name in there if name == asked]
+    return (
+        whole
+        or [name for name in there if name.rpartition("-")[0] == asked]
+        or [name for name in there if name.startswith(asked)]
+    )
 
 
 def ask(name: str, question: bytes, timeout_s: float) -> bytes | None:

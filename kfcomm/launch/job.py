@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from kfcomm.common.sizes import shortened
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
@@ -34,6 +36,9 @@ from kfcomm.strategies.plugins import check
 from kfcomm.transports.tls import Tls, load
 
 _MAX_DIGITS = 6
+MAX_NAME = 20
+_NAME = re.compile(rf"[A-Za-z0-9][\w.-]{{0,{MAX_NAME - 1}}}", re.ASCII)
+_INTERPRETER = re.compile(r"python[0-9.]*", re.ASCII)
 JOB = "KFCOMM_JOB"
 """Variable of every process of a job, by which the guardian finds them."""
 LAUNCHER = "KFCOMM_LAUNCHER"
@@ -63,6 +68,20 @@ class RunOptions:
     stdin: str = "none"  # ranks that get the launcher's standard input: ``none``, ``all``, or one by its number
     color: bool | None = None  # whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``
     settings: Mapping[str, str] = field(default_factory=dict)  # variables for the ranks, by full name
+    name: str | None = None  # of the job; None for that of the program
+
+    def mark(self) -> str:
+        """Return a new name of a job on this host: the given one, or the program's, and a number by chance.
+
+        Raises:
+            ConfigError: the given name is not valid.
+        """
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name is up to {MAX_NAME} letters, digits, '_', '.' and '-' that begin with a letter or digit, "
+                f"not {shortened(self.name, 40)!r}"
+            )
+        return f"{self.name or program_name(self.command)}-{secrets.token_hex(4)}"
 
     def plan(self) -> HostPlan:
         """Hosts and their initial ranks.
@@ -153,6 +172,21 @@ class RunOptions:
 def who_launches() -> bytes:
     """Unique description of this launcher."""
     return f"process {os.getpid()} on {hostname()} ({secrets.token_hex(8)})".encode()
+
+
+def program_name(command: Sequence[str]) -> str:
+    """Name for a job by its command: the script or the module of Python, else the program."""
+    named = command[0]
+    if _INTERPRETER.fullmatch(Path(named).name):
+        for place, word in enumerate(command[1:], 1):
+            if word == "-m":
+                named = "".join(command[place + 1 : place + 2]).rpartition(".")[2] + ".py"
+            elif not word.startswith("-"):
+                named = word
+            elif word != "-c":
+                continue
+            break
+    return re.sub(r"[^\w.-]+", "-", Path(named).stem, flags=re.ASCII)[:MAX_NAME].strip("-._") or "job"
 
 
 OWN, LEAST_PER_RANK, PER_RANK = 12, 5, 10

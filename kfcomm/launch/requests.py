@@ -58,8 +58,13 @@ class Origin:
         # 0 is that of all whose session began outside of their container
         return int(self.session == os.getsid(0) != 0)
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.time() - self.began_s
+
     def __str__(self) -> str:
-        age = _age(time.time() - self.began_s)
+        age = shown_age(self.age_s)
         return f"{command_line(self.command)}, in {self.directory}, started {age} ago, pid {self.pid}"
 
 
@@ -75,7 +80,8 @@ def _directory() -> str:
         return ""
 
 
-def _age(seconds: float) -> str:
+def shown_age(seconds: float) -> str:
+    """Age of a job in its largest unit."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:
             return f"{seconds // length_s:.0f} {unit}"
@@ -138,7 +144,7 @@ def find(asked: str | None) -> str:
         ConfigError: no job or more than one matches; all jobs are listed.
     """
     there = jobs()
-    found = [name for name in there if asked is None or name.startswith(asked)]
+    found = there if asked is None else sockets.matching(there, asked)
     if asked is None and len(found) > 1:
         nearness = {name: _nearness(name) for name in found}
         nearest = [name for name in found if nearness[name] == max(nearness.values()) > 0]

@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import os
-import secrets
 import shutil
 import signal
 import textwrap
@@ -66,7 +65,7 @@ async def _run(options: RunOptions, environ: Mapping[str, str], display: Display
         elastic=options.elasticity(plan),
         program=find_program(options.command, environ.get("PATH")),
         token=options.token(environ),
-        mark=secrets.token_hex(16),
+        mark=options.mark(),
         environ=environ,
     )
     settings = job.check()

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -66,6 +67,15 @@ class Job(NamedTuple):
             return f"{shortened(shlex.join(words), MAX_COMMAND)}, in {self.directory}"
         except (OSError, IndexError, ValueError):  # it has just ended, or is no socket of ``attend``
             return ""
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since its first process here began; None where the system does not say."""
+        try:
+            began_ticks = int(Path(f"/proc/{self.pids[0]}/stat").read_bytes().rpartition(b")")[2].split()[19])
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks / os.sysconf("SC_CLK_TCK")
+        except (OSError, IndexError, ValueError):
+            return None
 
     @property
     def directory(self) -> str:

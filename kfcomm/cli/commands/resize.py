@@ -74,7 +74,7 @@ def _check_is_meant(told: dict[str, Any], size: int) -> None:
         if click.confirm(f"{which}.\nChange it from {told['size']} to {size} ranks?", err=True):
             return
         raise ConfigError("nothing was changed")
-    raise ConfigError(f"{which}: name it (kfcomm resize {told['job'][:8]} {size}), or say --yes")
+    raise ConfigError(f"{which}: name it (kfcomm resize {told['job']} {size}), or say --yes")
 
 
 def at_terminal() -> bool:

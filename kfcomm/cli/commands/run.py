@@ -43,6 +43,9 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
 @click.option(
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
+@click.option(
+    "--name", metavar="NAME", help="Name of the job, for kfcomm jobs, top and resize; by default that of the program."
+)
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
 @click.option("--transport", type=NameChoice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl.")
 @device
@@ -176,6 +179,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         stdin=given["stdin"],
         color=given["color"],
         settings=_settings(given),
+        name=given["name"],
     )
     for line in misspelt(os.environ):
         click.echo(f"kfcomm: warning: {line}", err=True)

@@ -13,6 +13,7 @@ import click
 
 from kfcomm.cli.options import reported_errors
 from kfcomm.common.sizes import ranges
+from kfcomm.common.sockets import matching
 from kfcomm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,13 +73,12 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     if not jobs:
         raise ConfigError(NO_JOB)
     listed = "".join(f"\n  {_described(job)}" for job in jobs)
-    names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
+    names = [job.name for job in jobs]
+    if asked is not None:
+        names = matching(names, asked)
     if asked is None and len(names) > 1:
         here = [job.name for job in jobs if job.directory == os.path.realpath(os.getcwd())]
         names = here if len(here) == 1 else names
-    # A whole name counts, even where it is the beginning of another.
-    if asked in names:
-        return asked or names[0]
     if len(names) == 1:
         return names[0]
     if names:
