@@ -222,13 +222,14 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     """Join the world that this process was started in; alone it is a world of one.
 
     Use as ``async with kfcomm.init() as comm`` or ``comm = await kfcomm.init()``. What is not given is found in the
-    environment: ``KFCOMM_*``, then that of torchrun, SLURM, Open MPI or PMI (``kfcomm env`` explains it).
+    environment: ``KFCOMM_*``, then the variables of the launcher (``kfcomm env`` explains it). ``size=1`` alone asks
+    for a world of one.
 
     Returns:
         What is awaited gives a ``Communicator``; with ``elastic=True`` a ``kfcomm.elastic.ElasticCommunicator``.
 
     Raises:
-        ConfigError: at once, if the settings cannot work.
+        ConfigError: at once, if the settings cannot work, or the variables of a launcher are incomplete.
         RendezvousError: when awaited, if the peers do not find or accept each other.
     """
     try:

@@ -167,3 +167,21 @@ def test_as_a_command() -> None:
     assert done.returncode == 2
     assert "KFCOMM_TRANSPORT='pigeon'" in done.stdout
     assert finished("env").returncode == 0
+
+
+def test_each_finder_says_what_it_saw_and_why_it_was_taken_or_left() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    text, code = explain(environ)
+    assert code == 0
+    assert row(text, "torchrun") == "taken: rank 0 of 1 (RANK=0, WORLD_SIZE=1)"
+    assert row(text, "pmi") == "left: rank 0 of 2 (PMI_RANK=0, PMI_SIZE=2); torchrun comes first"
+    assert row(text, "flux") == "left: FLUX_TASK_RANK and FLUX_JOB_SIZE are not set"
+    assert "(saw KUBERNETES_SERVICE_HOST)" in row(text, "kubernetes")
+
+
+def test_finders_are_shown_where_the_place_is_unknown() -> None:
+    text, code = explain({"JOB_COMPLETION_INDEX": "1", "PBS_NODEFILE": "/no/such/file", "OMPI_COMM_WORLD_RANK": "x"})
+    assert code == 2
+    assert row(text, "kubernetes").startswith("incomplete: JOB_COMPLETION_INDEX=1")
+    assert row(text, "pbs").startswith("incomplete: PBS_NODEFILE=/no/such/file")
+    assert row(text, "openmpi").startswith("invalid: OMPI_COMM_WORLD_RANK='x'")

@@ -23,7 +23,7 @@ from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.rendezvous.worlds import WorldSource
+from kfcomm.rendezvous.worlds import KFCOMM
 
 if TYPE_CHECKING:
     from kfcomm.rendezvous.client import StoreClient
@@ -161,7 +161,7 @@ async def _meet(
     """
     deadline_s, report_s = begun_s + wait_s, begun_s + settings.stall_after_s
     # if the program assigns ranks itself, they differ from those of the launcher
-    heeds_ends = settings.source == WorldSource.KFCOMM
+    heeds_ends = settings.source == KFCOMM
     request = MeetRequest(folder, settings.rank, settings.size, _FAULT, heeds_ends)
     while True:
         left_s = max(0.0, min(deadline_s, report_s) - loop_now_s())

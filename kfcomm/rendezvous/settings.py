@@ -2,8 +2,8 @@
 
 A setting has one name everywhere: the argument ``stall_after`` of ``init`` is the option ``--stall-after`` of ``kfcomm
 run`` and the variable ``KFCOMM_STALL_AFTER``. Arguments come before variables. Rank and size are taken together from
-the first source that has them (see `worlds`); sources are never mixed. The environment is an argument: only the token's
-file is read from disk.
+the first source that has them (see `finders`); sources are never mixed. The environment is an argument: only the
+token's file and lists of nodes are read from disk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from kfcomm.common.arguments import hint, meant, plain_text, whole_number
 from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
+from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
-from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, FoundWorld, WorldSource
+from kfcomm.rendezvous.worlds import ALONE, ARGUMENTS, KFCOMM, MAX_RANKS, FoundWorld, integer
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Settings(NamedTuple):
     elastic: bool = False
     join: int | None = None
     ports: tuple[int, int] | None = None
-    source: str = WorldSource.ALONE
+    source: str = ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
     job: str | None = None
@@ -240,17 +241,14 @@ def check_device(choice: str, name: str = "device") -> str:
 
 
 def _find_world(reader: _Reader, reasons: list[str]) -> FoundWorld:
-    world = _from_arguments(reader.given)
-    if world is None:
-        for finder in FINDERS:
-            found = finder(reader.environ)
-            if isinstance(found, FoundWorld):
-                world = found
-                break
-            reasons.append(f"not {finder.__name__.removeprefix('from_')}: {found}")
+    world = _from_arguments(reader.given) or choose(survey(reader.environ))
     if world is None:
         reasons.append("alone: no launcher's variables were found")
-        return FoundWorld(WorldSource.ALONE, 0, 1, (0, 1), None, "")
+        return FoundWorld(ALONE, 0, 1, (0, 1), None, "")
+    if world.source not in (ARGUMENTS, KFCOMM) and "KFCOMM_SIZE" in reader.environ:
+        size = integer(reader.environ, "KFCOMM_SIZE", 1, MAX_RANKS)
+        if size != world.size:
+            raise ConfigError(f"KFCOMM_SIZE={size}, but {world.source} has {world.size} ranks ({world.because})")
     reasons.append(f"{world.source}: rank {world.rank} of {world.size} ({world.because})")
     return world
 
@@ -259,11 +257,13 @@ def _from_arguments(given: Mapping[str, Any]) -> FoundWorld | None:
     names = ("rank", "size")
     if not any(name in given for name in names):
         return None
+    if "rank" not in given and whole_number(given["size"]) == 1:
+        given = {**given, "rank": 0}
     rank, size = _integers(given, *names)
     local = None
     if "local_rank" in given or "local_size" in given:
         local = _integers(given, "local_rank", "local_size")
-    return FoundWorld(WorldSource.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
+    return FoundWorld(ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
 
 
 def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
@@ -279,7 +279,7 @@ def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str |
     given = reader.optional("store")
     if given is not None:
         host, port = host_and_port(given, reader.name("store"))
-        if world.source is WorldSource.ALONE:
+        if world.source == ALONE:
             raise ConfigError(f"{reader.name('store')}={given!r} is set, but no rank and size: set both of them too")
         # An elastic job of one rank may grow: others find it by the store.
         if world.size > 1 or reader.flag("elastic", default=False):

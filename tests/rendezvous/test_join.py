@@ -14,7 +14,7 @@ from kfcomm.rendezvous.join import JobStore, join, leave
 from kfcomm.rendezvous.keyvalue import Exit, Why
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.rendezvous.worlds import WorldSource
+from kfcomm.rendezvous.worlds import ARGUMENTS, KFCOMM
 from tests.support import free_port
 
 TOKEN = b"the token of the job"
@@ -29,7 +29,7 @@ class Job:
         self.client = client
 
     def settings(self, rank: int, size: int) -> Settings:
-        return Settings(rank=rank, size=size, store=self.server.url, token=TOKEN, source=WorldSource.KFCOMM)
+        return Settings(rank=rank, size=size, store=self.server.url, token=TOKEN, source=KFCOMM)
 
     async def join(self, me: PeerInfo, size: int, timeout_s: float = LONG_S) -> tuple[PeerInfo, ...]:
         return await join(self.settings(me.rank, size), me, self.client, timeout_s=timeout_s)
@@ -244,7 +244,7 @@ async def test_the_end_of_a_rank_ends_the_joining_of_all(claimed: bool, end: Exi
 async def test_an_end_among_ranks_that_the_program_numbers_itself_is_not_heeded() -> None:
     async with opened_job() as job:
         job.server.store.contents.report_exit(Exit(1, 0))
-        settings = [job.settings(rank, 2)._replace(source=WorldSource.ARGUMENTS) for rank in range(2)]
+        settings = [job.settings(rank, 2)._replace(source=ARGUMENTS) for rank in range(2)]
         worlds = await asyncio.gather(*(join(mine, peer(mine.rank), job.client, timeout_s=LONG_S) for mine in settings))
         assert len(worlds[0]) == 2
 

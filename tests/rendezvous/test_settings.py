@@ -67,18 +67,14 @@ def place(settings: Settings) -> tuple[str, int, int, int, int]:
         (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
         (SLURM, ("slurm", 3, 5, 1, 2)),
         (OPENMPI, ("openmpi", 2, 4, 2, 4)),
-        (PMI, ("pmi", 0, 2, 0, 2)),
+        (PMI, ("hydra", 0, 2, 0, 2)),
         # each hides those after it
-        (PMI | OPENMPI, ("openmpi", 2, 4, 2, 4)),
         (SLURM | TORCHRUN, ("torchrun", 5, 8, 1, 4)),
         (PMI | OPENMPI | SLURM | TORCHRUN | KFCOMM, ("kfcomm", 1, 4, 0, 1)),
         # mpirun below srun describes the process, SLURM its daemon
         (SLURM | OPENMPI, ("openmpi", 2, 4, 2, 4)),
-        (SLURM | PMI, ("pmi", 0, 2, 0, 2)),
-        # the shell of a batch script is no task of srun
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("alone", 0, 1, 0, 1)),
-        # somebody else's RANK
-        ({"RANK": "3"}, ("alone", 0, 1, 0, 1)),
+        (SLURM | PMI, ("hydra", 0, 2, 0, 2)),
+        ({"KFCOMM_SIZE": "1"} | SLURM, ("kfcomm", 0, 1, 0, 1)),
     ],
 )
 def test_place_in_the_world(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
@@ -151,7 +147,9 @@ def test_the_port_made_from_the_job_is_the_same_for_all_its_ranks(environ: dict[
     ("environ", "words"),
     [
         ({"KFCOMM_RANK": "1"}, ["KFCOMM_RANK='1'", "KFCOMM_SIZE is not"]),
-        ({"KFCOMM_SIZE": "1"}, ["KFCOMM_SIZE='1'", "KFCOMM_RANK is not"]),
+        ({"KFCOMM_SIZE": "2"}, ["KFCOMM_SIZE=2", "KFCOMM_RANK is not"]),
+        (TORCHRUN | {"KFCOMM_SIZE": "4"}, ["KFCOMM_SIZE=4, but torchrun has 8 ranks (RANK=5, WORLD_SIZE=8"]),
+        (PMI | OPENMPI, ["openmpi says rank 2 of 4", "hydra says rank 0 of 2", "unset the variables of one"]),
         (KFCOMM | {"KFCOMM_RANK": "4"}, ["KFCOMM_RANK='4'", "from 0 to 3"]),
         (KFCOMM | {"KFCOMM_RANK": "one"}, ["KFCOMM_RANK='one'", "integer"]),
         (KFCOMM | {"KFCOMM_RANK": "1" * 5000}, ["KFCOMM_RANK=", "integer"]),
@@ -191,6 +189,7 @@ def test_invalid_setting_is_named_with_what_is_allowed(environ: dict[str, str], 
     ("arguments", "words"),
     [
         ({"rank": 1}, ["size is missing"]),
+        ({"size": 2}, ["rank is missing"]),
         ({"rank": 2, "size": 2}, ["rank 2"]),
         ({"rank": True, "size": 2}, ["rank=True"]),
         ({"rank": 0, "size": 2}, ["KFCOMM_STORE"]),
@@ -211,9 +210,12 @@ def test_a_world_on_one_host_needs_no_token_to_be_set(tmp_path: Path) -> None:
     assert detect(environ).token == detect(environ | {"OMPI_COMM_WORLD_RANK": "0"}).token is not None
 
 
-def test_the_reasons_name_what_was_passed_over_but_never_the_token() -> None:
+def test_size_of_one_is_a_world_of_one_whatever_the_environment_says() -> None:
+    assert place(detect(TORCHRUN, size=1)) == ("arguments", 0, 1, 0, 1)
+
+
+def test_the_reasons_name_the_world_but_never_the_token() -> None:
     text = "\n".join(detect(TORCHRUN).reasons)
-    assert "not kfcomm" in text
     assert "torchrun: rank 5 of 8" in text
     assert "KFCOMM_TOKEN" in text
     assert TOKEN not in text

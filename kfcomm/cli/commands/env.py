@@ -14,6 +14,7 @@ from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.routes import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.joining import look_for_device
+from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import choose_address, host_and_port, hostname, interfaces
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.saved_costs import describe_saved
@@ -34,17 +35,19 @@ def env() -> None:
 def explain(environ: Mapping[str, str]) -> tuple[str, int]:
     """Text, without the token, and exit code: 2 if the environment cannot work."""
     # Shown also where the settings are wrong.
+    finders = _section("finders", _finders(environ))
     fixed = [_section("links", _links()), _section("versions", _versions())]
     try:
         settings = detect(environ)
     except ConfigError as error:
-        shown = [_section("world", [("error", str(error))]), _section("interfaces", _interfaces(None)), *fixed]
+        shown = [_section("world", [("error", str(error))]), finders, _section("interfaces", _interfaces(None)), *fixed]
         return "\n".join(shown), 2
     address, why = _address(settings)
     device, refused = _look(settings)
     shown = [
         _section("world", _world(settings)),
         _section("found", [("", reason) for reason in settings.reasons]),
+        finders,
         _section("settings", [*_settings(settings, device), ("address", f"{address or 'none'} ({why})")]),
         _section("device", _device(device, refused)),
         _section("interfaces", _interfaces(address)),
@@ -72,6 +75,16 @@ def _world(settings: Settings) -> list[Row]:
         ("store", _store(settings)),
         ("token", "none: a world of one needs none" if settings.token is None else "known"),
     ]
+
+
+def _finders(environ: Mapping[str, str]) -> list[Row]:
+    """Each finder, and why it was taken or left."""
+    findings = survey(environ)
+    try:
+        chosen = choose(findings)
+    except ConfigError:
+        chosen = None
+    return [(finding.finder.name, finding.describe(chosen)) for finding in findings]
 
 
 def _store(settings: Settings) -> str:

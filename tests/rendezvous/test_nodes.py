@@ -1,7 +1,7 @@
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.worlds import first_host
+from kfcomm.rendezvous.nodes import first_host
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,20 @@
+"""Tasks of Dask's workers: they have no ranks of their own, and variables that they see are those of the workers."""
+
+from __future__ import annotations
+
+import sys
+
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.worlds import Absent, Environ, Outcome
+
+
+def find(environ: Environ) -> Outcome:
+    """Refuse to guess inside a task."""
+    try:
+        worker = sys.modules["distributed"].get_worker()
+    except ValueError:
+        return Absent("Dask is imported; this is not a task of a worker")
+    raise ConfigError(
+        f"Dask: a task of the worker {worker.address} has no rank: pass rank, size, store and token, which the client "
+        "gives to one task on each worker; for a world of one, pass size=1"
+    )
