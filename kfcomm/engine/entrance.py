@@ -18,9 +18,8 @@ from kfcomm.arrays.devices.routes import agree, choose
 from kfcomm.engine.membership import Meeting, check_checksums, layout_of
 from kfcomm.engine.network import SocketNetwork
 from kfcomm.errors import ConfigError, RendezvousError
-from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
-from kfcomm.rendezvous.join import JobStore, check_versions
+from kfcomm.rendezvous.join import JobStore, address_towards, check_versions
 from kfcomm.rendezvous.join import join as meet_at_store
 from kfcomm.rendezvous.keyvalue import ASIDE, ENTRY, INVITED, JOINING
 from kfcomm.rendezvous.settings import Settings
@@ -153,7 +152,7 @@ async def listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[L
         raise ConfigError("a world of one has no network")
     if settings.links != AUTO and (unsupported := named(settings.links).why_unsupported()) is not None:
         raise ConfigError(f"transport {settings.links!r} cannot work here: {unsupported}; use 'auto'")
-    address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
+    address = await address_towards(settings.interface, settings)
     is_local = any(transport.is_local for transport in selected(settings.links))
     unix = f"@kfcomm-{process_uid(settings.rank)}-{mark}" if is_local else None
     listener = Listener(address, unix=unix, ports=settings.ports)

@@ -11,12 +11,14 @@ whole or not at all: if the script fails, takes too long, or prints a malformed 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
+import logging
 import os
 import re
 import shlex
 import signal
-import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,10 +26,14 @@ from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
 from kfcomm.launch.process import Child, CommandError, find_program
 from kfcomm.rendezvous.backends import secret_variables
-from kfcomm.rendezvous.host import LOOPBACK, interfaces
+from kfcomm.rendezvous.host import LOOPBACK, NameNotFound, interfaces, is_address, look_up
+from kfcomm.rendezvous.resolving import once_resolved
 from kfcomm.rendezvous.worlds import MAX_RANKS
 
 _MAX_SHOWN = 80
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:\s]+))(?::([0-9]{1,6}))?")
+
+logger = logging.getLogger("kfcomm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ def parse_host(entry: str, least: int = 1) -> LaunchHost:
     Raises:
         ConfigError: it is malformed, or cannot be resolved.
     """
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:\s]+))(?::([0-9]{1,6}))?", entry)
+    match = _HOST.fullmatch(entry)
     num_ranks = int(match[3] or 1) if match else -1
     if match is None or not least <= num_ranks <= MAX_RANKS:
         need = ", with at least one rank" if least else ""
@@ -147,14 +153,26 @@ def resolved(name: str) -> str:
     Raises:
         ConfigError: the name cannot be resolved.
     """
-    try:
+    if is_address(name):
         return str(ipaddress.ip_address(name))
-    except ValueError:
-        pass
     try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(f"host {name!r} cannot be resolved: {error.strerror}") from error
+        return str(look_up(name)[0][0])
+    except NameNotFound as error:
+        raise ConfigError(str(error)) from error
+
+
+async def names_resolved(text: str, timeout_s: float) -> None:
+    """Wait until all names in a list of hosts resolve; a malformed entry is left to `parse_hosts`.
+
+    Raises:
+        RendezvousError: one does not within the timeout.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    for entry in text.split(","):
+        match = _HOST.fullmatch(entry.strip())
+        if match is not None and match[2] is not None and not is_address(match[2]):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            await once_resolved(functools.partial(look_up, match[2]), left_s, logger.warning)
 
 
 EVERY_S = 1.0

@@ -22,6 +22,7 @@ from typing import Any
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.exit_reports import Blame, ExitReports
+from kfcomm.launch.hosts import names_resolved
 from kfcomm.launch.job import LaunchJob, RunOptions, contradictions
 from kfcomm.launch.launcher import FixedRole, JobOutcome, Launcher, LauncherPhase
 from kfcomm.launch.local_ranks import LocalRanks, heard, ignored
@@ -35,7 +36,7 @@ from kfcomm.launch.stores import Store, joined, kept_store, served
 from kfcomm.launch.streams import Display, Feed, OutputStreams, Pump
 from kfcomm.rendezvous.host import listen, url_of
 from kfcomm.rendezvous.keyvalue import Why, describe_exit
-from kfcomm.rendezvous.settings import Settings
+from kfcomm.rendezvous.settings import Settings, timeout_of
 
 logger = logging.getLogger("kfcomm")
 
@@ -58,6 +59,8 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
 
 
 async def _run(options: RunOptions, environ: Mapping[str, str], display: Display | None) -> int:
+    if options.hosts is not None:
+        await names_resolved(options.hosts, timeout_of({**environ, **options.settings}))
     plan = options.plan()
     job = LaunchJob(
         options=options,

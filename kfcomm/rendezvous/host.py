@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kfcomm.errors import ConfigError, RendezvousError
@@ -49,18 +49,21 @@ def interfaces() -> tuple[Interface, ...]:
 
 def is_loopback(address: str) -> bool:
     """Whether ``address`` is a loopback address or ``localhost``."""
-    if address == "localhost":
-        return True
+    return address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback)
+
+
+def is_address(text: str) -> bool:
+    """Whether it is an IP address."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        ipaddress.ip_address(text)
     except ValueError:
         return False
+    return True
 
 
 def is_local(address: str) -> bool:
     """Whether a socket of this host can be bound to the IP address ``address``."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+    with contextlib.closing(socket.socket(_family(address), socket.SOCK_DGRAM)) as probe:
         try:
             probe.bind((address, 0))
         except OSError as error:
@@ -79,7 +82,7 @@ def choose_address(spec: str | None, towards: tuple[str, int] | None) -> str:
 
     Raises:
         ConfigError: ``spec`` matches no address of this host, or the rendezvous is unreachable; lists the addresses.
-        RendezvousError: the name in ``towards`` cannot be resolved.
+        NameNotFound: the name in ``towards`` does not resolve.
     """
     if spec is None:
         return LOOPBACK if towards is None else _by_route(towards)
@@ -108,13 +111,9 @@ def _same_family(addresses: list[str], towards: tuple[str, int] | None) -> str:
 
 
 def _by_route(towards: tuple[str, int]) -> str:
-    try:
-        found = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise RendezvousError(f"cannot resolve the rendezvous {towards[0]!r}: {error}") from error
     cause: OSError | None = None
-    for family, kind, protocol, _, address in found:
-        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+    for address in look_up(*towards):
+        with contextlib.closing(socket.socket(_family(address[0]), socket.SOCK_DGRAM)) as probe:
             try:
                 probe.connect(address)
             except OSError as error:
@@ -122,6 +121,29 @@ def _by_route(towards: tuple[str, int]) -> str:
             else:
                 return str(probe.getsockname()[0])
     raise ConfigError(f"no route to the rendezvous {towards[0]} ({cause}); set interface to one of: {_listed()}")
+
+
+class NameNotFound(RendezvousError):
+    """The name of a host does not resolve, or not yet."""
+
+
+def look_up(host: str, port: int | None = None) -> list[tuple[Any, ...]]:
+    """Socket addresses of a host, by the system's preference; at least one.
+
+    Raises:
+        ConfigError: it is not a name of a host.
+        NameNotFound: the name does not resolve.
+    """
+    try:
+        return [row[4] for row in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except UnicodeError as error:
+        raise ConfigError(f"{host!r} is not the name of a host") from error
+    except OSError as error:
+        raise NameNotFound(f"the host {host!r} does not resolve: {error.strerror}") from error
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _listed() -> str:
@@ -185,7 +207,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     Raises:
         RendezvousError: the port is in use, or the address is not this host's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = _family(host)
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:

@@ -22,6 +22,7 @@ from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
+from kfcomm.rendezvous.resolving import once_resolved
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.worlds import KFCOMM
 
@@ -108,9 +109,26 @@ class JobStore:
             await self.server.close()
 
 
+async def address_towards(spec: str | None, settings: Settings) -> str:
+    """Return the address of this host by which it reaches the store, whose name may not resolve yet.
+
+    Raises:
+        ConfigError: see `choose_address`.
+        RendezvousError: the name does not resolve within the timeout.
+    """
+    if settings.store is None:
+        raise ConfigError("a world of one has no store")
+    towards = host_and_port(settings.store)
+
+    def say(what: str) -> None:
+        logger.warning("rank %d: %s", settings.rank, what)
+
+    return await once_resolved(lambda: choose_address(spec, towards), settings.timeout_s, say)
+
+
 async def _address_to_serve(host: str, port: int, settings: Settings) -> str:
     """Address of the store's name; not loopback, to which some hosts resolve their own name."""
-    address = await asyncio.to_thread(choose_address, None, (host, port))
+    address = await address_towards(None, settings)
     if is_loopback(address) and not is_loopback(host):
         if settings.interface is None:
             raise ConfigError(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OTHER_VARIABLES = {"KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
 """Variables that are not named after an argument."""
+TIMEOUT_S = 300.0
 MAX_DIGITS = 4
 """Longest number of a device."""
 
@@ -170,7 +171,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         strategy=reader.text("strategy", "auto"),
         transport=reader.choice("transport", TRANSPORT_NAMES),
         device=check_device(reader.text("device", "auto"), reader.name("device")),
-        timeout_s=reader.seconds("timeout", 300.0),
+        timeout_s=reader.seconds("timeout", TIMEOUT_S),
         stall_after_s=reader.seconds("stall_after", 10.0),
         lost_after_s=reader.seconds("lost_after", 30.0),
         interface=reader.optional("interface"),
@@ -210,6 +211,11 @@ def _find_join(reader: _Reader, world: FoundWorld, store: str | None) -> int | N
     if store is None or not reader.flag("elastic", default=False):
         raise ConfigError(f"{reader.name('join')} needs the store of a running job, and elastic=True")
     return int(text)
+
+
+def timeout_of(environ: Mapping[str, str]) -> float:
+    """The setting ``timeout`` alone, in seconds. Raises `ConfigError`: it is invalid."""
+    return _Reader(environ, {}).seconds("timeout", TIMEOUT_S)
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:

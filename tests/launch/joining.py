@@ -6,17 +6,15 @@ import sys
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.client import StoreClient
-from kfcomm.rendezvous.host import choose_address, host_and_port
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import JobStore, join
+from kfcomm.rendezvous.join import JobStore, address_towards, join
 from kfcomm.rendezvous.settings import Settings, detect
 
 
 async def main(then: str) -> int:
     settings = detect(os.environ)
     store = await JobStore.open(settings)
-    assert settings.store is not None
-    address = choose_address(settings.interface, host_and_port(settings.store))
+    address = await address_towards(settings.interface, settings)
     me = PeerInfo.here(rank=settings.rank, address=address, port=1 + settings.rank)
     try:
         peers = await join(settings, me, store.client)

@@ -112,7 +112,7 @@ def test_an_answer() -> None:
         ("127.0.0.1\nx:y:z\n", "line 2: 'x:y:z' must look like"),
         ("127.0.0.1:-1", "line 1: "),
         ("127.0.0.1:2\n127.0.0.1:2", "line 2: 127.0.0.1 stands there twice"),
-        ("no-such-host.invalid:2", "line 1: host 'no-such-host.invalid' cannot be resolved"),
+        ("no-such-host.invalid:2", "line 1: the host 'no-such-host.invalid' does not resolve"),
         ("\n \n", "it names no host"),
     ]:
         with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.")):
