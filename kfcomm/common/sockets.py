@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from kfcomm.errors import ConfigError
+
 PAUSE_S = 0.05
 """After a connection that could not be accepted: it stays in the backlog, and asking again at once would spin."""
 FLOOD_PAUSE_S = 0.001
@@ -109,6 +111,35 @@ def raise_limit(count: int) -> int:
 def raise_limit_by(count: int) -> int:
     """Raise the limit to this many more descriptors than are open now; see `raise_limit`."""
     return raise_limit(len(os.listdir("/proc/self/fd")) + count)
+
+
+def make_room(count: int, what: str) -> None:
+    """Have this process be allowed so many more descriptors than are open now, which ``what`` needs.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    allowed = raise_limit_by(count)
+    used = len(os.listdir("/proc/self/fd"))
+    if allowed < used + count:
+        raise ConfigError(
+            f"{what} needs {count} open files beside the {used} of this process: the hard limit is {allowed}; "
+            f"{HOW_TO_RAISE}"
+        )
+
+
+HOW_TO_RAISE = "raise it (ulimit -Hn, or nofile in /etc/security/limits.conf), or start fewer ranks on a host"
+
+
+def why_failed(error: OSError) -> str:
+    """Return the system's reason alone, and a remedy if this process has used up its descriptors."""
+    # asyncio puts an address in its place, and the numbers of failed look-ups are negative and no errno's
+    known = error.errno is not None and error.errno > 0
+    reason = os.strerror(error.errno or 0) if known else error.strerror or str(error) or type(error).__name__
+    if error.errno != errno.EMFILE:
+        return reason
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"{reason}: {soft} are allowed here, and the hard limit is {hard}; {HOW_TO_RAISE}"
 
 
 async def readable(descriptor: int) -> None:

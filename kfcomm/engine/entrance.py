@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgpack
 
 from kfcomm.arrays.devices.routes import agree, choose
+from kfcomm.common.sockets import make_room
 from kfcomm.engine.membership import Meeting, check_checksums, layout_of
 from kfcomm.engine.network import SocketNetwork
 from kfcomm.errors import ConfigError, RendezvousError
@@ -34,6 +35,10 @@ Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
 """Tells the other ranks of this process, and gives those of all ranks, by rank; without a store of kfcomm's."""
 
 
+DESCRIPTORS = 32
+"""Of a rank with links to two others; each further one takes ten at most."""
+
+
 async def join(settings: Settings, device: DeviceReport) -> SocketNetwork:
     """Listen, register, and wait for all others.
 
@@ -46,6 +51,7 @@ async def join(settings: Settings, device: DeviceReport) -> SocketNetwork:
             memory cannot go as they ask.
         RendezvousError: see ``rendezvous.join``.
     """
+    make_room(DESCRIPTORS, "a rank")
     tls = tls_of(settings)
     store = await JobStore.open(settings, tls)
     listener: Listener | None = None
@@ -87,6 +93,7 @@ async def meet(settings: Settings, device: DeviceReport, exchange: Exchange) -> 
         ConfigError: see ``join``.
         RendezvousError: they run another version; and what ``exchange`` raises.
     """
+    make_room(DESCRIPTORS, "a rank")
     tls = tls_of(settings)
     mark = secrets.token_hex(4)
     listener, me = await listen(settings, device, mark)

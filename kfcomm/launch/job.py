@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 from kfcomm.common.sizes import shortened
-from kfcomm.common.sockets import RESERVE, raise_limit
+from kfcomm.common.sockets import HOW_TO_RAISE, RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Discovery, HostPlan, LaunchHost, parse_hosts, plan_for, resolved
@@ -295,7 +295,7 @@ class LaunchJob:
         if allowed < least:
             raise ConfigError(
                 f"{here} ranks on this host need {least} open files in their launcher: the hard limit is {allowed}; "
-                "raise it (ulimit -Hn, or nofile in /etc/security/limits.conf), or start fewer ranks on a host"
+                f"{HOW_TO_RAISE}"
             )
 
     def check(self) -> Settings:

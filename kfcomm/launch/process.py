@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import shutil
 import signal
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfcomm.common.sockets import RESERVE, raise_limit_by, readable
+from kfcomm.common.sockets import RESERVE, raise_limit_by, readable, why_failed
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian
 
@@ -104,8 +103,7 @@ class Child:
         except OSError as error:
             for one in pipes[::2]:
                 os.close(one)
-            hint = " (ulimit -Hn has the limit, which is used up)" if error.errno == errno.EMFILE else ""
-            raise CommandError(f"{command[0]}: {error.strerror}{hint}", NOT_EXECUTABLE) from error
+            raise CommandError(f"{command[0]}: {why_failed(error)}", NOT_EXECUTABLE) from error
         finally:
             for one in pipes[1::2]:
                 os.close(one)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
+from kfcomm.common.sockets import why_failed
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.authentication import (
@@ -278,10 +278,7 @@ def _cause(error: OSError) -> str:
     if isinstance(error, SSLError):  # its number is not an errno
         reason = error.reason or str(error)
         return "it does not speak TLS" if reason == "WRONG_VERSION_NUMBER" else reason.replace("_", " ").lower()
-    # the numbers of failed look-ups are not errno's, and negative
-    if error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return error.strerror or str(error) or type(error).__name__
+    return why_failed(error)
 
 
 def _poll_s(deadline_s: float) -> float:

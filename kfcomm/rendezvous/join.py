@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.common.sizes import ranges, ranks_in_words
+from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
@@ -38,6 +39,8 @@ _NONCE_NBYTES = 16
 _SIZE = struct.Struct("<I")
 _MAX_SHOWN = 32
 _MAX_GENERATIONS = 1 << 16
+CONNECTIONS_PER_RANK = 3
+"""Most connections of a rank to the store, in general."""
 KEPT_FOR_S = 10.0
 """Seconds for which a closing rank still serves the store for the others."""
 SAID_AFTER_S = 1.0
@@ -69,6 +72,7 @@ class JobStore:
         if settings.serve and settings.rank == 0:
             from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need
 
+            raise_limit(RESERVE + CONNECTIONS_PER_RANK * settings.size)
             host, port = host_and_port(settings.store)
             address = await _address_to_serve(host, port, settings)
             server = await StoreServer.start(address, port, token=settings.token, tls=tls)

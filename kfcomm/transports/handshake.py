@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-from kfcomm.common.sockets import accept_all, host_of
+from kfcomm.common.sockets import accept_all, host_of, why_failed
 from kfcomm.core.auth import Unauthenticated
 from kfcomm.core.handshake import (
     NONCE_NBYTES,
@@ -50,7 +50,6 @@ from kfcomm.transports.sockets import (
     send_all,
     told_as_lost,
     tune,
-    why,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ async def _dial_once(addresses: list[Address], peer: Identity, purpose: int, opt
                     failures.append(f"{describe(address)}: {error}")
                     is_late |= isinstance(error, ConnectionEnded) and now_s() - since_s >= UNAUTHENTICATED_S
                 except OSError as error:
-                    failures.append(f"{describe(address)}: {why(error)}")
+                    failures.append(f"{describe(address)}: {why_failed(error)}")
                     unreached.append(error)
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {options.timeout_s:g} s")
@@ -149,7 +148,7 @@ async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server:
     try:
         return await secured(sock, context, is_server=is_server)
     except OSError as error:
-        raise TransportError(f"no TLS with the other side: {why(error)}") from error
+        raise TransportError(f"no TLS with the other side: {why_failed(error)}") from error
 
 
 async def answer(
@@ -222,7 +221,7 @@ async def serve(
                 sock.close()
 
         def failed(error: OSError) -> None:
-            refused(TransportError(f"cannot accept a connection: {why(error)}"))
+            refused(TransportError(f"cannot accept a connection: {why_failed(error)}"))
 
         for listening in listener.sockets:
             group.create_task(accept_all(listening, begin, turn_away=_turn_away, failed=failed))

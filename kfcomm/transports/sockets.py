@@ -12,14 +12,13 @@ import asyncio
 import errno
 import ipaddress
 import math
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kfcomm.common.sockets import readable, writable
+from kfcomm.common.sockets import readable, why_failed, writable
 from kfcomm.core.handshake import Keys
 from kfcomm.errors import ConfigError, InternalError, TransportError
 
@@ -121,7 +120,7 @@ def _listen(address: Address) -> socket.socket:
             sock.bind(where)
             sock.listen(BACKLOG)
     except OSError as error:
-        message = f"cannot listen on {describe(address)}: {why(error)}"
+        message = f"cannot listen on {describe(address)}: {why_failed(error)}"
         raise (ConfigError if error.errno in _NOT_MINE_TO_TAKE else TransportError)(message) from error
     return sock
 
@@ -205,7 +204,7 @@ async def _numeric(host: str, port: int) -> str:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
-            raise OSError(errno.EINVAL, f"{host!r} is not the name of a host") from error
+            raise OSError(f"{host!r} is not the name of a host") from error
         return str(found[0][4][0])
 
 
@@ -341,21 +340,14 @@ def told_as_lost(when: str) -> Iterator[None]:
     except TransportError:  # an OSError itself, with all details
         raise
     except OSError as error:
-        raise ConnectionEnded(f"lost {when}: {why(error)}") from error
+        raise ConnectionEnded(f"lost {when}: {why_failed(error)}") from error
     except EOFError:
         raise ConnectionEnded(f"the other side closed the connection {when}") from None
 
 
-def why(error: OSError) -> str:
-    """Return the reason alone: for a refused connection, asyncio puts an address in its place."""
-    if error.errno == errno.ECONNREFUSED:
-        return os.strerror(errno.ECONNREFUSED)
-    return str(error.strerror or error)
-
-
 def broken(peer: int, error: OSError) -> TransportError:
     """Return the error of a link whose connection to rank ``peer`` failed."""
-    failure = TransportError(f"the connection to rank {peer} broke: {why(error)}")
+    failure = TransportError(f"the connection to rank {peer} broke: {why_failed(error)}")
     failure.__cause__ = error
     return failure
 

@@ -40,6 +40,23 @@ def test_a_hard_limit_that_does_not_do_is_told_before_anything_starts() -> None:
     assert "8 ranks on this host need 52 open files in their launcher: the hard limit is 50; raise it" in done.stderr
 
 
+def test_rank_that_cannot_join_says_how_many_it_needs() -> None:
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (28, 28))\n" + JOINS
+    done = limited(400, 4000, "-n", "2", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert "ConfigError: a rank needs 32 open files beside the" in done.stderr
+    assert "the hard limit is 28; raise it (ulimit -Hn" in done.stderr
+    assert "OSError" not in done.stderr
+
+
+def test_rank_without_descriptors_for_a_link_says_what_to_do() -> None:
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n" + JOINS
+    done = limited(400, 4000, "-n", "8", "--strategy", "star", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert "Too many open files: 60 are allowed here, and the hard limit is 60; raise it" in done.stderr
+    assert "OSError" not in done.stderr
+
+
 def test_a_limit_that_is_high_enough_stays() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raise_limit(1) == before[0]

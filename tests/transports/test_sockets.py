@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 
+from kfcomm.common.sockets import why_failed
 from kfcomm.errors import ConfigError, TransportError
 from kfcomm.transports import sockets
 from kfcomm.transports.sockets import (
@@ -16,7 +17,6 @@ from kfcomm.transports.sockets import (
     nobody_listens,
     tune,
     watch,
-    why,
 )
 from tests.support import free_port, on_every_loop
 from tests.transports import streams
@@ -140,7 +140,7 @@ async def test_connect_without_listener(name):
         with pytest.raises(ConnectionRefusedError) as caught:
             await connect(address)
         errors.append(caught.value)
-        assert why(caught.value) == "Connection refused"
+        assert why_failed(caught.value) == "Connection refused"
     assert nobody_listens(errors)
     assert not nobody_listens([*errors, OSError(errno.ETIMEDOUT, "")])
     assert not nobody_listens([])
@@ -163,7 +163,7 @@ async def test_a_name_that_cannot_be_resolved_has_the_systems_reason():
         for name in ("a..b.invalid", "kfcomm.invalid"):
             with pytest.raises(OSError) as caught:  # noqa: PT011 (its text is the system's)
                 await connect((name, 1))
-            assert why(caught.value)
+            assert why_failed(caught.value)
             assert not nobody_listens([caught.value])
 
     try:

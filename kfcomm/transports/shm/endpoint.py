@@ -23,7 +23,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kfcomm.common.sockets import readable
+from kfcomm.common.sockets import readable, why_failed
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.base import Endpoint, LinkRefused, Surroundings
 from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
@@ -34,7 +34,7 @@ from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena, attach, create, pieces_in, why_unsupported
 from kfcomm.transports.shm.sender import ShmSender
 from kfcomm.transports.shm.slots import SlotMemory
-from kfcomm.transports.sockets import Connection, closed_on_failure, told_as_lost, why
+from kfcomm.transports.sockets import Connection, closed_on_failure, told_as_lost
 from kfcomm.types import override
 
 __all__ = ["ShmEndpoint", "open_endpoint", "why_unsupported"]
@@ -190,7 +190,7 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMem
         except ConnectionError:
             raise
         except OSError as error:
-            raise LinkRefused(f"descriptors cannot be passed: {why(error)}") from error
+            raise LinkRefused(f"descriptors cannot be passed: {why_failed(error)}") from error
         finally:
             os.close(descriptor)
         await readable(sock.fileno())  # without a timeout: a busy peer answers late, and its end ends the wait

@@ -17,6 +17,7 @@ import sys
 import weakref
 from bisect import bisect_left
 
+from kfcomm.common.sockets import why_failed
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import LinkRefused
 
@@ -43,7 +44,7 @@ def why_unsupported() -> str | None:
     try:
         os.close(make("kfcomm-probe", mmap.PAGESIZE))
     except OSError as error:
-        return f"memfd_create does not work here: {error.strerror}"
+        return f"memfd_create does not work here: {why_failed(error)}"
     return None
 
 
@@ -61,7 +62,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise LinkRefused(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
+        raise LinkRefused(f"cannot share {nbytes} bytes of memory: {why_failed(error)}") from error
 
 
 def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
@@ -75,7 +76,7 @@ def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as error:
-        raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {error.strerror}") from error
+        raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {why_failed(error)}") from error
 
 
 def check(descriptor: int, nbytes: int) -> None:
