@@ -207,6 +207,12 @@ def test_task_of_ray_has_no_place_of_its_own(environ: dict[str, str], monkeypatc
         assert detect({}).source == "alone"
 
 
+@pytest.mark.parametrize("name", ["ray", "distributed"])
+def test_module_of_the_same_name_is_not_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    assert detect({}).source == "alone"
+
+
 @pytest.mark.parametrize("get_worker", [task_of_dask, no_task])
 def test_task_of_dask_has_no_place_of_its_own(
     get_worker: Callable[[], SimpleNamespace], monkeypatch: pytest.MonkeyPatch

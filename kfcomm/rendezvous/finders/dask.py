@@ -10,8 +10,11 @@ from kfcomm.rendezvous.worlds import Absent, Environ, Outcome
 
 def find(environ: Environ) -> Outcome:
     """Refuse to guess inside a task."""
+    distributed = sys.modules["distributed"]
+    if not hasattr(distributed, "get_worker"):
+        return Absent("the module distributed is not Dask's")
     try:
-        worker = sys.modules["distributed"].get_worker()
+        worker = distributed.get_worker()
     except ValueError:
         return Absent("Dask is imported; this is not a task of a worker")
     raise ConfigError(

@@ -11,6 +11,8 @@ from kfcomm.rendezvous.worlds import Absent, Environ, Outcome
 def find(environ: Environ) -> Outcome:
     """Refuse to guess inside a task or an actor. Ray Train sets torchrun's variables, which come first."""
     ray = sys.modules["ray"]
+    if not hasattr(ray, "get_runtime_context"):
+        return Absent("the module ray is not Ray's")
     if not ray.is_initialized():
         return Absent("Ray is imported and not connected")
     context = ray.get_runtime_context()
