@@ -34,7 +34,7 @@ CLOSE_WITHIN_S = 2.0
 HURRIED_S = 1.5
 """What is left of closing takes no longer than this once there is a reason to hurry."""
 SAID_AFTER_S = 1.0
-"""A wait that lasts longer is reported."""
+"""A wait that lasts longer is reported once, unless other ranks have left meanwhile: many ranks take longer."""
 
 
 class Drain(NamedTuple):
@@ -53,6 +53,7 @@ class Closing:
         self._rank = rank
         self._until_s = math.inf
         self._bound: asyncio.Timeout | None = None
+        self._report: asyncio.TimerHandle | None = None
 
     def hurry(self, within_s: float = HURRIED_S) -> None:
         """Bound all further waits together, and the one under way, by this."""
@@ -73,7 +74,8 @@ class Closing:
             at_most_s: how long, in seconds, unless ``hurry`` was called.
             why: for which ranks, and for what, in words; called if it lasts. None: what is awaited reports itself.
         """
-        report = asyncio.get_running_loop().call_later(SAID_AFTER_S, self._say, why)
+        if why is not None:
+            self._report = asyncio.get_running_loop().call_later(SAID_AFTER_S / 2, self._say, why)
         try:
             async with asyncio.timeout(self.left_s(at_most_s)) as bound:
                 self._bound = bound
@@ -87,7 +89,8 @@ class Closing:
             self.was_cancelled = True
             self.hurry(0.0)
         finally:
-            report.cancel()
+            if self._report is not None:
+                self._report.cancel()
 
     async def leave(self, control: ControlPlane) -> None:
         """Stay until no other rank needs this one, bounded."""
@@ -100,11 +103,14 @@ class Closing:
 
         await self.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, why)
 
-    def _say(self, why: Callable[[], str] | None) -> None:
+    def _say(self, why: Callable[[], str], before: str = "") -> None:
+        loop, reason = asyncio.get_running_loop(), why()
         when_s = None if self._bound is None else self._bound.when()
-        if when_s is not None and why is not None:
-            left_s = max(0.0, when_s - asyncio.get_running_loop().time())
-            logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, why(), left_s)
+        if reason != before:
+            self._report = loop.call_later(SAID_AFTER_S / 2, self._say, why, reason)
+        elif when_s is not None:
+            left_s = max(0.0, when_s - loop.time())
+            logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, reason, left_s)
 
 
 async def in_a_thread(blocking: Callable[[], None]) -> None:

@@ -80,6 +80,20 @@ async def test_a_wait_that_lasts_says_for_whom(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.asyncio
+async def test_wait_is_not_reported_while_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(closing, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(closing.logger, "warning", lambda text, *values: said.append(text % values))
+    needed = iter(range(9, 1, -1))
+    one = Closing(0)
+    waits = asyncio.ensure_future(one.wait(never(), FOR_EVER_S, lambda: f"for {next(needed, 1)} ranks"))
+    await until(lambda: said)
+    one.hurry(0.0)
+    await waits
+    assert ["for 1 ranks" in line for line in said] == [True]
+
+
+@pytest.mark.asyncio
 async def test_a_leaving_rank_whose_control_plane_is_late_names_no_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
