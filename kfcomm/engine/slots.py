@@ -16,8 +16,9 @@ import numpy as np
 
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import definitions
+from kfcomm.engine.inherited import InheritedSlots
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, SlotMemory, SlotSpec
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Cut, SlotMemory, SlotSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,11 +44,15 @@ class SlotTable:
     Attributes:
         pending: uses under way; any may be complete at any time.
         num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
+        inherited: of the epoch before, not taken yet.
+        bequest: slots of this epoch that the next one inherits; None until that is being agreed on.
     """
 
     def __init__(self, links: LinkTable, meter: Meter | None) -> None:
         self.pending: dict[InSlot, None] = {}
         self.num_taken = self.taken_nbytes = 0
+        self.inherited = InheritedSlots({})
+        self.bequest: InheritedSlots | None = None
         self._links = links
         self._meter = meter
         self._boards: dict[SlotMemory, _Board] = {}
@@ -141,12 +146,13 @@ class SlotTable:
                 moved = True
         return moved
 
-    def park(self) -> None:
-        """Let peers wake this process for what is under way."""
+    def park(self) -> bool:
+        """Let peers wake this process for what is under way; False if not all have a link to it yet."""
         for use in self.pending:
             if use.slot is not None and use.slot.memory not in self._parked:
                 use.slot.memory.park(is_parked=True)
                 self._parked.append(use.slot.memory)
+        return self.inherited.is_reached(one.peer for one in self._links.incoming)
 
     def unpark(self) -> None:
         """Resume polling: peers need not wake this process."""
@@ -164,6 +170,12 @@ class SlotTable:
         if taken is not None:  # by this series, as it was known before
             _set(series, taken)
             return taken
+        inherited = self.inherited.take(series, use.seq, use.work.cut)
+        if inherited is not None:
+            (memory, number, at, _), cut = inherited
+            for peer in self.inherited.expected:  # to wake it in later uses
+                self._links.towards(peer)
+            return self._taken(use, memory, (number, at), cut)
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
@@ -171,7 +183,7 @@ class SlotTable:
             if peer != series.group.members[use.work.hub] or not key.spoilt <= seq < use.seq:
                 return None
             del offers[series.signature]
-            return self._taken(use, memory, number, at)
+            return self._taken(use, memory, (number, at), use.work.cut)
         if series.group.rank == use.work.hub and len(key.live) == 1:
             if series.is_known:
                 self._hand_out(series, use)
@@ -270,13 +282,13 @@ class SlotTable:
 
     # ---------------------------------------------------------------- inside
 
-    def _taken(self, use: SlotExecutor, memory: SlotMemory, number: int, at: int) -> Slot | None:
+    def _taken(self, use: SlotExecutor, memory: SlotMemory, where: tuple[int, int], cut: Cut) -> Slot | None:
         """The slot there, for this series from now on; None if there can be none."""
         series, work = use.collective.series, use.work
         group, key = series.group, series.key
         members = [group.members[rank] for rank in work.ranks]
         rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
-        slot = memory.slot(SlotSpec(number, at, members, rank, hub, work.shown, work.cut, work.combine))
+        slot = memory.slot(SlotSpec(*where, members, rank, hub, work.shown, cut, work.combine))
         if slot is not None:
             if key.slots is None:
                 key.slots = {}
@@ -289,7 +301,7 @@ class SlotTable:
                 slot.board = board
             self._links.traffic.add_slot(slot)
             self.num_taken += 1
-            self.taken_nbytes += work.cut.room
+            self.taken_nbytes += cut.room
         return slot
 
     def _hand_out(self, series: Series, use: SlotExecutor) -> None:
@@ -304,7 +316,7 @@ class SlotTable:
         where = memory.hand_out(use.work.cut)
         if where is None:
             return
-        if self._taken(use, memory, *where) is None:
+        if self._taken(use, memory, where, use.work.cut) is None:
             return
         for sender in senders:
             if sender is not None:
@@ -320,8 +332,9 @@ def _set(series: Series, slot: Slot) -> None:
 
 
 def _own_slots(keys: Iterable[Key]) -> list[Slot]:
-    """The slots that this rank has handed out for some keys."""
-    return [slot for key in keys for slot in (key.slots or {}).values() if slot.is_root]
+    """The slots that this rank has handed out for some keys, in this epoch."""
+    slots = (slot for key in keys for slot in (key.slots or {}).values())
+    return [slot for slot in slots if slot.is_root and not slot.memory.is_inherited]
 
 
 def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:

@@ -201,8 +201,8 @@ class Watched(Protocol):
     def look(self) -> bool:
         """Poll once; whether there was anything."""
 
-    def park(self) -> None:
-        """Have peers wake this process from now on."""
+    def park(self) -> bool:
+        """Have peers wake this process from now on; False if some cannot yet."""
 
     def unpark(self) -> None:
         """Poll from now on, without wake-ups."""

@@ -3,8 +3,8 @@
 A world never changes. The next one is made by the code that made the first, with the agreement in the place of the
 store: each rank listens at a new port before it takes part, and the decision holds the ports of all members. The
 engine, plans, links, slots and memory of the old epoch end on a rank when it knows the decision, but for an arena
-without readers (`transports.shm.segment`); its control plane still answers, until all ranks are in the new epoch and so
-know it, too.
+without readers (`transports.shm.segment`) and slots that all ranks have (`engine.inherited`). Its control plane still
+answers, until all ranks are in the new epoch and so know it, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.engine.agreements import AgreementCall
+from kfcomm.engine.inherited import InheritedSlots
 from kfcomm.engine.session import Session
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, KfcommError, RendezvousError
 from kfcomm.types import Candidate
@@ -59,6 +60,7 @@ class EpochPlan(NamedTuple):
 
 
 NO_PLAN = EpochPlan()
+NO_SLOTS = InheritedSlots({})
 
 
 class Released(KfcommError):
@@ -98,8 +100,11 @@ async def next_epoch(
     # Kept until a decision: after a timeout the next call takes it up, and the others may know its address.
     if session.door is None:
         session.door = await session.network.open_door(session.epoch + 1)
-    door, network = session.door, session.network
-    given: bytes = msgpack.packb([door.part, part, plan.digest, prepared is not None])
+    door, network, slots = session.door, session.network, session.engine.slots
+    if slots.bequest is None and session.engine.router.lost:
+        slots.bequest = InheritedSlots.of(session.engine.router.names.of_group(session.world.id), slots.pending)
+    bequest = NO_SLOTS if slots.bequest is None else slots.bequest
+    given: bytes = msgpack.packb([door.part, part, plan.digest, prepared is not None, bequest.digest])
     said = await session.agreements.decide(AgreementCall.SHRINK, given, timeout_s, network.membership.has_word)
     session.door = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
@@ -130,6 +135,10 @@ async def next_epoch(
         follower = session.hand_on(prepared.comm._session)
     else:
         follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
+        heaps = follower.network.heaps()
+        if heaps is not None and not is_planned and {row[4] for row in opened.values()} == {bequest.digest}:
+            ranks = {rank: place for place, rank in enumerate(members)}
+            follower.engine.slots.inherited = bequest.for_next(ranks, heaps)
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
 
 

@@ -24,6 +24,8 @@ from kfcomm.transports.shm.sender import ShmSender
 
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
+UNREACHED_S = 1e-3
+"""The same while peers cannot wake this process: their links are being opened, at the beginning of an epoch."""
 LOOKS_AMONG_HOSTS = 4
 """``Reactor.looks`` with ranks on other hosts, whose chunks arrive on descriptors: these must be polled often."""
 
@@ -84,7 +86,7 @@ class Hub:
 
     def wake(self) -> None:
         """Poll until it is quiet: something is in flight, or has arrived. Costs 0.2 µs if it is polled anyway."""
-        if self._links:
+        if self._links or self._slots.pending:
             if not self.is_awake:
                 self.unpark()
             if not self._reactor.is_driven:
@@ -150,7 +152,7 @@ class Hub:
         what = Parked.FOR_RECORDS if all(link.is_idle for link in self._links) else Parked.FOR_ROOM
         for link in self._links:
             link.park(what)
-        self._slots.park()
+        is_reached = self._slots.park()
         # Flags first, then a fence, then the last poll: a peer that stores later sees the flag and wakes this process.
         with self._fence:
             pass
@@ -160,10 +162,10 @@ class Hub:
                 self.wake()
             if self.is_awake:
                 return False
-        if self.is_waiting and self._links:
+        if self.is_waiting and (self._links or self._slots.pending):
             if self._backstop is not None:
                 self._backstop.cancel()
-            self._backstop = self._reactor.call_later(BACKSTOP_S, self.wake)
+            self._backstop = self._reactor.call_later(BACKSTOP_S if is_reached else UNREACHED_S, self.wake)
         return True
 
     def ring_bells(self) -> None:

@@ -52,6 +52,7 @@ class PartedSlot(Slot):
     )  # fmt: skip
 
     is_whole = False
+    outlives_epoch = True
     kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
@@ -201,7 +202,7 @@ class PartedSlot(Slot):
                 out[begin:end] = share[: end - begin]
             elif whole is not out:
                 out[begin:end] = whole[begin:end]
-        if self._shown and not self.has_come(self._their[SHARED](), word):
+        if not self._is_still_there(word):
             return False
         self._copied = window + 1
         self._tell(READ, word)
@@ -209,6 +210,11 @@ class PartedSlot(Slot):
             self._show(window + 2)
         self._stored()  # even without news: a rank without a link to the last one is woken by one that has it
         return True
+
+    def _is_still_there(self, word: int) -> bool:
+        """Return whether what was copied was the result of this window until the end."""
+        # An array in place may have been withdrawn. If this rank was given up, the next epoch writes to the buffers.
+        return self.has_come(self._their[SHARED](), word)
 
     def _is_read(self) -> bool:
         """Return whether all ranks have read the result in place."""
@@ -290,6 +296,7 @@ class SharedResultSlot(PartedSlot):
 
     __slots__ = ("_lent", "_loan", "_place", "_result")
 
+    outlives_epoch = False
     kinds = (*PartedSlot.kinds, RESULT, LOAN)
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:

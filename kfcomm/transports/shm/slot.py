@@ -40,6 +40,7 @@ class Slot:
         combine, views, use: folds contributions; contributions of even and of odd uses; which of them this rank's
             latest use has. If it ``is_whole``, a use is complete when they are folded, else see ``look``.
         is_dead: this rank does not use it any more.
+        outlives_epoch: the next epoch can inherit it: a rank notices after it has read if a buffer was written to.
         num_uses: uses completed by this rank.
         at: offset of its buffers in each region; ``room``: their bytes.
         users: world ranks that may use it; maintained by the rank that handed it out.
@@ -61,6 +62,7 @@ class Slot:
     )  # fmt: skip
 
     is_whole = True
+    outlives_epoch = False
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
         number, at, members, rank, hub, dtype, cut, combine = spec

@@ -35,7 +35,8 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -62,7 +63,7 @@ Gives: TypeAlias = "int | Callable[[int, int], int]"
 """Elements that one rank reads of another in a use: the same of all pairs, or by the rank that gives and the reader."""
 
 MAX_SLOTS = 1 << 14
-"""Most slots of one memory."""
+"""Most slots of one memory: half for those that are handed out, and half for those that epochs inherit."""
 WINDOW_NBYTES = 1 << 19
 """Contribution of a rank at a time: those of four ranks and the result fit in a cache."""
 MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES = 1 << 16, 1 << 20
@@ -94,6 +95,7 @@ class Cut:
     reads: tuple[int, int] = (0, ALL)  # begin and end of what this rank reads of each contribution; only if not cut
     has_hub: bool = False  # the rank that handed the slot out reads all, and shows the result: see ``HubSlot``
     gives: Gives = ALL  # by default each reads all contributions, or its part of each and all folded parts
+    max_room: int = 0  # bytes of a slot in each region, at most, for messages in windows; 0: no limit
     is_by_row: bool = False  # contributions are given to ``Combine`` as a list: set where that is faster
     parts: list[tuple[int, int]] = field(init=False, default_factory=list)  # begin and length of the part of each rank
     piece: int = field(init=False)  # elements of a part at a time; a *window* is a piece of each part
@@ -116,9 +118,17 @@ class Cut:
         self.piece = longest
         if self.is_turned:
             least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
-            self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
+            nbytes = max(WINDOW_NBYTES // num_ranks, least)
+            if self.max_room:
+                nbytes = min(nbytes, (self.max_room - 4 * _LINE) // (2 * num_ranks + 2))
+            self.piece = min(longest, max(1, nbytes // itemsize))
         self.num_windows = -(-longest // self.piece)
         self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
+
+    @property
+    def is_in_windows(self) -> bool:
+        """Whether each rank takes the result piece by piece from the buffers of all."""
+        return self.is_turned and not self.is_shared
 
     def _gives_part(self, giver: int, reader: int) -> int:
         """Return the elements of the reader's part, and of the giver's part of the result unless that is one array."""
@@ -194,7 +204,10 @@ class SlotMemory:
         self.num_slots = 0  # ever handed out here
         self._next_at = _BUFFERS_AT
         self._vacant: dict[int, deque[tuple[int, int]]] = {}
+        self._num_inherited = 0  # numbers of slots that epochs have inherited
+        self.is_inherited = False  # from the epoch before; nothing is handed out there any more
         check(descriptor, self._stride * len(ranks))
+        self.identity = os.fstat(descriptor).st_ino  # the same for all that map it
 
     @classmethod
     def make(cls, ranks: Sequence[int], heaps: Heaps) -> SlotMemory:
@@ -202,6 +215,24 @@ class SlotMemory:
         descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         mapping.close()
         return cls(descriptor, ranks, heaps, is_own=True)
+
+    def for_next(self, ranks: Mapping[int, int], heaps: Heaps) -> SlotMemory:
+        """Return the same memory, which is mapped, for the next epoch; ``ranks``: those there by those of this one."""
+        made = copy(self)
+        made.heaps, made.is_inherited, made._is_own, made.descriptor = heaps, True, False, -1
+        made.places = {ranks[world]: place for world, place in self.places.items() if world in ranks}
+        made._everywhere = tuple(made.places.values())
+        made.park(is_parked=False)
+        made.parked = made._words_at(0, made._everywhere)
+        return made
+
+    def number_for_next(self) -> int | None:
+        """Return a number that no slot has had, for one of the next epoch; None if there are no more."""
+        # Handed-out slots are numbered from below; numbers are the same on all ranks with the same history.
+        if self._num_inherited >= MAX_SLOTS // 2:
+            return None
+        self._num_inherited += 1
+        return MAX_SLOTS - self._num_inherited
 
     def close(self) -> None:
         """Close the descriptor: memory without a used slot is never mapped."""
@@ -232,8 +263,7 @@ class SlotMemory:
 
     def sleeping(self) -> list[int]:
         """Return the world ranks that must be woken."""
-        parked = self.parked()
-        return [world for world, place in self.places.items() if parked[place]]
+        return [world for world, is_parked in zip(self.places, self.parked(), strict=True) if is_parked]
 
     def hand_out(self, cut: Cut) -> tuple[int, int] | None:
         """Return number and offset of a new slot for messages of this cut; None if the memory is full."""
@@ -243,7 +273,7 @@ class SlotMemory:
             if self._is_clear(vacant[0][0]):
                 return vacant.popleft()
             vacant.rotate(-1)  # a rank that must clear it may be gone
-        if self.num_slots >= MAX_SLOTS or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
+        if self.num_slots >= MAX_SLOTS // 2 or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
             return None
         handed_out = self.num_slots, self._next_at
         self.num_slots += 1
@@ -289,8 +319,8 @@ class SlotMemory:
         return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], 8 * kind, strides)
 
     def is_everywhere(self, slot: Slot) -> bool:
-        """Return whether all ranks of this memory use a slot, in their order."""
-        return slot.places == self._everywhere
+        """Return whether all ranks of this memory use a slot, in their order; False in inherited memory."""
+        return slot.places == self._everywhere and not self.is_inherited
 
     # Parts of slots.
 
