@@ -20,6 +20,7 @@ from kfcomm.sync.driver import before_close
 from kfcomm.torch.adapting import Adapted
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
 from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, TrafficOptions, shares
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.compression import Given as Compressions
 from kfcomm.torch.compression import by_parameter_of
 from kfcomm.torch.driver import StepDriver
@@ -198,6 +199,7 @@ class Attached:
         finally:
             self._method.syncs = before
 
+    @uncompiled
     def wait(self) -> None:
         """Wait until nothing is under way, and every ``parameter.grad`` is what the step will use, on all ranks.
 
@@ -222,16 +224,14 @@ class Attached:
             if self._driver is not None:
                 self._driver.close()
 
-    def _finish(self) -> None:
-        self._method.finish()
-
     def _end(self) -> None:
-        self._finish()
+        self._method.finish()
         if self._driver is not None:
             self._driver.close()
 
     # ---------------------------------------------------------------- monitor, guard and policies
 
+    @uncompiled
     def observe(self, **values: Any) -> None:
         """Report numbers of this rank's step to the guard and to the policies of all ranks, before the step is made.
 
@@ -345,7 +345,7 @@ class Attached:
         It is for checkpoints, and for ``kfcomm.elastic.State(training=attached)``.
         """
         if not is_elastic(self._plan.parts.comm):
-            self._finish()  # deferred updates; in an elastic job there are none
+            self._method.finish()  # deferred updates; in an elastic job there are none
         return {**self._choice.told(), **self._parts().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, BucketPlace, Named, share_out
+from kfcomm.torch.compiling import has_compiled, uncompiled
 from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
@@ -69,6 +70,7 @@ class Method(Protocol):
     def finish(self) -> None:
         """Wait for everything that was deferred or is under way on this rank."""
 
+    @uncompiled
     def wait(self) -> None:
         """Wait, and exchange what was gathered without an exchange; on all ranks."""
 
@@ -166,6 +168,7 @@ class GradientAveraging:
 
     # ---------------------------------------------------------------- backward
 
+    @uncompiled
     def _accumulated(self, bucket: Bucket, place: BucketPlace, parameter: torch.Tensor) -> None:
         """Take a gradient that autograd has made, or added to."""
         is_inner = self.syncs and self._passes.join()
@@ -184,7 +187,8 @@ class GradientAveraging:
             self.exchange.renew()
 
     def _end_of_pass(self) -> None:
-        if self._deferred is None:
+        # A compiled function takes all of its parameters at once, and takes them as they are.
+        if self._deferred is None or has_compiled():
             self.exchange.settle()
         else:
             self._deferred.cover()

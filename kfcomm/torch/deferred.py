@@ -18,6 +18,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, BucketPlace
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.steps import Updates, is_divisible, is_outermost
 
@@ -42,6 +43,7 @@ class Covered:
     _plain: type[Any]
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Uncover the covered arguments of a call of torch, and make the call."""
         kwargs = kwargs or {}
@@ -91,6 +93,7 @@ class Deferred:
                  optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())]  # fmt: skip
         return found + [place.parameter.register_hook(self._before_gradient) for place in self._exchange.places]
 
+    @uncompiled
     def _before_gradient(self, _: torch.Tensor) -> None:
         """Uncover before autograd adds to ``parameter.grad``, which it does without ``__torch_function__``."""
         if self._exchange.has_left:
@@ -152,6 +155,7 @@ class Deferred:
             parameter.__class__ = self._covering(type(parameter))
         return True
 
+    @uncompiled
     def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         """After a step, from which all gradients were hidden: update by the buckets that have arrived."""
         if not is_outermost(optimizer):
@@ -163,6 +167,7 @@ class Deferred:
             if bucket in self._order and bucket in self._pending and self._exchange.is_there(bucket):
                 self._finish(bucket)
 
+    @uncompiled
     def finish(self) -> None:
         """Carry out all requested steps of the optimizer."""
         for bucket in list(self._pending):

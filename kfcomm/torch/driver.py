@@ -21,6 +21,7 @@ import torch
 from kfcomm.adapt.guard import GuardSteps
 from kfcomm.errors import ConfigError
 from kfcomm.torch.adapting import Adapted, ChangeReceivers, Policies, RateFactors, StepSamples
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.guarded import Guarded, before_forward
 from kfcomm.torch.measuring import Measuring
 from kfcomm.torch.outcomes import Outcomes
@@ -31,8 +32,6 @@ from kfcomm.train.composite import CompositeState
 from kfcomm.train.policies import NoiseScaleBatch
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     from torch.utils.hooks import RemovableHandle
 
     from kfcomm.adapt.guard import Void
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from kfcomm.sync.elastic import Elastic
     from kfcomm.torch.attached import Attached
     from kfcomm.torch.rows import Rows
-
-    Hooks: TypeAlias = list[RemovableHandle]
 
 
 class StepDriver:
@@ -149,7 +146,9 @@ class StepDriver:
 
     # ---------------------------------------------------------------- at the hooks
 
-    def hooks(self, attached: Attached, follow: Callable[[str | None, Mapping[str, Any]], object]) -> Hooks:
+    def hooks(
+        self, attached: Attached, follow: Callable[[str | None, Mapping[str, Any]], object]
+    ) -> list[RemovableHandle]:
         """Register hooks on the ends of steps, and on forward passes.
 
         Args:
@@ -266,6 +265,7 @@ class StepDriver:
         factor = 1.0 if self._policies is None else self._policies.factor
         return factor * self._rate
 
+    @uncompiled
     def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         if not is_outermost(optimizer):
             return

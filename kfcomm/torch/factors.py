@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.train.factors import Factors, averaged, takes_factors
 from kfcomm.train.procedure import Comm, Pending
 
@@ -37,12 +38,14 @@ class RecordedRows:
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.hook = module.register_forward_hook(self._after_forward)
 
+    @uncompiled
     def _after_forward(self, _: Any, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         if torch.is_grad_enabled() and out.requires_grad:
             if self._weight.grad is None:
                 self._rows.clear()  # of a pass that has raised, or whose gradients were dropped
             out.register_hook(partial(self._came_back, given[0].detach()))
 
+    @uncompiled
     def _came_back(self, given: torch.Tensor, gradient: torch.Tensor) -> None:
         self._rows.append((gradient.detach().flatten(0, -2), given.flatten(0, -2)))
 

@@ -22,6 +22,7 @@ import torch
 
 from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
 from kfcomm.arrays.norms import squared_norm
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.watch import Array, unfit
@@ -147,6 +148,7 @@ class ForwardHook:
     def __init__(self, call: Callable[[torch.nn.Module], object] | None = None) -> None:
         self._call = call
 
+    @uncompiled
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         """Make the call."""
         if self._call is not None:

@@ -6,18 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.train import kfac
 from kfcomm.train.kfac import Damping, Layer
-
-if TYPE_CHECKING:
-    pass
 
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
 """Rows of what came back, rows of what went in, and the number of rows of one sample."""
@@ -83,6 +81,7 @@ class KFAC:
             layer.module.register_forward_hook(partial(self._after_forward, layer)) for layer in self._layers.values()
         ]
 
+    @uncompiled
     def step(self) -> None:
         """Precondition ``parameter.grad``, in place; after ``backward()``, where gradients are averaged.
 
@@ -110,6 +109,7 @@ class KFAC:
         """Continue from the state of another rank, or of a checkpoint."""
         self._inner.load_state_dict(state)
 
+    @uncompiled
     def _after_forward(
         self, layer: RecordedLayer, _: torch.nn.Module, given: tuple[torch.Tensor, ...], out: Any
     ) -> None:
@@ -132,6 +132,7 @@ class RecordedLayer:
         self.rows_of = _of_conv if isinstance(self.module, torch.nn.Conv2d) else _of_linear
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
+    @uncompiled
     def came_back(self, given: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the covariances of a pass of K samples: T rows of each."""
         back, forth, num_places = self.rows_of(self.module, given, gradient)

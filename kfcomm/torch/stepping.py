@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfcomm.errors import ConfigError
+from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.state import broadcast_optimizer_state
 from kfcomm.torch.steps import Closure, Withholding, hook_steps, mean_loss
 from kfcomm.train.agreement import Agreement
@@ -165,7 +166,7 @@ class ScaledSteps:
         self._is_scaled = self.is_infinite = False
         self._former = getattr(optimizer, self.FLAG, False)
         setattr(optimizer, self.FLAG, True)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._withholding.end())
+        self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
         """Leave steps out again."""
@@ -185,6 +186,10 @@ class ScaledSteps:
             for one in each(self._optimizer):
                 if one.grad is not None:
                     one.grad.mul_(factor)
+
+    @uncompiled
+    def _after_step(self, *_: Any) -> None:
+        self._withholding.end()
 
     def leave_out(self, *, are_shared: bool) -> None:
         """Let the step update nothing if gradients are infinite: this rank's own, or the shared ones."""

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.autograd.graph import _engine_run_backward
 
+from kfcomm.torch.compiling import uncompiled
+
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
@@ -80,12 +82,14 @@ class _StepEnding:
         self._is_inner = is_inner
         self._is_over = False
 
+    @uncompiled
     def __call__(self) -> None:
         self._is_over = True
         if not self._is_inner:
             self._passes.over()
 
     # A pass that raises calls no callback; autograd only drops them.
+    @uncompiled
     def __del__(self) -> None:
         self._passes.dropped(is_inner=self._is_inner, is_over=self._is_over)
 
@@ -97,10 +101,12 @@ class _Settling:
         self._settle, self._fail = settle, fail
         self._is_called = False
 
+    @uncompiled
     def __call__(self) -> None:
         self._is_called = True
         self._settle()
 
+    @uncompiled
     def __del__(self) -> None:
         if not self._is_called:
             self._fail()
@@ -146,6 +152,7 @@ def hook_steps(
     called before a step with one, and returns a function that evaluates it, to the loss that the optimizer sees.
     """
 
+    @uncompiled
     def hook(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not is_outermost(optimizer):
             return None

@@ -1,0 +1,35 @@
+"""Functions that torch's compiler leaves alone.
+
+``torch.compile`` sees each Python frame that runs while a compiled function is on the stack: hooks, works and the verbs
+of a process group too, with all that they call. It would compile dozens of our frames, and fails on some of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: the compiler runs the function, and all that it calls, as it is."""
+    # Without ``torch.compiler.disable``, which imports the compiler (some seconds) and costs 1 µs in each call.
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "_FrameExecStrategy"):  # before torch 2.7
+        return cast("F", torch._disable_dynamo(function))
+    skip = frames._FrameAction.SKIP
+    code = cast("Any", function).__code__
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    # For a function that is compiled itself, and would inline this one.
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="kfcomm communicates here")
+    return function
+
+
+def has_compiled() -> bool:
+    """Whether torch's compiler has compiled anything in this process."""
+    compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return compiler is not None and compiler.FRAME_COUNTER > 0
