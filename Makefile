@@ -10,6 +10,8 @@ TORCH := torch==2.13.0
 NEW_TORCH_PINS := requirements/newer/torch.txt
 # Processes that share the tests, by module: most tests wait more than they work.
 WORKERS ?= 4
+# Of the torch backend: without the libraries above torch, and torch's own tests.
+TORCH_TESTS := $(filter-out %/test_above.py %/test_shipped.py,$(wildcard tests/torch/test_*.py))
 # Each of these imports torch and JAX, and computes most of the time.
 FRAMEWORK_WORKERS ?= 2
 # Where this is set, as in many images, each of a thousand processes would compile all that it imports.
@@ -51,7 +53,7 @@ mutants: $(VENV)/mutants/.ready ## run 300 small changes of the code against the
 	$(<D)/bin/python -m tests.mutants $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
-	$(<D)/bin/python -m pytest tests/frameworks -n $(FRAMEWORK_WORKERS) --dist load $(ARGS)
+	$(<D)/bin/python -m pytest tests/frameworks $(TORCH_TESTS) -n $(FRAMEWORK_WORKERS) --dist load $(ARGS)
 
 test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's own shipped ones too (8 GB on disk)
 	$(<D)/bin/python -m pytest tests/torch $(ARGS)

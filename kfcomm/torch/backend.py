@@ -14,8 +14,10 @@ from torch._C._distributed_c10d import Backend as TorchBackend
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
+from kfcomm.torch.bases import NAME, Base
 from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, TorchWork, as_torch
 from kfcomm.torch.collectives import Collectives
+from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import SharedBuffers
 from kfcomm.torch.meeting import ProcessHandle, address_of, in_order, make_world, own
 from kfcomm.torch.naming import TorchCalls
@@ -25,6 +27,7 @@ OUTCOME_WITHIN_S = 1.0
 """Wait after a rank's own timeout: rank 0 may have arrived later, and tells all ranks which are missing."""
 
 
+@uncompiled_methods
 class TorchMessages:
     """Messages between the ranks of one process group."""
 
@@ -49,8 +52,10 @@ class TorchMessages:
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Implement ``dist.monitored_barrier``; with the group's timeout, unless it is given another."""
+        # ``opts`` is a timeout, or None, where the backend is the group.
         # A timeout names the first missing rank on rank 0, or with ``wait_all_ranks`` all, and then fails the others.
-        timeout_s = (opts.timeout if opts.timeout >= timedelta(0) else self._timeout).total_seconds()
+        given = getattr(opts, "timeout", opts)
+        timeout_s = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         tag = f"monitored_barrier/{self._num_monitored}"
         self._num_monitored += 1
         try:
@@ -120,18 +125,16 @@ class TorchMessages:
 if TYPE_CHECKING:
     from kfcomm.torch.registration import Worlds
 
-NAME = "kfcomm"
-Base: Any = TorchBackend
 
-
+@uncompiled_methods
 class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
-    """The backend of a process group, below torch's own ``ProcessGroup``."""
+    """The backend of a process group; see `bases`."""
 
     def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> None:
         Base.__init__(self, comm.rank, comm.size)
         # Threads of the pool start with the first futures, so that groups without asynchronous calls have none.
         self._completers = ThreadPoolExecutor(MAX_COMPLETERS, "kfcomm-torch")
-        self._options = Base.Options(NAME, timeout)
+        self._options = TorchBackend.Options(NAME, timeout)
         self._keeper = keeper
         self._enter(comm, store)
         self.set_timeout(timeout)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
 from kfcomm.sync.handle import Handle
+from kfcomm.torch.compiling import uncompiled_methods
+from kfcomm.torch.failures import keep
 from kfcomm.torch.tensors import place, read
 from kfcomm.types import Op
 
@@ -128,6 +130,7 @@ class Ending(NamedTuple):
     completers: ThreadPoolExecutor  # of futures
 
 
+@uncompiled_methods
 class TorchWork(BaseWork):  # type: ignore[misc]
     """A collective under way; ``is_any``: it is a receive from any rank, whose result says from which."""
 
@@ -218,6 +221,13 @@ class TorchWork(BaseWork):  # type: ignore[misc]
             begun.set_result(None)
 
     def _outcome(self, _: Any) -> list[Any]:
+        try:
+            return self._result()
+        except KfcommError as error:
+            raise keep(error) from None
+
+    def _result(self) -> list[Any]:
+        """The value of the future."""
         self.wait()
         return list(self._ending.tensors)
 
@@ -229,6 +239,7 @@ class TorchWork(BaseWork):  # type: ignore[misc]
                 finish()
 
 
+@uncompiled_methods
 class Done(BaseWork):  # type: ignore[misc]
     """Work that was complete when its call returned."""
 

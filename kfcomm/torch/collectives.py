@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.c10d import NOTHING, Ending, TorchWork, add_up_sparse, as_torch, meaning_of, sparse_parts, whole_mean
+from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.naming import TorchCall, TorchCalls, next_name
 from kfcomm.torch.tensors import place, places, read, together
@@ -23,6 +24,7 @@ UNSET = timedelta(0)
 """A timeout that is not above this means the group's."""
 
 
+@uncompiled_methods
 class Collectives:
     """The collectives of one process group; torch calls them, with lists of tensors and a record of options."""
 
@@ -291,6 +293,7 @@ class _Reported:
                 as_torch(error)
 
 
+@uncompiled_methods
 class Several(TorchWork):
     """Several works that are waited for together."""
 

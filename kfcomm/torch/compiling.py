@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,17 @@ def uncompiled(function: F) -> F:
     # For a function that is compiled itself, and would inline this one.
     function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="kfcomm communicates here")
     return function
+
+
+C = TypeVar("C", bound=type[Any])
+
+
+def uncompiled_methods(cls: C) -> C:
+    """Decorator: `uncompiled` for all methods that the class itself has."""
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType):
+            setattr(cls, name, uncompiled(method))
+    return cls
 
 
 def has_compiled() -> bool:

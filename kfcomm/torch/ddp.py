@@ -32,7 +32,9 @@ from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.handle import Handle
 from kfcomm.torch.c10d import Ending, TorchWork, as_torch
+from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.compression import FACTORS, Compression, Compressor, GradientAverage
+from kfcomm.torch.failures import keep
 from kfcomm.torch.tensors import place
 
 SHARED_FROM_NBYTES = 1 << 20
@@ -82,6 +84,7 @@ class SharedBuffers:
         handle.add_done_callback(vacate)
 
 
+@uncompiled_methods
 class BucketWork(TorchWork):
     """Reduction of a bucket, with a future of another tensor than the one that was given."""
 
@@ -93,7 +96,7 @@ class BucketWork(TorchWork):
         (tensor,) = self._ending.tensors
         tensor.detach().copy_(self._seen().view(tensor.shape))
 
-    def _outcome(self, _: Any) -> list[Any]:
+    def _result(self) -> list[Any]:
         self._await(timedelta(0))
         return [self._seen()]
 
@@ -179,7 +182,7 @@ class CompressionState:
         try:
             found = compressor.average(self.backend.communicator, views, name=self.name)
         except KfcommError as error:
-            raise as_torch(error) from None
+            raise keep(as_torch(error)) from None
         for name, view in views.items():
             view.copy_(torch.from_numpy(found[name]))
         return buffer

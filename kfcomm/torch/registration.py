@@ -24,29 +24,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.rendezvous.torch_groups import why_too_old
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.backend import NAME, KfcommBackend, Unmet
+from kfcomm.torch.backend import KfcommBackend, Unmet
+from kfcomm.torch.bases import DEVICES, IS_GROUP, NAME, patch_groups
 from kfcomm.torch.c10d import as_torch, forward
+from kfcomm.torch.failures import patch_backward
 from kfcomm.torch.meeting import NO_RANK, address_of, make_world, own
-
-DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
     """Register the backend ``kfcomm``, as torch itself does when the backend is asked for. May be called again.
 
     Raises:
-        ConfigError: this torch is too old for a backend made in Python.
+        ConfigError: this torch is too old, with the first version that will do.
     """
-    if not hasattr(TorchBackend, "all_gather_single"):
-        raise ConfigError(f"the backend kfcomm needs torch 2.14 or later; this is torch {torch.__version__}")
-    forward()
-    patch()
+    if why := why_too_old(torch.__version__):
+        raise ConfigError(f"{why}; this is torch {torch.__version__}")
+    patch_backward()
+    if IS_GROUP:
+        patch_groups()
+    else:
+        forward()
+        patch()
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
 
 

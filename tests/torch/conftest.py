@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from tests.torch.fleet import Fleet
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in torch 2.13 itself
+    import torch.distributed.optim  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

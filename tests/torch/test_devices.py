@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import kfcomm
 import kfcomm.torch
+from kfcomm.torch.bases import IS_GROUP
 from kfcomm.torch.collectives import _cut
 from tests.torch.fleet import Fleet
 
@@ -23,8 +24,15 @@ def beside_another() -> tuple[float, str]:
     return float(x[0]), dist.group.WORLD._get_backend(torch.device("cuda")).name()
 
 
+@pytest.mark.skipif(IS_GROUP, reason="torch before 2.14 has one Python backend for all devices")
 def test_beside_the_library_of_a_device(fleet: Fleet) -> None:
     assert fleet.run(beside_another, backend="cpu:kfcomm,cuda:gloo") == [(9.0, "gloo")] * 3
+
+
+@pytest.mark.skipif(not IS_GROUP, reason="torch 2.14 has a backend for each device")
+def test_another_library_for_a_device_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(AssertionError, match="two backends in a group need"):
+        fleet.run(beside_another, backend="cpu:kfcomm,cuda:gloo")
 
 
 def test_rows_of_what_stays_a_tensor_are_cut() -> None:

@@ -121,7 +121,7 @@ def timed() -> None:
     """A timeout of the group's own, and one of a call's."""
     group = dist.new_group(timeout=timedelta(milliseconds=300))
     if dist.get_rank() == 0:
-        with pytest.raises(kfcomm.CollectiveTimeout, match=r"within 0\.3 s"):
+        with pytest.raises(kfcomm.CollectiveTimeout, match="timeout of the call, or of its process group"):
             dist.barrier(group)
     dist.barrier()
 

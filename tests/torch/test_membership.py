@@ -14,10 +14,15 @@ import torch.distributed as dist
 
 import kfcomm
 import kfcomm.torch
+from kfcomm.torch.bases import IS_GROUP
 from kfcomm.torch.meeting import ProcessHandle, in_order
 from tests.torch.fleet import Fleet
 from tests.torch.test_launching import environment
 
+NEEDS_BACKENDS = pytest.mark.skipif(IS_GROUP, reason="torch before 2.14 splits groups of GPUs alone")
+NEEDS_RECONFIGURE = pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch has no _reconfigure before 2.15"
+)
 PROGRAMS = Path(__file__).with_name("programs")
 
 
@@ -44,6 +49,7 @@ def split() -> tuple[float, int]:
     return total, comm.size
 
 
+@NEEDS_BACKENDS
 def test_split(fleet: Fleet) -> None:
     assert fleet.run(split) == [(3.0, 2), (1.0, 1), (3.0, 2)]
 
@@ -56,6 +62,7 @@ def split_without() -> int:
     return int(summed(part))
 
 
+@NEEDS_BACKENDS
 def test_ranks_in_no_part(fleet: Fleet) -> None:
     assert fleet.run(split_without) == [3, 3, 0]
 
@@ -175,10 +182,12 @@ def exchanged(handle: str) -> list[str]:
     return found
 
 
+@NEEDS_RECONFIGURE
 def test_reconfigure_same_ranks(fleet: Fleet) -> None:
     assert fleet.run(reconfigured, "") == [[], [0, 2, 3.0], [1, 2, 3.0]]
 
 
+@NEEDS_RECONFIGURE
 def test_reconfigure_replaces_a_killed_rank(tmp_path: Path) -> None:
     done = started("replaced.py", tmp_path, [[str(number)] for number in range(4)])
     assert [one[1] for one in done] == ["0 of 3: 6.0\n", "", "2 of 3: 6.0\n", "1 of 3: 6.0\n"], done

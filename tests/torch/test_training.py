@@ -17,7 +17,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import kfcomm
 from kfcomm.torch import communicator
+from kfcomm.torch.bases import IS_GROUP
 from tests.torch.fleet import Fleet
 
 STEPS = 20
@@ -161,7 +163,7 @@ def broken_wide() -> str:
     for step in range(3):
         model(mine(data(step))).square().mean().backward()
     loss = model(mine(data(3))).square().mean()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(kfcomm.CollectiveMismatch) as caught:
         (dist.barrier if dist.get_rank() == 1 else loss.backward)()
     return str(caught.value)
 
@@ -189,7 +191,8 @@ def hooked() -> None:
     plain = parallel(net())
     expected = trained(plain, sgd(plain), mine, way=2)
     half = parallel(net())
-    half.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    # Before 2.14 torch has its bfloat16 hook for NCCL alone.
+    half.register_comm_hook(None, default_hooks.fp16_compress_hook if IS_GROUP else default_hooks.bf16_compress_hook)
     found = trained(half, sgd(half), mine, way=2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.05)
@@ -215,10 +218,10 @@ def broken() -> str:
     model = parallel(net())
     model(mine(data(0)), way=2).square().mean().backward()
     if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(kfcomm.CollectiveMismatch) as caught:
             dist.barrier()
     else:
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(kfcomm.CollectiveMismatch) as caught:
             model(mine(data(1)), way=2).square().mean().backward()
     return str(caught.value)
 

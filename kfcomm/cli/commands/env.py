@@ -19,6 +19,7 @@ from kfcomm.rendezvous.host import choose_address, host_and_port, hostname, inte
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.saved_costs import describe_saved
 from kfcomm.rendezvous.settings import Settings, detect
+from kfcomm.rendezvous.torch_groups import why_too_old
 from kfcomm.transports.registry import AUTO, LINKS, TCP, TRANSPORTS, named, selected
 
 Row = tuple[str, str]
@@ -201,7 +202,14 @@ def _versions() -> list[Row]:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
         *((name, _installed(name)) for name in ("numpy", "msgpack", "aiohttp", "uvloop")),
+        ("torch", _torch()),
     ]
+
+
+def _torch() -> str:
+    version = _installed("torch")
+    why = why_too_old(version) if version[0].isdigit() else ""
+    return f"{version} ({why})" if why else version
 
 
 def _installed(name: str) -> str:

@@ -21,19 +21,23 @@ def summed(group=None):
     return float(x[0])
 
 
-def trained():
+def made():
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    return DistributedDataParallel(torch.nn.Linear(3, 1))
+
+
+def trained(model):
     model(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
     return bool((model.module.weight.grad == 2.0 * (dist.get_world_size() + 1) / 2).all())
 
 
 dist.init_process_group("kfcomm", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=3)
-assert trained()
+model = made()
+assert trained(model)
 if rank == lost:
     os.kill(os.getpid(), signal.SIGKILL)
-with pytest.raises(kfcomm.PeerLost) as caught:
-    summed()
+with pytest.raises(kfcomm.PeerLost) as caught:  # in a backward pass, or a collective that the program calls
+    trained(model) if how == "torch" else summed()
 assert caught.value.rank == lost
 assert isinstance(caught.value, dist.DistBackendError)
 if how == "torch":
@@ -41,5 +45,5 @@ if how == "torch":
 else:
     kfcomm.torch.shrink(timeout=60)
 where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-print(f"{where}: {summed()}, pair {summed(dist.new_group([0, 1]))}, model {trained()}")
+print(f"{where}: {summed()}, pair {summed(dist.new_group([0, 1]))}, model {trained(made())}")
 dist.destroy_process_group()
