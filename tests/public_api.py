@@ -34,7 +34,10 @@ GIVEN = {
 PLAIN = (type(None), bool, int, float, str, bytes, tuple, enum.Enum)
 
 
-FRAMEWORKS = {"torch": ("kfcomm.torch", "kfcomm.torch.optimizers"), "jax": ("kfcomm.jax", "kfcomm.jax.optimizers")}
+FRAMEWORKS = {
+    "torch": ("kfcomm.torch", "kfcomm.torch.optimizers", "kfcomm.horovod.torch"),
+    "jax": ("kfcomm.jax", "kfcomm.jax.optimizers"),
+}
 
 
 def changes(name: str) -> dict[str, list[str]]:

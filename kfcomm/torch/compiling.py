@@ -1,7 +1,7 @@
 """Functions that torch's compiler leaves alone.
 
 ``torch.compile`` sees each Python frame that runs while a compiled function is on the stack: hooks, works and the verbs
-of a process group too, with all that they call. It would compile dozens of our frames, and fails on some of them.
+of a process group too, and their callees. It would compile dozens of our frames, and fails on some of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Decorator: the compiler runs the function, and all that it calls, as it is."""
+    """Decorator: the compiler runs the function and its callees as they are."""
     # Without ``torch.compiler.disable``, which imports the compiler (some seconds) and costs 1 µs in each call.
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "_FrameExecStrategy"):  # before torch 2.7

@@ -31,7 +31,7 @@ def frames_of_ours() -> list[str]:
 
 
 def train(comm: Any, options: dict[str, Any], compiled: str = "", backend: str = "eager", from_step: int = 0) -> Any:
-    """The weights after six steps, of which those from ``from_step`` on have a part compiled."""
+    """The weights after six steps; from ``from_step`` on a part of a step is compiled."""
     torch._dynamo.reset()
     # inductor compiles C++ for minutes where there is a norm
     norms = [torch.nn.BatchNorm1d(32)] if backend == "eager" else []

@@ -1,0 +1,1 @@
+"""Horovod's calls over kfcomm: ``import kfcomm.horovod.torch as hvd``."""
