@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kfcomm.strategies.paths import uplink_ports
 from kfcomm.strategies.price import port_seconds
+from kfcomm.strategies.relays import Folding, Relays
 from kfcomm.types import Rates
 
 Place: TypeAlias = tuple[int, ...]
@@ -69,7 +70,8 @@ def drained(packed: Sequence[tuple[Tree, float]], rates: Rates) -> float:
     for tree, weight in packed:
         for ends in tree.sends():
             moved[ends] = moved.get(ends, 0.0) + weight
-    relays = {above for tree, _ in packed for host, above in enumerate(tree.up) if host != above}
+    graphs = [Folding(tree.up, weight) for tree, weight in packed]
+    relays = Relays.of(graphs, range(len(rates.send)), rates)
     return max(port_seconds(moved, rates, relays), default=0.0)
 
 
