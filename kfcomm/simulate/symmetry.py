@@ -165,22 +165,27 @@ class Simulated:
             )
         return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
-    def paces(self) -> Mapping[Ends, float]:
-        """See `paces_of`; none where rates are not known between each two hosts, or nothing is folded on the way."""
+    def relays_between(self) -> Relays:
+        """For `paces_of`; none where rates are not known between each two hosts, or nothing is folded on the way."""
         rates, verb = self.network.costs().rates, self.message.verb
         in_steps = verb is Verb.ALL_REDUCE and goes_in_steps(self.graphs, self.message.nbytes)
         if rates is None or self.network.is_even or verb not in _FOLDING or in_steps:
-            return {}
+            return Relays({}, {}, {}, {})
         pairs = pairs_of(self.graphs, self.message)
-        return Relays.of([Folding(pair.reduce.parents, 1.0) for pair in pairs], self.layout.hosts, rates).paces
+        graphs = [Folding(pair.reduce.parents, pair.broadcast.parents, 1.0) for pair in pairs]
+        return Relays.of(graphs, self.layout.hosts, rates)
 
 
-def paces_of(calls: Sequence[Simulated]) -> Mapping[Ends, float]:
-    """Bytes per second that come at most from one host to another, where all that goes there has been folded before.
+def paces_of(calls: Sequence[Simulated]) -> tuple[Mapping[Ends, float], Mapping[Ends, float]]:
+    """Bytes per second that come at most from one host to another: of what is folded there, and of all.
 
-    A host that is unpaced in one of several calls is so in all of them.
+    Where a host has none in one of several calls, it has none in all of them.
     """
-    found = [call.paces() for call in calls]
+    found = [call.relays_between() for call in calls]
+    return _slowest([one.paces for one in found]), _slowest([one.own for one in found])
+
+
+def _slowest(found: Sequence[Mapping[Ends, float]]) -> Mapping[Ends, float]:
     common = set(found[0]).intersection(*found[1:])
     return {ends: max(paces[ends] for paces in found) for ends in common}
 
