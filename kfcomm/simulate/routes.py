@@ -40,7 +40,7 @@ class Routes:
         relays: hosts to which others send what is passed on there: see ``strategies.incast``.
         paces: bytes per second of what is folded that come at most from one of them to another host: see
             ``strategies.relays``.
-        own_paces: the same of all that goes from one host to another.
+        own_paces: the same of all bytes from one host to another.
     """
 
     def __init__(

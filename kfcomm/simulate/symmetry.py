@@ -179,7 +179,7 @@ class Simulated:
 def paces_of(calls: Sequence[Simulated]) -> tuple[Mapping[Ends, float], Mapping[Ends, float]]:
     """Bytes per second that come at most from one host to another: of what is folded there, and of all.
 
-    Where a host has none in one of several calls, it has none in all of them.
+    Two hosts have one only if each of several calls gives it.
     """
     found = [call.relays_between() for call in calls]
     return _slowest([one.paces for one in found]), _slowest([one.own for one in found])

@@ -33,8 +33,8 @@ class Relays(NamedTuple):
         out_s: by host, seconds for which it fills its port with what others fold.
         paces: bytes per second of what is folded that come at most from one host to another, where that is less than
             ports and links let through.
-        own: the same of all that goes from one host to another, in the port out of it. What is late there is not made
-            up for; in distant ports results are, since they can wait for it.
+        own: the same of all bytes from one host to another, in the port out of it. What is late there is not made up
+            for; in distant ports results are, since they can wait for it.
     """
 
     into_s: Mapping[int, float]
