@@ -113,6 +113,7 @@ async def test_an_exit_seen_by_the_launcher_is_a_loss():
     async with planes(4) as world:
         await settled(world)
         world.threads[0].declare_lost(3, "the process of rank 3 ended with code -9")
+        await world.until(lambda: world.engines[0].lost)  # else it may hear of it from rank 1 first
         world.threads[1].declare_lost(3, "because")
         world.threads[1].declare_lost(1, "never oneself")
         world.threads[1].suspect(1, "never oneself")
