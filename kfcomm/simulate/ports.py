@@ -7,8 +7,8 @@ A *flow* is the traffic from one rank to another: chunks, one after the other. O
 perhaps up to a core of the network and down again, into the other host; or the memory inside one. Invariants:
 
 - A port divides its rate among the flows that have a chunk in it, at every moment, by their weights. Weights are equal
-  where queues are fair, and where flows leave a host whose acknowledgements do not wait: its TCP hands over a little of
-  each in turn. Where flows of several unlike hosts meet in one drop-tail queue they are as in `strategies.incast`.
+  where queues are fair, and where flows leave a host: its TCP hands over a little of each in turn. Where flows of
+  several unlike hosts meet in one drop-tail queue they are as in `strategies.incast`.
 - A chunk is in all ports of its way at once (it is cut through, not stored and forwarded), and has passed when the
   slowest has let it through. Then the flow's next chunk follows, and ``latency_s`` later the other side has it.
 - A flow does not begin a chunk before the last one has passed. So what a distant port holds up does not pile up before
@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from kfcomm.strategies.incast import weight_while
+from kfcomm.strategies.incast import RELAY
 
 _EVENTS_PER_LOOK = 20_000
 _NO_BYTES = 1e-3
@@ -77,7 +77,7 @@ class Port:
 
     @property
     def is_full(self) -> bool:
-        """Whether what has a chunk here could fill it."""
+        """Whether what has a chunk here could fill it: weights are parts of its rate, but for those of relays."""
         return sum(entry[4] for entry in self._ends) >= 1
 
     def enter(self, flow: Flow, nbytes: int, way: Pass) -> None:
@@ -85,9 +85,10 @@ class Port:
 
         ``way.times`` flows like it, each of this weight, have a chunk here at the same time; all of them count.
         """
-        _, weight, times, brings, answers = way
-        if answers:
-            weight *= weight_while(sum([port.is_full for port in answers]))
+        _, weight, times, answers = way
+        offered = weight * times
+        if answers is not None and answers.is_full:
+            weight *= RELAY
         agenda, ends = self._agenda, self._ends
         now_s = agenda.now_s
         if ends:
@@ -107,7 +108,7 @@ class Port:
             left -= at_once
         # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
-        heappush(ends, (self._given + left / weight, order, flow, load, brings * times))
+        heappush(ends, (self._given + left / weight, order, flow, load, offered))
         due_s = now_s + (ends[0][0] - self._given) * self._load / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
@@ -156,8 +157,7 @@ class Pass(NamedTuple):
     port: Port
     weight: float = 1.0  # of the flow among others there
     times: int = 1  # how many flows like it, itself included, pass there at the same time
-    brings: float = 1.0  # of the port's rate, what the flow brings at most
-    answers: tuple[Port, ...] = ()  # where acknowledgements to it may wait: see `strategies.incast`
+    answers: Port | None = None  # where acknowledgements to a relay wait: see `strategies.incast`
 
 
 class Flow:

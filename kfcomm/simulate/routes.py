@@ -38,9 +38,7 @@ class Routes:
         network: the hosts.
         layout: where the ranks are.
         relays: hosts to which others send what is passed on there: see ``strategies.incast``.
-        paces: bytes per second of what is folded that come at most from one of them to another host: see
-            ``strategies.relays``.
-        own_paces: the same of all bytes from one host to another.
+        paces: bytes per second that come at most from one of them to another host: see ``strategies.relays``.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Routes:
         self.layout = layout
         self.relays = relays
         self.paces: Mapping[tuple[int, int], float] = {}
-        self.own_paces: Mapping[tuple[int, int], float] = {}
         has_frames = goes_both_ways and network.efficiency < 1
         self._efficiency = network.efficiency * (ACKNOWLEDGED if has_frames else 1.0)
         # Equal hosts get equal shares, whatever the queue.
@@ -103,7 +100,8 @@ class Routes:
     def _across(self, here: int, there: int) -> tuple[list[Port], list[Port]]:
         network = self.network
         ends, efficiency = (network.hosts[here], network.hosts[there]), self._efficiency
-        out = [self._out_of(here)]
+        rate = ends[0].bandwidth * efficiency
+        out = [self._port((_Kind.OUT, here), f"{ends[0].name} out", rate, network.burst_nbytes)]
         into = []
         up, down = self._switches[here], self._switches[there]
         if up != down:  # else behind one switch, or both at the core
@@ -117,12 +115,6 @@ class Routes:
             into.append(self._port((_Kind.LINK, number), name, link.bandwidth * efficiency))
         return out, [*into, self._into(there)]
 
-    def _out_of(self, number: int) -> Port:
-        host, network = self.network.hosts[number], self.network
-        return self._port(
-            (_Kind.OUT, number), f"{host.name} out", host.bandwidth * self._efficiency, network.burst_nbytes
-        )  # fmt: skip
-
     def _into(self, number: int) -> Port:
         host, network = self.network.hosts[number], self.network
         return self._port(
@@ -131,22 +123,16 @@ class Routes:
 
     def _weighted(self, ports: Sequence[Port], ends: tuple[int, int]) -> Iterator[Pass]:
         """The ports of a way between two hosts, each with the weight that its queue gives to the flow."""
-        if self._is_fair:
-            yield from map(Pass, ports)
-            return
-        here, there = ends
-        answers = [self._out_of(there)] if self.relays else []
-        if here in self.relays:
-            answers.append(self._into(here))
-        narrowest = min(port.rate for port in ports)
-        pace = self.paces.get(ends, math.inf)
-        out = ports[0]
-        yield Pass(out, brings=min(narrowest, self.own_paces.get(ends, math.inf)) / out.rate, answers=tuple(answers))
+        here, _ = ends
         # bytes per second at which the flow comes to the next port
-        arrival = min(out.rate, pace)
+        arrival = min(ports[0].rate, self.paces.get(ends, math.inf))
+        yield Pass(ports[0])
+        answers = self._into(here) if here in self.relays else None
         for port in ports[1:]:
-            weight = weight_of(arrival, port.rate) / port.rate
-            yield Pass(port, weight, brings=weight, answers=tuple(answers))
+            if self._is_fair:
+                yield Pass(port)
+            else:
+                yield Pass(port, weight_of(arrival, port.rate) / port.rate, answers=answers)
             arrival = min(arrival, port.rate)
 
     def _local(self, kind: _Kind, rank: int, way: str) -> Port:

@@ -165,27 +165,22 @@ class Simulated:
             )
         return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
 
-    def relays_between(self) -> Relays:
-        """For `paces_of`; none where rates are not known between each two hosts, or nothing is folded on the way."""
+    def paces(self) -> Mapping[Ends, float]:
+        """Paces for `paces_of`; none where rates between two hosts are not known, or nothing is folded on the way."""
         rates, verb = self.network.costs().rates, self.message.verb
         in_steps = verb is Verb.ALL_REDUCE and goes_in_steps(self.graphs, self.message.nbytes)
         if rates is None or self.network.is_even or verb not in _FOLDING or in_steps:
-            return Relays({}, {}, {}, {})
+            return {}
         pairs = pairs_of(self.graphs, self.message)
-        graphs = [Folding(pair.reduce.parents, pair.broadcast.parents, 1.0) for pair in pairs]
-        return Relays.of(graphs, self.layout.hosts, rates)
+        return Relays.of([Folding(pair.reduce.parents, 1.0) for pair in pairs], self.layout.hosts, rates).paces
 
 
-def paces_of(calls: Sequence[Simulated]) -> tuple[Mapping[Ends, float], Mapping[Ends, float]]:
-    """Bytes per second that come at most from one host to another: of what is folded there, and of all.
+def paces_of(calls: Sequence[Simulated]) -> Mapping[Ends, float]:
+    """Most bytes per second from one host to another, where all bytes on that way have been folded before.
 
-    Two hosts have one only if each of several calls gives it.
+    Two hosts have a pace only if each of several calls gives one.
     """
-    found = [call.relays_between() for call in calls]
-    return _slowest([one.paces for one in found]), _slowest([one.own for one in found])
-
-
-def _slowest(found: Sequence[Mapping[Ends, float]]) -> Mapping[Ends, float]:
+    found = [call.paces() for call in calls]
     common = set(found[0]).intersection(*found[1:])
     return {ends: max(paces[ends] for paces in found) for ends in common}
 

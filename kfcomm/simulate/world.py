@@ -217,7 +217,7 @@ def _run(calls: list[Simulated], items: Workload, segments: Segments, how: _How)
     made: dict[tuple[int, int], Plans] = {}
     plans = [call.plans(wiring.numbers, made) for call in calls]
     routes.relays = frozenset().union(*(call.relays(of_call) for call, of_call in zip(calls, plans, strict=True)))
-    routes.paces, routes.own_paces = paces_of(calls)
+    routes.paces = paces_of(calls)
     ranks = _ranks(routes, wiring, plans, segments, how.carry)
     wiring.join(ranks)
     device = routes.network.local.device

@@ -6,10 +6,10 @@ it has of the queue. These parts differ:
 - A flow brings what its own port and links let through, and a port's worth at most: so its share is in proportion to
   ``min(rate at which it arrives, rate of the port)``. A host that folds what others send brings no more than the
   slowest of these (see `relays`).
-- TCP's rate under losses that hit all flows alike falls with the square of the round trip. Acknowledgements pass the
-  port out of the receiver and the port into the sender. While one of them is full, the round trip is twice as long: the
-  share is a quarter (`weight_while`). A relay whose fast senders are done has its whole share again, and takes it from
-  slow senders.
+- TCP's rate under losses that hit all flows alike falls with the square of the round trip. While the
+  acknowledgements of a sender wait in a second full queue, because others fill the port of that sender, the round trip
+  is twice as long: its share is a quarter (`RELAY`). A relay that has all of its fast senders' data has its whole share
+  again, and then takes it from slow senders.
 
 `drain_s` is the closed form for one port, `pipelined_s` that of a root that passes on what all have sent. The simulator
 gives its ports the same weights.
@@ -29,6 +29,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+RELAY: Final = 0.25
+"""Of its weight, what a sender keeps whose acknowledgements wait in a full queue: (1/2)², see above."""
 _FULL: Final = 0.99
 """Of a port's rate, from which on a queue stands before it: the rest is rounding and noise of measured rates."""
 
@@ -38,13 +40,7 @@ class Sender(NamedTuple):
 
     nbytes: float
     rate: float  # bytes per second at which it arrives there at most
-    waits_s: tuple[float, ...] = ()  # of each port that acknowledgements to it pass: for how long it is full
-    is_own: bool = False  # in the port out of its host, where parts are equal
-
-
-def weight_while(num_full: int) -> float:
-    """Of its weight, what a flow keeps whose acknowledgements wait in so many full queues: see the module."""
-    return (1 + num_full) ** -2
+    relays_s: float = 0.0  # for how long others fill this host's own port
 
 
 def weight_of(rate: float, port: float) -> float:
@@ -58,16 +54,12 @@ def drain_s(senders: Sequence[Sender], port: float) -> float:
     At least ``sum(nbytes) / port`` and ``nbytes / rate`` of each; more where a slow sender loses its part to fast ones
     and is alone afterwards. O(k²) for k senders.
     """
-    if sum(sender.rate for sender in senders) <= port:
-        return max((sender.nbytes / sender.rate for sender in senders), default=0.0)
-    return max(phase.end_s for phase in _phases(senders, port))
+    return max((phase.end_s for phase in _phases(senders, port)), default=0.0)
 
 
 def full_s(senders: Sequence[Sender], port: float) -> float:
     """Seconds for which ``senders`` that begin at once fill a port of ``port`` bytes/s. O(k²)."""
     filled_s = 0.0
-    if sum(sender.rate for sender in senders) < _FULL * port:
-        return filled_s
     for phase in _phases(senders, port):
         if sum(phase.speeds) < _FULL * port:
             break
@@ -95,18 +87,15 @@ class _Phase(NamedTuple):
 
 
 def _phases(senders: Sequence[Sender], port: float) -> Iterator[_Phase]:
-    """Phases until all senders are done; a phase ends when a sender is done, or waits for one queue less."""
+    """Phases until all senders are done; a phase ends when a sender is done, or has its whole weight again."""
     left: Sequence[float] = [sender.nbytes for sender in senders]
-    changes_s = sorted({0.0, *(wait_s for sender in senders for wait_s in sender.waits_s)}, reverse=True)
-    weights: Sequence[float] = ()
+    changes_s = sorted({sender.relays_s for sender in senders}, reverse=True)
     now_s = 0.0
     while any(left):
-        if changes_s and changes_s[-1] <= now_s:
-            while changes_s and changes_s[-1] <= now_s:
-                changes_s.pop()
-            weights = [_weight(sender, port, now_s) for sender in senders]
-        speeds = _speeds(senders, [weight if rest else 0.0 for weight, rest in zip(weights, left, strict=True)], port)
+        speeds = _speeds(senders, left, port, now_s)
         step_s = min(rest / speed for rest, speed in zip(left, speeds, strict=True) if rest)
+        while changes_s and changes_s[-1] <= now_s:
+            changes_s.pop()
         if changes_s:
             step_s = min(step_s, changes_s[-1] - now_s)
         now_s += step_s
@@ -118,13 +107,12 @@ def _phases(senders: Sequence[Sender], port: float) -> Iterator[_Phase]:
         yield _Phase(now_s, speeds, left)
 
 
-def _weight(sender: Sender, port: float, now_s: float) -> float:
-    weight = port if sender.is_own else weight_of(sender.rate, port)
-    return weight * weight_while(sum([wait_s > now_s for wait_s in sender.waits_s]))
-
-
-def _speeds(senders: Sequence[Sender], weights: Sequence[float], port: float) -> list[float]:
-    """Bytes per second of those that have a weight, and what one cannot use is the others'."""
+def _speeds(senders: Sequence[Sender], left: Sequence[float], port: float, now_s: float) -> list[float]:
+    """Bytes per second of those that have something left: by weight, and what one cannot use is the others'."""
+    weights = [
+        min(rate, port) * (RELAY if relays_s > now_s else 1.0) if rest else 0.0
+        for (_, rate, relays_s), rest in zip(senders, left, strict=True)
+    ]
     speeds = [0.0 if not weight else math.inf for weight in weights]
     free, open_ = port, [at for at, weight in enumerate(weights) if weight]
     while open_:

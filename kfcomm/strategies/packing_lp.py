@@ -70,7 +70,7 @@ def drained(packed: Sequence[tuple[Tree, float]], rates: Rates) -> float:
     for tree, weight in packed:
         for ends in tree.sends():
             moved[ends] = moved.get(ends, 0.0) + weight
-    graphs = [Folding(tree.up, tree.down, weight) for tree, weight in packed]
+    graphs = [Folding(tree.up, weight) for tree, weight in packed]
     relays = Relays.of(graphs, range(len(rates.send)), rates)
     return max(port_seconds(moved, rates, relays), default=0.0)
 

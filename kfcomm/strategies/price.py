@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from operator import truediv
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -270,8 +271,7 @@ def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:
     if network.rates is None or layout.num_hosts == 1:
         return profile.cross_parts * network.cross_beta_s_per_byte if layout.num_hosts > 1 else 0.0
     graphs = [
-        Folding(pair.reduce.parents, pair.broadcast.parents, parts)
-        for pair, parts in zip(strategy.pairs, shares_of(strategy), strict=True)
+        Folding(pair.reduce.parents, parts) for pair, parts in zip(strategy.pairs, shares_of(strategy), strict=True)
     ]
     relays = Relays.of(graphs, layout.hosts, network.rates)
     busiest_s = max(port_seconds(_moved(strategy, layout), network.rates, relays), default=0.0)
@@ -308,12 +308,12 @@ def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: R
         yield nbytes / rates.links[a][b]
     for uplink in rates.uplinks:
         yield from _uplink_seconds(uplink, moved, rates, relays)
-    out, into = [list[Sender]() for _ in rates.send], [list[Sender]() for _ in rates.send]
+    sent, senders = [0.0] * len(rates.send), [list[Sender]() for _ in rates.send]
     for ends, nbytes in moved.items():
-        out[ends[0]].append(relays.sender(ends, nbytes, rates, is_own=True))
-        into[ends[1]].append(relays.sender(ends, nbytes, rates))
-    yield from map(drain_s, out, rates.send)
-    yield from map(drain_s, into, rates.receive)
+        sent[ends[0]] += nbytes
+        senders[ends[1]].append(relays.sender(ends, nbytes, rates))
+    yield from map(truediv, sent, rates.send)
+    yield from map(drain_s, senders, rates.receive)
 
 
 def _uplink_seconds(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kfcomm.strategies.incast import Sender, drain_s
 from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.relays import Folding, Relays
 from kfcomm.types import Layout
@@ -12,17 +11,17 @@ from kfcomm.types import Layout
 RATES = [50.0, 100.0, 400.0, 400.0, 400.0]
 
 
-def relays_of(*graphs: tuple[int, ...], ranks: int = 1, down: tuple[int, ...] = ()) -> Relays:
+def relays_of(*graphs: tuple[int, ...], ranks: int = 1) -> Relays:
     hosts = [host for host in range(5) for _ in range(ranks)]
     rows = [[0.0 if a == b else min(s, r) for b, r in enumerate(RATES)] for a, s in enumerate(RATES)]
     rates = rates_of(Layout.even(5, 5), rows)
-    return Relays.of([Folding(parents, down or parents, 400.0) for parents in graphs], hosts, rates)
+    return Relays.of([Folding(parents, 400.0) for parents in graphs], hosts, rates)
 
 
 def test_relay_of_a_slow_host_brings_what_that_brings():
     relays = relays_of((3, 1, 1, 1, 1))
     assert relays.paces == {(3, 1): pytest.approx(50.0)}
-    assert relays.into_s[3] == 0.0
+    assert relays.full_s[3] == 0.0
 
 
 def test_pace_goes_along_a_chain():
@@ -32,7 +31,7 @@ def test_pace_goes_along_a_chain():
 def test_fast_hosts_fill_the_port_of_a_relay_and_do_not_slow_it_down():
     relays = relays_of((1, 1, 3, 1, 3))
     assert relays.paces == {}  # 200 of each of two: more than the next port has
-    assert relays.into_s[3] == pytest.approx(2.0)
+    assert relays.full_s[3] == pytest.approx(2.0)
 
 
 def test_host_that_is_a_leaf_of_another_graph_has_no_pace():
@@ -46,16 +45,4 @@ def test_ranks_of_a_host_pass_on_the_pace_of_those_below():
 
 
 def test_rank_without_others_below_it_has_no_relays():
-    assert relays_of((0, 1, 2, 3, 4)) == Relays({}, {}, {}, {})
-
-
-def test_host_fills_its_port_until_it_has_sent_its_own():
-    relays = relays_of((3, 1, 1, 1, 1))
-    assert relays.out_s == {0: pytest.approx(8.0), 2: 0.0, 3: 0.0, 4: 0.0}
-
-
-def test_result_leaves_a_port_as_fast_as_the_root_has_it():
-    relays = relays_of((2, 2, 2, 2, 2), down=(1, 2, 2, 2, 2))
-    senders = [Sender(1.0, rate) for rate in (50.0, 100.0, 400.0, 400.0)]
-    assert relays.own[1, 0] == relays.own[2, 3] == pytest.approx(1 / drain_s(senders, 400.0))
-    assert (1, 0) not in relays.paces
+    assert relays_of((0, 1, 2, 3, 4)) == Relays({}, {})
