@@ -20,7 +20,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
-from kfcomm.rendezvous.torch_groups import VARIABLE as TORCH_DEFAULT
 from kfcomm.rendezvous.worlds import ALONE, ARGUMENTS, KFCOMM, MAX_RANKS, FoundWorld, integer
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from kfcomm.types import Seconds
 
 OTHER_VARIABLES = {
-    "KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE", TORCH_DEFAULT
+    "KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE", "KFCOMM_TORCH_DEFAULT"
 }  # fmt: skip
 """Variables that are not named after an argument."""
 TIMEOUT_S = 300.0

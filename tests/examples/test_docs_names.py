@@ -1,6 +1,6 @@
 """Names in the documentation exist: settings, modules, attributes, classes, metrics, extras, files, targets.
 
-Nothing here imports a framework: names of `kfcomm.torch`, `kfcomm.jax` and `kfcomm.ray` are looked for in their source.
+Nothing here imports a framework: names of `kfcomm.torch`, `kfcomm.jax`, `kfcomm.ray` and `kfcomm.horovod` are looked for in their source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.launch.launched import ROOT
 from tests.monitor.test_metrics import collected
 
 PAGES = [*PAGES_OF_PACKAGE, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray")
+FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray", "kfcomm.horovod")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

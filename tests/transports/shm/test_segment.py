@@ -99,7 +99,7 @@ def refuse(*_):
         (lambda patch: patch.delattr(socket, "send_fds"), "cannot be passed"),
         (lambda patch: patch.setattr(platform, "machine", lambda: "aarch64"), "not ordered on aarch64"),
         (lambda patch: patch.setattr(sys, "maxsize", (1 << 31) - 1), "64-bit"),
-        (lambda patch: patch.setattr(os, "memfd_create", refuse), "does not work here: not today"),
+        (lambda patch: patch.setattr(os, "memfd_create", refuse), "does not work here: Operation not permitted"),
     ],
     ids=["no memfd", "no descriptors", "another processor", "32 bits", "forbidden"],
 )
