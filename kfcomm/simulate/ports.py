@@ -35,8 +35,6 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from kfcomm.strategies.incast import RELAY
-
 _EVENTS_PER_LOOK = 20_000
 _NO_BYTES = 1e-3
 """Rest of a chunk that is rounding only."""
@@ -66,7 +64,7 @@ class Port:
         # the sum of the weights.
         self._given = 0.0
         self._since_s = 0.0
-        self._ends: list[tuple[float, int, Flow, float, float]] = []
+        self._ends: list[tuple[float, int, Flow, float]] = []
         self._load = 0.0
         self._due_s = math.inf
 
@@ -75,20 +73,11 @@ class Port:
         """Least time for the bytes that were sent through it."""
         return max(0, self.nbytes - self.burst_nbytes) / self.rate
 
-    @property
-    def is_full(self) -> bool:
-        """Whether what has a chunk here could fill it: weights are parts of its rate, but for those of relays."""
-        return sum(entry[4] for entry in self._ends) >= 1
-
-    def enter(self, flow: Flow, nbytes: int, way: Pass) -> None:
+    def enter(self, flow: Flow, nbytes: int, weight: float = 1.0, times: int = 1) -> None:
         """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through.
 
-        ``way.times`` flows like it, each of this weight, have a chunk here at the same time; all of them count.
+        ``times`` flows like it, each of this weight, have a chunk here at the same time; all of them count.
         """
-        _, weight, times, answers = way
-        offered = weight * times
-        if answers is not None and answers.is_full:
-            weight *= RELAY
         agenda, ends = self._agenda, self._ends
         now_s = agenda.now_s
         if ends:
@@ -108,7 +97,7 @@ class Port:
             left -= at_once
         # The order breaks ties of equal times, so that a simulation repeats exactly.
         order = agenda.num_events = agenda.num_events + 1
-        heappush(ends, (self._given + left / weight, order, flow, load, offered))
+        heappush(ends, (self._given + left / weight, order, flow, load))
         due_s = now_s + (ends[0][0] - self._given) * self._load / self.rate
         if due_s < self._due_s:
             self._due_s = due_s
@@ -141,7 +130,7 @@ class Port:
         self._given = ends[0][0]
         through = []
         while ends and ends[0][0] - self._given <= _NO_BYTES:
-            _, _, flow, load, _ = heappop(ends)
+            _, _, flow, load = heappop(ends)
             self._load -= load
             through.append(flow)
         # After all of them are out: a flow may enter again at once, and shares the port with those that are left.
@@ -157,7 +146,6 @@ class Pass(NamedTuple):
     port: Port
     weight: float = 1.0  # of the flow among others there
     times: int = 1  # how many flows like it, itself included, pass there at the same time
-    answers: Port | None = None  # where acknowledgements to a relay wait: see `strategies.incast`
 
 
 class Flow:
@@ -212,8 +200,8 @@ class Flow:
     def _begin(self) -> None:
         nbytes = self._waiting[0][1]
         self._in_ports = len(self._passes)
-        for way in self._passes:
-            way.port.enter(self, nbytes, way)
+        for port, weight, times in self._passes:
+            port.enter(self, nbytes, weight, times)
 
 
 class Agenda:

@@ -5,14 +5,13 @@ Ports are made when they are first on a way: of 100,000 hosts those that carry s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from kfcomm.simulate.hosts import ACKNOWLEDGED
 from kfcomm.simulate.network import Link, PortQueue, SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Pass, Port
-from kfcomm.strategies.incast import weight_of
+from kfcomm.strategies.incast import RELAY, weight_of
 from kfcomm.types import Layout
 
 
@@ -38,7 +37,6 @@ class Routes:
         network: the hosts.
         layout: where the ranks are.
         relays: hosts to which others send what is passed on there: see ``strategies.incast``.
-        paces: bytes per second that come at most from one of them to another host: see ``strategies.relays``.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Routes:
         self.network = network
         self.layout = layout
         self.relays = relays
-        self.paces: Mapping[tuple[int, int], float] = {}
         has_frames = goes_both_ways and network.efficiency < 1
         self._efficiency = network.efficiency * (ACKNOWLEDGED if has_frames else 1.0)
         # Equal hosts get equal shares, whatever the queue.
@@ -78,7 +75,7 @@ class Routes:
         if link is not None and link.latency_s is not None:
             latency_s = link.latency_s
         out, into = self._across(here, there)
-        passes = tuple(self._weighted((*out, *into), (here, there)))
+        passes = tuple(self._weighted((*out, *into), here))
         return passes[: len(out)], passes[len(out) :], latency_s
 
     def counted(self, passes: Passes, by_host: int, by_rank: int) -> Passes:
@@ -100,8 +97,8 @@ class Routes:
     def _across(self, here: int, there: int) -> tuple[list[Port], list[Port]]:
         network = self.network
         ends, efficiency = (network.hosts[here], network.hosts[there]), self._efficiency
-        rate = ends[0].bandwidth * efficiency
-        out = [self._port((_Kind.OUT, here), f"{ends[0].name} out", rate, network.burst_nbytes)]
+        rates = [end.bandwidth * efficiency for end in ends]
+        out = [self._port((_Kind.OUT, here), f"{ends[0].name} out", rates[0], network.burst_nbytes)]
         into = []
         up, down = self._switches[here], self._switches[there]
         if up != down:  # else behind one switch, or both at the core
@@ -113,26 +110,18 @@ class Routes:
         if link is not None and link.bandwidth is not None:
             name = f"link {ends[0].name} to {ends[1].name}"
             into.append(self._port((_Kind.LINK, number), name, link.bandwidth * efficiency))
-        return out, [*into, self._into(there)]
+        into.append(self._port((_Kind.INTO, there), f"{ends[1].name} in", rates[1], network.burst_nbytes))
+        return out, into
 
-    def _into(self, number: int) -> Port:
-        host, network = self.network.hosts[number], self.network
-        return self._port(
-            (_Kind.INTO, number), f"{host.name} in", host.bandwidth * self._efficiency, network.burst_nbytes
-        )  # fmt: skip
-
-    def _weighted(self, ports: Sequence[Port], ends: tuple[int, int]) -> Iterator[Pass]:
-        """The ports of a way between two hosts, each with the weight that its queue gives to the flow."""
-        here, _ = ends
-        # bytes per second at which the flow comes to the next port
-        arrival = min(ports[0].rate, self.paces.get(ends, math.inf))
+    def _weighted(self, ports: Sequence[Port], here: int) -> Iterator[Pass]:
+        """The ports of a way from host ``here`` to another, each with the weight that its queue gives to the flow."""
+        arrival = ports[0].rate  # bytes per second at which the flow comes to the next port
         yield Pass(ports[0])
-        answers = self._into(here) if here in self.relays else None
         for port in ports[1:]:
             if self._is_fair:
                 yield Pass(port)
             else:
-                yield Pass(port, weight_of(arrival, port.rate) / port.rate, answers=answers)
+                yield Pass(port, weight_of(arrival, port.rate) / port.rate * (RELAY if here in self.relays else 1.0))
             arrival = min(arrival, port.rate)
 
     def _local(self, kind: _Kind, rank: int, way: str) -> Port:

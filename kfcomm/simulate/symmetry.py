@@ -11,7 +11,7 @@ Two kinds of symmetry are looked for:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -40,7 +40,6 @@ from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes
 from kfcomm.strategies.moves import goes_in_steps, moves_of
 from kfcomm.strategies.plugins import build
-from kfcomm.strategies.relays import Ends, Folding, Relays
 from kfcomm.types import Layout, Op, Verb
 
 MANY_MESSAGES: Final = 200_000
@@ -164,25 +163,6 @@ class Simulated:
                 for child in lane.children
             )
         return frozenset(hosts[above] for above, below in edges if hosts[above] != hosts[below])
-
-    def paces(self) -> Mapping[Ends, float]:
-        """Paces for `paces_of`; none where rates between two hosts are not known, or nothing is folded on the way."""
-        rates, verb = self.network.costs().rates, self.message.verb
-        in_steps = verb is Verb.ALL_REDUCE and goes_in_steps(self.graphs, self.message.nbytes)
-        if rates is None or self.network.is_even or verb not in _FOLDING or in_steps:
-            return {}
-        pairs = pairs_of(self.graphs, self.message)
-        return Relays.of([Folding(pair.reduce.parents, 1.0) for pair in pairs], self.layout.hosts, rates).paces
-
-
-def paces_of(calls: Sequence[Simulated]) -> Mapping[Ends, float]:
-    """Most bytes per second from one host to another, where all bytes on that way have been folded before.
-
-    Two hosts have a pace only if each of several calls gives one.
-    """
-    found = [call.paces() for call in calls]
-    common = set(found[0]).intersection(*found[1:])
-    return {ends: max(paces[ends] for paces in found) for ends in common}
 
 
 def wiring_of(calls: Sequence[Simulated], routes: Routes) -> Wiring:

@@ -26,7 +26,7 @@ from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.scripts import Script
 from kfcomm.simulate.staging import DeviceCopies, Segments
-from kfcomm.simulate.symmetry import ONE_WAY, Message, Simulated, paces_of, simulated, simulated_together, wiring_of
+from kfcomm.simulate.symmetry import ONE_WAY, Message, Simulated, simulated, simulated_together, wiring_of
 from kfcomm.simulate.wiring import NotAlike, Wiring
 from kfcomm.simulate.workload import Call, Compute, Workload, calls_of, checked
 from kfcomm.strategies import AnyStrategy, Strategy
@@ -217,7 +217,6 @@ def _run(calls: list[Simulated], items: Workload, segments: Segments, how: _How)
     made: dict[tuple[int, int], Plans] = {}
     plans = [call.plans(wiring.numbers, made) for call in calls]
     routes.relays = frozenset().union(*(call.relays(of_call) for call, of_call in zip(calls, plans, strict=True)))
-    routes.paces = paces_of(calls)
     ranks = _ranks(routes, wiring, plans, segments, how.carry)
     wiring.join(ranks)
     device = routes.network.local.device

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kfcomm.strategies.paths import uplink_ports
 from kfcomm.strategies.price import port_seconds
-from kfcomm.strategies.relays import Folding, Relays
 from kfcomm.types import Rates
 
 Place: TypeAlias = tuple[int, ...]
@@ -70,8 +69,7 @@ def drained(packed: Sequence[tuple[Tree, float]], rates: Rates) -> float:
     for tree, weight in packed:
         for ends in tree.sends():
             moved[ends] = moved.get(ends, 0.0) + weight
-    graphs = [Folding(tree.up, weight) for tree, weight in packed]
-    relays = Relays.of(graphs, range(len(rates.send)), rates)
+    relays = {above for tree, _ in packed for host, above in enumerate(tree.up) if host != above}
     return max(port_seconds(moved, rates, relays), default=0.0)
 
 

@@ -28,10 +28,9 @@ Beside the simulator, for strategies with one pair, stars and chains: within 5 %
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from operator import truediv
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -46,7 +45,6 @@ from kfcomm.types import Layout, Rates, Uplink
 
 if TYPE_CHECKING:
     from kfcomm.strategies.paths import Edges, Path
-    from kfcomm.strategies.relays import Relays
 
 _ALL_BELOW: Final = 1024
 """Pairs times ranks up to which each pair is walked for its path. Above, a sample is."""
@@ -265,28 +263,23 @@ class Priced:
 
 def _cross_s(strategy: Strategy, profile: Profile, market: Market) -> float:
     """Seconds for each byte of a part, of the busiest port or link between hosts."""
-    from kfcomm.strategies.relays import Folding, Relays  # few ranks know the rates of their network
-
     network, layout = market.network, market.layout
     if network.rates is None or layout.num_hosts == 1:
         return profile.cross_parts * network.cross_beta_s_per_byte if layout.num_hosts > 1 else 0.0
-    graphs = [
-        Folding(pair.reduce.parents, parts) for pair, parts in zip(strategy.pairs, shares_of(strategy), strict=True)
-    ]
-    relays = Relays.of(graphs, layout.hosts, network.rates)
+    relays = {layout.hosts[parent] for pair in strategy.pairs for parent, _ in crossing(layout, pair.reduce)}
     busiest_s = max(port_seconds(_moved(strategy, layout), network.rates, relays), default=0.0)
     alone = strategy.pairs[0] if len(strategy.pairs) == 1 else None
     return busiest_s if alone is None else max(busiest_s, _root_s(alone, layout, network.rates, relays))
 
 
-def _root_s(pair: GraphPair, layout: Layout, rates: Rates, relays: Relays) -> float:
+def _root_s(pair: GraphPair, layout: Layout, rates: Rates, relays: Collection[int]) -> float:
     """Seconds until the root of a tree has passed on a byte, which it can once it has that byte of all hosts below."""
-    from kfcomm.strategies.incast import pipelined_s  # few ranks know the rates of their network
+    from kfcomm.strategies.incast import Sender, pipelined_s  # few ranks know the rates of their network
 
     here = layout.hosts[pair.root]
     above = {layout.hosts[child] for child in pair.reduce.children[pair.root]} - {here}
     below = [layout.hosts[child] for child in pair.broadcast.children[pair.root]]
-    senders = [relays.sender((a, here), 1.0, rates) for a in sorted(above)]
+    senders = [Sender(1.0, min(rates.send[a], rates.links[a][here]), a in relays) for a in sorted(above)]
     return pipelined_s(senders, rates.receive[here], sum(host != here for host in below) / rates.send[here])
 
 
@@ -300,37 +293,41 @@ def _moved(strategy: Strategy, layout: Layout) -> dict[tuple[int, int], int]:
     return moved
 
 
-def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: Relays) -> Iterable[float]:
-    """Seconds that each link, port and uplink needs for what moves from host to host, in bytes."""
+def port_seconds(moved: Mapping[tuple[int, int], float], rates: Rates, relays: Collection[int]) -> Iterable[float]:
+    """Seconds that each link, port and uplink needs for what moves from host to host, in bytes.
+
+    ``relays`` are the hosts to which others send what they fold.
+    """
     from kfcomm.strategies.incast import Sender, drain_s
 
     for (a, b), nbytes in moved.items():
         yield nbytes / rates.links[a][b]
     for uplink in rates.uplinks:
         yield from _uplink_seconds(uplink, moved, rates, relays)
-    sent, senders = [0.0] * len(rates.send), [list[Sender]() for _ in rates.send]
-    for ends, nbytes in moved.items():
-        sent[ends[0]] += nbytes
-        senders[ends[1]].append(relays.sender(ends, nbytes, rates))
-    yield from map(truediv, sent, rates.send)
-    yield from map(drain_s, senders, rates.receive)
+    for host in range(len(rates.send)):
+        yield sum(nbytes for (a, _), nbytes in moved.items() if a == host) / rates.send[host]
+        senders = [
+            Sender(nbytes, min(rates.send[a], rates.links[a][b]), a in relays)
+            for (a, b), nbytes in moved.items() if b == host
+        ]  # fmt: skip
+        yield drain_s(senders, rates.receive[host])
 
 
 def _uplink_seconds(
-    uplink: Uplink, moved: Mapping[tuple[int, int], float], rates: Rates, relays: Relays
+    uplink: Uplink, moved: Mapping[tuple[int, int], float], rates: Rates, relays: Collection[int]
 ) -> Iterable[float]:
     """Seconds that an uplink needs in each direction; its flows are those of hosts, as in a port."""
     from kfcomm.strategies.incast import Sender, drain_s
 
     inside = frozenset(uplink.hosts)
     for rate, is_out in ((uplink.send, True), (uplink.receive, False)):
-        crossing: dict[int, Sender] = {}
-        for ends, nbytes in moved.items():
-            if tuple(host in inside for host in ends) == (is_out, not is_out):
-                one = relays.sender(ends, nbytes, rates)
-                many = crossing.get(ends[0], one._replace(nbytes=0.0))
-                crossing[ends[0]] = one._replace(nbytes=many.nbytes + nbytes, rate=max(many.rate, one.rate))
-        yield drain_s(list(crossing.values()), rate)
+        crossing: dict[int, float] = {}
+        fastest: dict[int, float] = {}
+        for (a, b), nbytes in moved.items():
+            if (a in inside, b in inside) == (is_out, not is_out):
+                crossing[a] = crossing.get(a, 0.0) + nbytes
+                fastest[a] = max(fastest.get(a, 0.0), min(rates.send[a], rates.links[a][b]))
+        yield drain_s([Sender(nbytes, fastest[a], a in relays) for a, nbytes in crossing.items()], rate)
 
 
 def _feed(strategy: Strategy, layout: Layout) -> int:
