@@ -1,6 +1,6 @@
 """Names in the documentation exist: settings, modules, attributes, classes, metrics, extras, files, targets.
 
-Nothing here imports a framework: names of `kfcomm.torch`, `kfcomm.jax`, `kfcomm.ray` and `kfcomm.horovod` are looked for in their source.
+Nothing here imports a framework: names in packages of `FRAMEWORKS` are looked for in their source.
 """
 
 from __future__ import annotations
