@@ -147,12 +147,17 @@ class SlotTable:
         return moved
 
     def park(self) -> bool:
-        """Let peers wake this process for what is under way; False if not all have a link to it yet."""
+        """Let peers wake this process for what is under way; False if not all may be able to yet."""
+        is_first = False
         for use in self.pending:
-            if use.slot is not None and use.slot.memory not in self._parked:
-                use.slot.memory.park(is_parked=True)
-                self._parked.append(use.slot.memory)
-        return self.inherited.is_reached(one.peer for one in self._links.incoming)
+            if (slot := use.slot) is None:
+                continue
+            # A link that is open here may not be so for the peer that is to wake this rank.
+            is_first = is_first or (slot.memory.is_inherited and not slot.num_uses)
+            if slot.memory not in self._parked:
+                slot.memory.park(is_parked=True)
+                self._parked.append(slot.memory)
+        return not is_first and self.inherited.is_reached(one.peer for one in self._links.incoming)
 
     def unpark(self) -> None:
         """Resume polling: peers need not wake this process."""

@@ -13,6 +13,7 @@ import pytest
 
 from kfcomm.core.signature import Signature
 from kfcomm.engine.inherited import NOTHING, InheritedSlots
+from kfcomm.engine.slots import SlotTable
 from kfcomm.transports.shm import slots
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.slots import Cut, SlotMemory, SlotSpec
@@ -142,3 +143,33 @@ def test_numbers_end(memory: SlotMemory, monkeypatch: pytest.MonkeyPatch) -> Non
     keys = [key_of(name, slot_in(memory, cut_of())) for name in "ab"]
     assert InheritedSlots.of(keys, []).digest != NOTHING
     assert InheritedSlots.of(keys, []).digest == NOTHING
+
+
+class Used:
+    """A use under way of a slot, as `SlotTable.park` sees it; its own slot and memory."""
+
+    def __init__(self, num_uses: int, *, is_inherited: bool) -> None:
+        self.slot = self.memory = self
+        self.num_uses, self.is_inherited, self.is_parked = num_uses, is_inherited, False
+
+    def park(self, *, is_parked: bool) -> None:
+        self.is_parked = is_parked
+
+
+@pytest.mark.parametrize(
+    ("use", "can_be_woken"),
+    [
+        (Used(0, is_inherited=True), False),
+        (Used(1, is_inherited=True), True),
+        (Used(0, is_inherited=False), True),
+    ],
+)
+def test_first_use_of_an_inherited_slot_is_not_left_to_peers(use: Any, can_be_woken: bool) -> None:
+    """A link that is open here may not be open for the peer: such a rank looks by itself."""
+    links: Any = SimpleNamespace(incoming=[])
+    table = SlotTable(links, None)
+    table.pending[use] = None
+    assert table.park() is can_be_woken
+    assert use.is_parked
+    table.unpark()
+    assert not use.is_parked
