@@ -54,10 +54,10 @@ class Seen(NamedTuple):
 
 
 class Loop:
-    """Steps of all ranks, in which some die: ``victims`` by step."""
+    """Steps of all ranks, in which some are lost: ``lost`` by step."""
 
-    def __init__(self, comms: Any, victims: dict[int, int], names: tuple[str, ...] = ("g",)) -> None:
-        self.comms, self.victims, self.names = comms, victims, names
+    def __init__(self, comms: Any, lost: dict[int, int], names: tuple[str, ...] = ("g",)) -> None:
+        self.comms, self.lost, self.names = comms, lost, names
         self.slots: dict[tuple[int, int], list[Any]] = {}  # by uid and step, after its calls
 
     async def run(self, comm: Any) -> bool:
@@ -65,7 +65,7 @@ class Loop:
         try:
             async with Elastic(comm, State()) as elastic:
                 async for step in elastic.steps(ElasticSampler(LAST + 1, 1, seed=None)):
-                    if self.victims.get(step.number) == uid:
+                    if self.lost.get(step.number) == uid:
                         die(self.comms, comm)
                     calls = [comm.all_reduce(given(uid, step.number), name=name) for name in self.names]
                     for call in calls:
@@ -79,12 +79,12 @@ class Loop:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("victim", [0, 1, 3])
-async def test_first_use_after_a_loss_is_in_the_former_slot(victim: int) -> None:
+@pytest.mark.parametrize("lost", [0, 1, 3])
+async def test_first_use_after_a_loss_is_in_the_former_slot(lost: int) -> None:
     async with world(4, elastic=True, transport="shm") as comms:
-        loop = Loop(comms, {LOSS: victim}, ("g", "h"))
-        assert await run_ranks(comms, loop.run) == [uid != victim for uid in range(4)]
-        for uid in set(range(4)) - {victim}:
+        loop = Loop(comms, {LOSS: lost}, ("g", "h"))
+        assert await run_ranks(comms, loop.run) == [uid != lost for uid in range(4)]
+        for uid in set(range(4)) - {lost}:
             before, after = loop.slots[uid, LOSS - 2], loop.slots[uid, LOSS]
             assert [one.where for one in before] == [one.where for one in after]
             assert [(one.is_inherited, one.is_dead) for one in before + after] == 2 * [(False, False)] + 2 * [

@@ -1,7 +1,7 @@
-"""Slots that outlive an epoch under random interleavings of loads and stores: no rank reads what is of another epoch.
+"""Slots that outlive an epoch under random interleavings of loads and stores: no rank reads bytes of another epoch.
 
 Some ranks of a slot in windows are given up at any step of it: they stop, or live and go on as slowly as chance has it.
-The others clear their words, meet, and use the slot in the next epoch. Whoever completes a use has its result.
+The others clear their words, meet, and use the slot in the next epoch. A rank that completes a use has its result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlowFrom(Turns):
 
 
 class Agreement:
-    """Ranks that change to the next epoch, and their part of it: they meet when all that survive have come."""
+    """Ranks that change to the next epoch, and their part of it: they meet when all survivors have come."""
 
     def __init__(self, ranks: list[Rank], given_up: set[int]) -> None:
         self.survivors = [one.rank for one in ranks if one.rank not in given_up]
