@@ -145,6 +145,20 @@ def test_report_of_a_cuda_device(host) -> None:
     assert routes.find("cuda:0", 7)[1] == one
 
 
+@pytest.mark.parametrize(
+    ("version", "allowed", "shares"), [(23000, "1", 1), (22907, "1", 0), (23207, "0", 0), (23207, None, 0), (0, "1", 0)]
+)
+def test_sharing_a_device_takes_a_new_nccl_and_its_variable(
+    host, monkeypatch: pytest.MonkeyPatch, version: int, allowed: str | None, shares: int
+) -> None:
+    host("first", nccl=version)
+    if allowed is None:
+        monkeypatch.delenv(cuda.SHARING_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(cuda.SHARING_VARIABLE, allowed)
+    assert routes.find("cuda:0", 0)[1].shares == shares
+
+
 def test_without_nccl_there_is_a_device_and_a_lack(host) -> None:
     host("first", nccl=0)
     device, report = routes.find("auto", 0)

@@ -69,6 +69,19 @@ def test_obstacles_to_nccl_give_staged_or_config_error(
     assert str(refused.value) == f"transport 'nccl' cannot work: {because}; use 'auto'"
 
 
+def test_ranks_share_a_device_through_nccl_where_all_allow_it_and_one_asks_for_it() -> None:
+    reports, layout = [gpu(0, shares=1)] * 2 + [gpu(1, shares=1)] * 2, Layout((0,) * 4)
+    asked = Choice(Route.BACKEND, False, "transport 'nccl' was asked for")
+    assert choose(reports, layout, "nccl") == choose(reports, Layout((0, 0, 1, 1)), "nccl") == asked
+    because = "ranks 0-1 share one device (GPU-0), and NCCL takes two ranks on one with transport 'nccl' only"
+    assert choose(reports, layout, "auto") == Choice(Route.STAGED, False, because)
+    assert list(cautions(reports, "auto", is_device_named=True)) == [SLOW + because]
+    assert not list(cautions(reports, "nccl", is_device_named=True))
+    for unlike, why in ((gpu(1), "NCCL refuses two ranks on one"), (gpu(1, shares=1, backend_version=23208), "same")):
+        with pytest.raises(ConfigError, match=why):
+            choose([*reports[:3], unlike], layout, "nccl")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_on_one_host_the_backend_does_it_all(size: int) -> None:
     for transport, because in (

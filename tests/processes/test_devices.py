@@ -59,6 +59,8 @@ def test_one_rank_that_names_a_transport_decides_for_all(world: World) -> None:
     assert routes(world, {"device": gpu(0)}, {"device": gpu(1), "transport": "tcp"}) == [links] * 2
     nccl = "backend: transport 'nccl' was asked for"
     assert routes(world, {"device": gpu(0), "transport": "nccl"}, {"device": gpu(1)}) == [nccl] * 2
+    sharing = {"device": gpu(0) | {"shares": 1}}
+    assert routes(world, sharing | {"transport": "nccl"}, sharing) == [nccl] * 2
 
 
 def test_unavailable_nccl_is_same_error_on_all_ranks(world: World) -> None:

@@ -37,6 +37,7 @@ class DeviceReport:
     backend: str = ""  # that runs whole collectives on it: ``nccl``; empty without one
     backend_version: int = 0  # as the backend counts: 22803 is NCCL 2.28.3
     lack: str = ""  # the reason why device or backend is missing, and a remedy; empty with both
+    shares: int = 0  # 1 if the backend takes several ranks on this device
 
 
 class Device(Protocol):

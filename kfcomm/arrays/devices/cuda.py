@@ -9,6 +9,7 @@ device is the thread's current one, which every thread has of its own. Errors of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -200,6 +201,11 @@ def _pointer_of(given: Any) -> int:
 _URGENT: Final = -100  # CUDA takes the nearest priority that it has
 
 
+SHARING_VERSION: Final = 23000
+SHARING_VARIABLE: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL of at least this version, which reads this variable by itself, runs several ranks on one device if it is 1."""
+
+
 def nccl_version() -> int:
     """The version of NCCL that CuPy finds, as NCCL counts: 22803 is 2.28.3; 0 if it finds none."""
     load_cupy()
@@ -350,6 +356,7 @@ class CudaDevice:
             backend="nccl" if version else "",
             backend_version=version,
             lack="" if version else f"CuPy finds no NCCL: {INSTALL}",
+            shares=int(version >= SHARING_VERSION and os.environ.get(SHARING_VARIABLE) == "1"),
         )
 
 

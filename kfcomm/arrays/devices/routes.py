@@ -162,7 +162,9 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     ======================================================  ==========================  ======================
     none has a device                                       staged                      ConfigError
     some have no device                                     staged and mixed            ConfigError
-    two share a device: NCCL refuses two ranks on one       staged                      ConfigError
+    two share a device, and NCCL refuses two ranks on one   staged                      ConfigError
+    two share a device, and NCCL takes them (2.30, and a    staged                      backend
+    variable that allows it on all ranks)
     some have no backend                                    staged                      ConfigError
     they have different backends                            staged                      ConfigError
     the backend's versions differ, in whatever digit        staged                      ConfigError
@@ -187,7 +189,7 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     ranks = tuple(zip(members or range(len(reports)), reports, strict=True))
     having = [report for report in reports if report.kind]
     mixed = 0 < len(having) < len(reports)
-    obstacle = _obstacle(ranks)
+    obstacle = _obstacle(ranks, transport)
     if transport == "nccl":
         if obstacle is not None:
             raise ConfigError(f"transport 'nccl' cannot work: {obstacle}; use 'auto'")
@@ -210,7 +212,7 @@ def cautions(reports: Sequence[DeviceReport], transport: str, *, is_device_named
     having = [(rank, report) for rank, report in enumerate(reports) if report.kind]
     if transport not in ("auto", "nccl") or not having:
         return
-    for costly in (_unlike_backends(having), _shared(having) if is_device_named else None):
+    for costly in (_unlike_backends(having), _shared(having, transport) if is_device_named else None):
         if costly is not None:
             yield f"device memory goes through memory of the hosts, which is slower: {costly}"
     drivers = _by(having, lambda report: driver_version(report.driver))
@@ -222,21 +224,27 @@ _Ranks: TypeAlias = Sequence[tuple[int, DeviceReport]]
 """Reports, each with the rank under which it is named."""
 
 
-def _obstacle(ranks: _Ranks) -> str | None:
-    """The reason why no backend can connect these ranks; None if one can."""
+def _obstacle(ranks: _Ranks, transport: str) -> str | None:
+    """The reason why no backend is to connect these ranks; None if one can."""
     without = [(rank, report) for rank, report in ranks if not report.kind]
     if len(without) == len(ranks):
         return f"no rank has a device ({_lacks(without)})"
     if without:
         return f"some ranks have no device ({_lacks(without)})"
-    return _shared(ranks) or _unlike_backends(ranks)
+    return _shared(ranks, transport) or _unlike_backends(ranks)
 
 
-def _shared(ranks: _Ranks) -> str | None:
-    """The ranks that share a device, as a clause; None without any."""
+def _shared(ranks: _Ranks, transport: str) -> str | None:
+    """The ranks that share a device, as a clause; None without any, or if their backend takes them and is asked for."""
+    if not all(report.shares for _, report in ranks):
+        why = "NCCL refuses two ranks on one"
+    elif transport != "nccl":
+        why = "NCCL takes two ranks on one with transport 'nccl' only"
+    else:
+        return None
     for uuid, sharing in _by(ranks, lambda report: report.uuid).items():
         if len(sharing) > 1:
-            return f"{ranks_in_words(sharing)} share one device ({uuid}), and NCCL refuses two ranks on one"
+            return f"{ranks_in_words(sharing)} share one device ({uuid}), and {why}"
     return None
 
 
