@@ -13,10 +13,13 @@ from tests.gpu.arrays import library
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gpu_met() -> Iterator[None]:
+def gpu_met(request: pytest.FixtureRequest) -> Iterator[None]:
     """The first use of a device, of NCCL and of a framework opens descriptors that stay: no test is to be blamed."""
     if lack := _lack():
         pytest.skip(lack)
+    if all(getattr(getattr(item, "module", None), "IN_PROCESSES", False) for item in request.session.items):
+        yield  # none of them uses the device in this process
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of the device's memory
         if import_module("cupy.cuda.nccl").available:

@@ -15,6 +15,7 @@ from tests.processes.stage import World, do, start, unjoined
 
 pytestmark = pytest.mark.gpu
 
+IN_PROCESSES = True
 SIZE, VICTIM = 4, 2
 SMALL, BIG = 8, 16 << 20
 """Elements: 32 B and 64 MiB of float32."""

@@ -115,12 +115,12 @@ def _check_one(
     for rank, parts in zip(ranks, launches, strict=True):
         rank.backend.launch(verb, parts, op, root, rank.stream)
     for at in range(len(sizes)):
-        wanted = _expected(verb, op, root, [one[at] for one in inputs])
+        wanted = expected(verb, op, root, [one[at] for one in inputs])
         for index, rank in enumerate(ranks):
             part = launches[index][at]
             where = f"{verb} {op} of {name}, sizes {sizes}, root {root}, in place: {in_place}, on rank {index}"
             if part.target is not None:
-                _compare(rank.get(part.target), wanted[index], op, where)
+                compare(rank.get(part.target), wanted[index], op, where)
             if part.target is not part.source:
                 assert rank.get(part.source).tobytes() == inputs[index][at].tobytes(), where
         assert [rank.backend.failure() for rank in ranks] == [None] * num
@@ -143,7 +143,8 @@ def _parts(
     return parts
 
 
-def _expected(verb: Verb, op: Op | None, root: int, inputs: Sequence[Array]) -> list[Array]:
+def expected(verb: Verb, op: Op | None, root: int, inputs: Sequence[Array]) -> list[Array]:
+    """The results of all ranks, flat."""
     num = len(inputs)
     match verb:
         case Verb.BROADCAST:
@@ -161,13 +162,17 @@ def _folded(op: Op | None, inputs: Sequence[Array]) -> Array:
     """In the widest type there is: no order of folding is prescribed."""
     kind = inputs[0].dtype.kind
     wide: Any = inputs[0].dtype if kind in "biu" else np.complex128 if kind == "c" else np.float64
-    folds: dict[Op | None, Any] = {Op.PROD: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum}
+    folds: dict[Op | None, Any] = {
+        Op.PROD: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum,
+        Op.AND: np.bitwise_and, Op.OR: np.bitwise_or, Op.XOR: np.bitwise_xor,
+    }  # fmt: skip
     with np.errstate(all="ignore"):
         total = reduce(folds.get(op, np.add), [x.astype(wide) for x in inputs])
         return total / len(inputs) if op is Op.AVG else total
 
 
-def _compare(got: Array, wanted: Array, op: Op | None, where: str) -> None:
+def compare(got: Array, wanted: Array, op: Op | None, where: str) -> None:
+    """Fail if a result is wrong, in as many digits as its dtype has."""
     if op is None:
         assert got.tobytes() == wanted.tobytes(), where
     elif got.dtype.kind in "biu":
