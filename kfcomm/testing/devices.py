@@ -123,6 +123,16 @@ class FakeDevice:
         self.check_stream(stream)
         stream.add(mark.passed)
 
+    def passed(self, mark: FakeMark) -> bool:
+        """Implement `Device.passed`: the program knows of what was done before the mark from then on."""
+        with SCHEDULER.lock:
+            if not mark.is_done:
+                return False
+            self._promises.tell(mark.known)
+        if mark.error is not None:
+            raise mark.error
+        return True
+
     def notify(self, stream: FakeStream, done: Promise) -> None:
         """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once."""
         self.check_stream(stream)

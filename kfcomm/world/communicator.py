@@ -528,8 +528,9 @@ class Communicator(Persistent):
 
     def _forget_group(self) -> None:
         """Close a sub-group at once, without a last look at its statistics, whose first costs some milliseconds."""
+        ids = self._paths.group_ids()
         self._leave()
-        ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
+        ids |= {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
         ids |= self._improvement.group_ids() if self._improvement else set()
         self._session.leave_groups(self._group.view.id, ids, f"{self._called} has closed group {self.name!r}")
 

@@ -64,6 +64,14 @@ class Device(Protocol):
     def wait(self, stream: Stream, mark: Mark) -> None:
         """Make later work on the stream begin after the mark, which may be of another stream."""
 
+    def passed(self, mark: Mark) -> bool:
+        """Whether its stream has passed a mark. Costs a few microseconds.
+
+        Raises:
+            Exception: the stream has failed before it; which kind depends on the device.
+        """
+        ...
+
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, on a thread of the device, once all work that is on the stream now is done, or has failed.
 

@@ -198,6 +198,8 @@ def _pointer_of(given: Any) -> int:
     )
 
 
+_NOT_READY: Final = 600  # cudaErrorNotReady
+
 _URGENT: Final = -100  # CUDA takes the nearest priority that it has
 
 
@@ -260,6 +262,19 @@ class CudaDevice:
         """Make later work on the stream begin after the mark."""
         with working_on(self._ordinal):
             as_stream(stream).wait_event(mark)
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether its stream has passed a mark.
+
+        Raises:
+            TransportError: the device has failed.
+        """
+        runtime = self._cupy.cuda.runtime
+        with working_on(self._ordinal):
+            status = runtime.eventQuery(mark.ptr)
+            if status not in (0, _NOT_READY):
+                raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, on the thread that watches this stream, once all work that is on it now is done.

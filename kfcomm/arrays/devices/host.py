@@ -50,6 +50,10 @@ class HostDevice(Device):
         pass
 
     @override
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    @override
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
         done(None)
 

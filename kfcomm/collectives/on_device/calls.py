@@ -105,6 +105,10 @@ class DevicePath(Protocol):
     def close(self) -> None:
         """Close the path; calls under way have failed."""
 
+    def group_ids(self) -> set[bytes]:
+        """Return the ids of further groups under which it posts, to be left with its own."""
+        return set()
+
 
 class DeviceCall:
     """One collective of device memory on this rank.
@@ -307,6 +311,11 @@ class Paths:
         """Speed up: a caller waits for calls to be over."""
         for path in self._made.values():
             path.hurry()
+
+    def group_ids(self) -> set[bytes]:
+        """Return the ids of the groups that carry calls through the host."""
+        staged = self._made.get(Route.STAGED)
+        return set() if staged is None else staged.group_ids()
 
     def close(self) -> None:
         """Close the paths; calls under way have failed. May be called again."""

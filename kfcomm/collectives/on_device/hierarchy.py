@@ -181,6 +181,7 @@ class HierarchicalPath(DevicePath):
     @override
     def hurry(self) -> None:
         self._backend.hurry()
+        self._staged.hurry()
 
     @override
     def close(self) -> None:

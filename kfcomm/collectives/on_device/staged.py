@@ -5,7 +5,8 @@ This module has the common part of the calls of one group; see ``staging`` for o
 What is posted is a collective of a group of its own (the same members), under the call's key, whose sequence number
 follows from the use of the key and the segment's index alone. So the numbers agree on all ranks, also where some have
 refused the call or mean another one, and collectives of one key are posted in the order of their numbers: a segment's
-*turn* comes when all earlier ones of its key are posted, or given up.
+*turn* comes when all earlier ones of its key are posted, or given up. First segments have a group of their own: so
+their numbers have no gaps, and calls of one segment use slots of shared memory, as calls of the host do.
 
 Freedom from deadlock: a call whose memory is ready waits only for its own segments, the earlier calls of its key, and
 the other ranks. Each call has a window of its own, the pool of blocks never makes a call wait, and within a key all
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.collectives.group import Group, GroupTurns
 from kfcomm.collectives.on_device.calls import DevicePath
+from kfcomm.collectives.on_device.marks import Marks
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
 from kfcomm.collectives.on_device.staging import Staging, StagingStreams
 from kfcomm.core.collective import GroupView
@@ -51,20 +53,20 @@ class StagedPath(DevicePath):
         window: see ``WINDOW``.
 
     Attributes:
-        view: the group under which the host's collectives are posted.
+        view: the group under which first segments are posted.
     """
 
     def __init__(
         self, group: Group, pool_of: Callable[[Device], PinnedPool], *, segment_nbytes: int = SEGMENT_NBYTES,
         window: int = WINDOW,
     ) -> None:  # fmt: skip
-        identity = hashlib.blake2b(group.view.id, digest_size=16, person=b"staged").digest()
-        self.view = GroupView(identity, group.view.members, group.view.rank)
+        self.view, self._later = _like(group.view, b"staged"), _like(group.view, b"segments")
         self.group, self.engine = group, group.engine
         self.pool_of = pool_of
         self.segment_nbytes = segment_nbytes
         self.window = window
         self.turns = GroupTurns()
+        self.marks = Marks(group.engine.reactor)
         self._gates: dict[tuple[Device, Stream], Stream] = {}
         self._ways: dict[Device, tuple[Stream, Stream]] = {}
         self._under_way: dict[DeviceCall, Staging] = {}
@@ -97,12 +99,11 @@ class StagedPath(DevicePath):
     @override
     def never_began(self, key: str, seq: int) -> None:
         # What others have sent for its segments is dropped, when its turn comes.
-        below = (seq + 1) * MAX_SEGMENTS
-        self.turns.next(key).ready(lambda: self.engine.leave_out(self.view, key, below))
+        self.turns.next(key).ready(lambda: self.leave_out(key, seq))
 
     @override
     def hurry(self) -> None:
-        pass  # it always hears at once, since blocks wait for it
+        self.marks.hurry()
 
     @override
     def close(self) -> None:
@@ -110,6 +111,20 @@ class StagedPath(DevicePath):
             staging.give_up()
         self._gates.clear()
         self._ways.clear()
+        self.marks.close()
+
+    def number(self, seq: int, index: int) -> tuple[GroupView, int]:
+        """Group and sequence number of a segment of a use of a key."""
+        return (self._later, seq * MAX_SEGMENTS + index) if index else (self.view, seq)
+
+    def leave_out(self, key: str, seq: int) -> None:
+        """Take all numbers of this use of a key, and of those before it, that were not used."""
+        self.engine.leave_out(self.view, key, seq + 1)
+        self.engine.leave_out(self._later, key, (seq + 1) * MAX_SEGMENTS)
+
+    @override
+    def group_ids(self) -> set[bytes]:
+        return {self.view.id, self._later.id}
 
     def streams(self, call: DeviceCall) -> StagingStreams:
         """Streams for the copies of a call."""
@@ -127,3 +142,9 @@ class StagedPath(DevicePath):
     def forget(self, call: DeviceCall) -> None:
         """End a call with nothing under way any more. May be called again."""
         self._under_way.pop(call, None)
+
+
+def _like(view: GroupView, person: bytes) -> GroupView:
+    """A group of its own with the same members."""
+    identity = hashlib.blake2b(view.id, digest_size=16, person=person).digest()
+    return GroupView(identity, view.members, view.rank)

@@ -21,20 +21,17 @@ nothing is put on a stream any more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays.devices import Flat, Stream
+from kfcomm.arrays.devices import Flat, Mark, Stream
 from kfcomm.collectives.group import Turn
-from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Segment, SegmentPlace, segments_of
-from kfcomm.collectives.plans import Plan
-from kfcomm.collectives.specs import SPECS
+from kfcomm.collectives.on_device.carried import Carried, CarriedPlan
+from kfcomm.collectives.on_device.segments import Piece, Segment, SegmentPlace, segments_of
 from kfcomm.common import do_nothing
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError
@@ -50,6 +47,9 @@ Heard: TypeAlias = "Callable[[BaseException | None], None]"
 Step: TypeAlias = "Callable[[_Staged], None]"
 
 _EMPTY = np.empty(0, np.uint8)
+
+SMALL_NBYTES = 256 << 10
+"""Up to here the block of a call of one segment may go back late: see ``marks``."""
 
 
 class StagingStreams(NamedTuple):
@@ -77,18 +77,18 @@ class _Staged:
 
     segment: Segment
     turn: Turn
-    plan: Plan | None = None
+    plan: CarriedPlan | None = None
     state: StagingState = StagingState.WAITING
     block: Block | None = None
     memory: Array = field(default_factory=lambda: _EMPTY)
-    handle: Handle[Any] | None = None
+    carried: Carried | None = None
 
 
 class _Known(NamedTuple):
     """Segments of all calls of one name, and plans by numbers of elements."""
 
     segments: list[Segment]
-    plans: dict[int, Plan]
+    plans: dict[int, CarriedPlan]
 
 
 class Staging:
@@ -98,7 +98,6 @@ class Staging:
         self._path = path
         self._call = call
         self._device = call.device
-        self._first_seq = call.head.seq * MAX_SEGMENTS
         self._streams = path.streams(call)
         known: _Known | None = call.memo.get("")
         if known is None:
@@ -111,6 +110,7 @@ class Staging:
         self._copying = 0  # times that the device has yet to say that copies are done
         self._is_over = False
         self._is_ready = False  # the caller's stream is known to be past ``call.ready``
+        self._asks_if_ready = False
         self._when_ready: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -128,7 +128,8 @@ class Staging:
         if is_alone:
             self._finish_alone()
         else:
-            self._notify(gate, self._ready)
+            if not self._staged[0].segment.fetched:  # else its copy tells
+                self._ask_if_ready()
             self._fill()
 
     def _finish_alone(self) -> None:
@@ -169,7 +170,7 @@ class Staging:
         count = staged.segment.count
         staged.plan = self._plans.get(count)
         if staged.plan is None:
-            staged.plan = self._plans[count] = _plan_of(self._call, count)
+            staged.plan = self._plans[count] = CarriedPlan(self._path, self._call, count)
         dtype, room = self._call.kind.dtype, staged.segment.room
         if room:
             staged.block = self._path.pool_of(self._device).take(room * dtype.itemsize)
@@ -186,6 +187,12 @@ class Staging:
             self._try(begin)
         else:
             self._when_ready.append(begin)
+            self._ask_if_ready()
+
+    def _ask_if_ready(self) -> None:
+        if not self._asks_if_ready:
+            self._asks_if_ready = True
+            self._notify(self._streams.gate, self._ready)
 
     def _ready(self, error: BaseException | None) -> None:
         """Continue after the caller's stream: the sources may be read, and the targets written."""
@@ -203,7 +210,12 @@ class Staging:
                 source = self._call.parts[piece.part].source[piece.start : piece.stop]
                 self._device.fetch(source, staged.memory[piece.place], stream)
         finally:
-            self._notify(stream, partial(self._go_on, staged, self._is_here))
+            self._notify(stream, partial(self._go_on, staged, self._is_fetched))
+
+    def _is_fetched(self, staged: _Staged) -> None:
+        if not self._is_ready:  # the copy was behind that
+            self._ready(None)
+        self._is_here(staged)
 
     def _is_here(self, staged: _Staged) -> None:
         staged.state = StagingState.HERE
@@ -213,33 +225,15 @@ class Staging:
 
     def _post(self, staged: _Staged) -> None:
         """Post the segment whose turn has come."""
-        path, call, segment = self._path, self._call, staged.segment
         staged.state = StagingState.POSTED
         self._num_posted += 1
-        handle: Handle[Any] = Handle(loop=path.engine.loop)
-        handle.when_done(path.engine.reactor, partial(self._carried_out, staged))
-        staged.handle = handle
+        staged.carried = Carried(self._path.engine.reactor, partial(self._go_on, staged, self._has_result))
         try:
-            plan, seq = staged.plan, self._first_seq + segment.index
-            if plan is None:
+            if staged.plan is None:
                 raise InternalError("a segment was posted before its plan was made")
-            if seq < path.engine.router.num_uses(path.view.id, call.key):
-                raise InternalError(f"use {call.head.seq} of {shown(call.key)} began after a later one")
-            operation = plan.operation(
-                handle,
-                None if segment.source is None else staged.memory[segment.source],
-                None if segment.result is None else staged.memory[segment.result],
-                plan.work, priority=call.priority,
-            )  # fmt: skip
-            path.engine.post(plan.post(path.view, call.key, call.plans.generation, True, seq), operation, None)
-            if not operation.is_over:
-                handle.operation = operation
+            staged.plan.post(staged.carried, self._call, staged.segment, staged.memory)
         except Exception as error:  # noqa: BLE001  more names in flight than there can be, perhaps
-            if not handle.done():
-                handle.set_exception(error)
-
-    def _carried_out(self, staged: _Staged, done: Handle[Any]) -> None:
-        self._go_on(staged, self._has_result, None if done.cancelled() else done.exception())
+            staged.carried.set_exception(error)
 
     def _has_result(self, staged: _Staged) -> None:
         if staged.segment.put:
@@ -251,15 +245,19 @@ class Staging:
 
     def _put(self, staged: _Staged) -> None:
         staged.state = StagingState.PUTTING
+        outward, mark = self._streams.outward, None
         try:
             for piece in staged.segment.put:
                 target = _target(self._call, piece)[piece.start : piece.stop]
-                self._device.put(staged.memory[piece.place], target, self._streams.outward)
+                self._device.put(staged.memory[piece.place], target, outward)
             self._to_put -= 1
             if not self._to_put:
-                self._call.enqueued(self._device.mark(self._streams.outward))
+                mark = self._device.mark(outward)
+                self._call.enqueued(mark)
         finally:
-            self._notify(self._streams.outward, partial(self._go_on, staged, self._segment_over))
+            over = partial(self._go_on, staged, self._segment_over)
+            # The caller has its result; of a small call no other waits for the block.
+            self._notify(outward, over, mark, lazily=len(self._staged) == 1 and staged.memory.nbytes <= SMALL_NBYTES)
 
     def _segment_over(self, staged: _Staged) -> None:
         self._give_back(staged)
@@ -329,29 +327,26 @@ class Staging:
         for staged in self._staged:
             if staged.state is StagingState.HERE:
                 self._give_back(staged)
-            elif staged.state is StagingState.POSTED and staged.handle is not None:
-                staged.handle.cancel()
+            elif staged.state is StagingState.POSTED and staged.carried is not None:
+                staged.carried.cancel()
         for index, staged in enumerate(unposted):  # the turn of the first takes the numbers of all
             staged.turn.ready(do_nothing if index else partial(self._leave_out, staged.segment.index))
         self._forget_if_at_rest()
 
     def _leave_out(self, index: int) -> None:
         """Abandon the segments from the first unposted one on, since its turn has come."""
-        path, key = self._path, self._call.key
-        message = f"{path.view.called(path.view.rank)} gave up its call of {shown(key)}"
-        path.engine.refuse(path.view, key, message, seq=self._first_seq + index)
-        path.engine.leave_out(path.view, key, self._first_seq + MAX_SEGMENTS)
+        path, key, seq = self._path, self._call.key, self._call.head.seq
+        view, number = path.number(seq, index)
+        message = f"{view.called(view.rank)} gave up its call of {shown(key)}"
+        path.engine.refuse(view, key, message, seq=number)
+        path.leave_out(key, seq)
 
     # ---------------------------------------------------------------- the device
 
-    def _notify(self, stream: Stream, then: Heard) -> None:
-        """Call ``then`` on the loop when the present work of the stream is done, or has failed."""
-        reactor = self._path.engine.reactor
+    def _notify(self, stream: Stream, then: Heard, mark: Mark = None, *, lazily: bool = False) -> None:
+        """Call ``then`` on the loop when the present work of the stream, or a mark, is done, or has failed."""
         self._copying += 1
-        try:
-            self._device.notify(stream, partial(tell, reactor, self._heard, then))
-        except Exception as error:  # noqa: BLE001  of the device's library: what cannot say so copies no more
-            reactor.call_soon(self._heard, then, error)
+        self._path.marks.watch(self._device, stream, partial(self._heard, then), mark=mark, lazily=lazily)
 
     def _heard(self, then: Heard, error: BaseException | None) -> None:
         self._copying -= 1
@@ -367,17 +362,6 @@ def _segments(call: DeviceCall, path: StagedPath) -> list[Segment]:
     ]
     place = SegmentPlace(path.view.rank, path.view.size, kind.root)
     return segments_of(kind.verb, place, kind.shape, counts, path.segment_nbytes // itemsize)
-
-
-def _plan_of(call: DeviceCall, count: int) -> Plan:
-    """Return the plan of a segment of ``count`` elements, on the graphs for its size, as any collective of the host.
-
-    Its signature is that of the whole call, so that ranks that differ in the call notice, even if segments are alike.
-    """
-    kind = call.kind._replace(shape=(count,)) if SPECS[call.kind.verb].is_elementwise else call.kind
-    plan, whole = call.plans.of(kind, call.key), call.signature
-    signature = plan.signature._replace(shape=whole.shape, counts=whole.counts, memory=whole.memory)
-    return replace(plan, signature=signature)
 
 
 def _target(call: DeviceCall, piece: Piece) -> Flat:

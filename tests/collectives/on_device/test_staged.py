@@ -380,3 +380,19 @@ async def test_a_stream_fails(verb: str, size: int) -> None:
         outcomes = await world.ends(lambda comm: getattr(comm, verb)(arrays[comm.rank], name="k"))
         assert "a kernel failed" in str(outcomes[0])
         await until(lambda: all(is_at_rest(world, comm) for comm in world.comms))
+
+
+@pytest.mark.asyncio
+async def test_a_closed_group_leaves_the_groups_of_its_segments() -> None:
+    async with staged_world(2) as world:
+        groups = await asyncio.gather(*(comm.group([0, 1], "pair") for comm in world.comms))
+        for use in range(2):
+            calls = (world.get(comm, comm.all_reduce(world.array(comm, np.ones(LONG)), "k")) for comm in groups)
+            assert all((one == 2).all() for one in await asyncio.gather(*calls)), use
+        names = [(comm._session.engine.router.names, path_of(comm).group_ids()) for comm in groups]
+        await asyncio.gather(*(comm.close() for comm in groups))
+        for known, ids in names:
+            keys = [known.of_group(group_id) for group_id in ids]
+            assert len(keys) == 2
+            assert all(of_one and all(key.has_ended for key in of_one) for of_one in keys)
+        await works(world)

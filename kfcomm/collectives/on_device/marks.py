@@ -1,0 +1,189 @@
+"""Marks on streams for which this rank waits: polled as shared memory is, and left to the device before a rest.
+
+A notice of the device (``Device.notify``) costs two threads a turn, of which the device's is woken by an interrupt. So
+marks are polled for as long as the driver of the reactor polls anyway (see ``transports.reactor``), and only before it
+rests is the device asked for one notice for each stream. A *lazy* mark is one that no call waits for: it is looked at
+whenever others are, and after a moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kfcomm.collectives.on_device import tell
+from kfcomm.transports.reactor import Poller
+from kfcomm.types import override
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices import Device, Mark, Stream
+    from kfcomm.transports.reactor import Reactor, Timer
+
+LAZY_S = 1e-3
+"""From a lazy mark until it is looked at, if no other is before that."""
+
+
+@dataclass(slots=True, eq=False)
+class _Awaited:
+    """A mark, and what to call once it is passed."""
+
+    mark: Mark
+    then: Callable[[BaseException | None], None]
+    number: int
+    is_lazy: bool
+
+
+class _Queue:
+    """The awaited marks of one stream, which passes them in order."""
+
+    __slots__ = ("awaited", "device", "promised", "stream")
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self.device = device
+        self.stream = stream
+        self.awaited: deque[_Awaited] = deque()
+        self.promised = -1  # number of the last mark that the device will tell of
+
+
+class Marks(Poller):
+    """The awaited marks of this rank on the streams of one path. Everything runs on the engine's loop."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._queues: dict[int, _Queue] = {}
+        self._count = 0
+        self._num_urgent = 0
+        self._is_parked = self._is_closing = False
+        self._timer: Timer | None = None
+
+    def watch(
+        self, device: Device, stream: Stream, then: Callable[[BaseException | None], None], *, mark: Mark = None,
+        lazily: bool = False,
+    ) -> None:  # fmt: skip
+        """Call ``then``, later, when a stream has passed a mark on it, or has failed.
+
+        ``mark``: behind all marks of the stream that are awaited already; by default the present end of the stream.
+        """
+        if mark is None:
+            try:
+                mark = device.mark(stream)
+            except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
+                self._reactor.call_soon(then, error)
+                return
+        if self not in self._reactor.pollers:
+            self._reactor.pollers.append(self)
+        queue = self._queues.get(id(stream))
+        if queue is None:
+            queue = self._queues[id(stream)] = _Queue(device, stream)
+        queue.awaited.append(_Awaited(mark, then, self._count, lazily))
+        self._count += 1
+        if not lazily:
+            self._num_urgent += 1
+            self._is_parked = False
+            self._reactor.wake()
+        elif self._timer is None:
+            self._timer = self._reactor.call_later(LAZY_S, self._lazy_due)
+
+    def hurry(self) -> None:
+        """Let a caller wait for all marks."""
+        for queue in self._queues.values():
+            for awaited in queue.awaited:
+                self._num_urgent += awaited.is_lazy
+                awaited.is_lazy = False
+        if self._num_urgent:
+            self._is_parked = False
+            self._reactor.wake()
+
+    def close(self) -> None:
+        """Stop polling when all marks are passed; no others follow."""
+        self._is_closing = True
+        self.hurry()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._is_closing and not self._queues and self in self._reactor.pollers:
+            self._reactor.pollers.remove(self)
+
+    # ---------------------------------------------------------------- as a poller
+
+    @property
+    @override
+    def is_awake(self) -> bool:  # type: ignore[override]
+        return self._num_urgent > 0 and not self._is_parked
+
+    @property
+    @override
+    def is_needed(self) -> bool:
+        return self._num_urgent > 0
+
+    @override
+    def progress(self) -> bool:
+        if not self._queues:
+            return False
+        moved = False
+        for queue in tuple(self._queues.values()):
+            moved = self._look(queue) or moved
+        return moved
+
+    @override
+    def park(self) -> bool:
+        self._is_parked = True
+        if self._num_urgent:
+            self._promise()
+        return True
+
+    @override
+    def unpark(self) -> None:
+        self._is_parked = False
+
+    # ---------------------------------------------------------------- inside
+
+    def _look(self, queue: _Queue) -> bool:
+        """Poll a stream for its next marks; return whether it has passed one."""
+        moved = False
+        while queue.awaited:
+            error: BaseException | None = None
+            try:
+                if not queue.device.passed(queue.awaited[0].mark):
+                    break
+            except Exception as raised:  # noqa: BLE001  of the device's library: it belongs to the call
+                error = raised
+            self._next(queue, error)
+            moved = True
+        return moved
+
+    def _next(self, queue: _Queue, error: BaseException | None) -> None:
+        """Call back for the first mark of a stream."""
+        awaited = queue.awaited.popleft()
+        if not queue.awaited:
+            self._queues.pop(id(queue.stream), None)
+        self._num_urgent -= not awaited.is_lazy
+        if self._is_closing:
+            self._reactor.call_soon(self._leave)
+        awaited.then(error)
+
+    def _promise(self) -> None:
+        """Ask the device for a notice behind all marks of each stream."""
+        for queue in tuple(self._queues.values()):
+            last = queue.awaited[-1].number
+            if last <= queue.promised:
+                continue
+            queue.promised = last
+            try:
+                queue.device.notify(queue.stream, partial(tell, self._reactor, self._told, queue, last))
+            except Exception as error:  # noqa: BLE001  as of ``mark``
+                self._reactor.call_soon(self._told, queue, last, error)
+
+    def _told(self, queue: _Queue, last: int, error: BaseException | None) -> None:
+        """Handle a notice: the stream has passed these marks, or has failed at one of them."""
+        self._look(queue)
+        while error is not None and queue.awaited and queue.awaited[0].number <= last:
+            self._next(queue, error)
+
+    def _lazy_due(self) -> None:
+        self._timer = None
+        self.progress()
+        self._promise()
