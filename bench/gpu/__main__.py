@@ -3,98 +3,73 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import ROOT
 from bench.gpu import machine as gpu
-from bench.gpu.figures import Row, Wanted, slower_of, table
+from bench.gpu.figures import TORCH, Row, Wanted, table
 from bench.records import Record, say
-from kfcomm.bench.harness import run_on_loop
+from kfcomm.bench.harness import JobFailed
 from kfcomm.bench.memory import num_devices
 from kfcomm.errors import ConfigError, KfcommError
 
-SHARED_NBYTES = 64 << 20
-SHARES = {"shared memory": 0.60, "TCP": 0.80}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How long to measure.
-
-    Attributes:
-        one_pairs: of the large all_reduce in a world of one.
-        many_pairs: of the gradients in a world of one.
-        rounds: of each world of processes.
-    """
-
-    one_pairs: int = 500
-    many_pairs: int = 200
-    rounds: int = 40
-
-
-QUICK = Plan(one_pairs=20, many_pairs=5, rounds=3)
+QUICK = 0.02
+"""Scale of a run that only shows that everything works."""
+IN_SLOTS = {
+    2: {"1 KiB": Wanted(at_most_s=0.4e-3), "1 MiB": Wanted(at_most_s=0.4e-3), "64 MiB": Wanted(at_most_s=0.8e-3)},
+    4: {"1 KiB": Wanted(at_most_s=0.9e-3), "1 MiB": Wanted(at_most_s=0.9e-3), "64 MiB": Wanted(at_most_s=1.8e-3)},
+}
+"""By ranks that share the GPU, and size: what is wanted of the way that kfcomm chooses."""
+STAGED = {"1 KiB": Wanted(ratio=1.0), "64 KiB": Wanted(ratio=1.0)}
+"""By size: what is wanted through memory of the host."""
 
 
 class Run:
-    """Measures row after row, and remembers what failed."""
+    """Measures row after row, and remembers what failed. ``scale``: of the number of rounds."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, scale: float) -> None:
         self.rows: list[Row] = []
         self.failures: list[str] = []
-        self._plan = plan
+        self._scale = scale
 
     def all(self) -> None:
         """Every row."""
         self._noting("in a world of one", self._alone)
-        self._noting(
-            "four processes on one GPU",
-            lambda: [self._shared("four processes on one GPU, all_reduce of 64 MiB", 4, "auto", "shared memory")],
-        )
-        self._noting(
-            "two processes over TCP",
-            lambda: [self._shared("two processes on one GPU, all_reduce of 64 MiB over TCP", 2, "tcp", "TCP")],
-        )
+        for num_ranks in IN_SLOTS:
+            for transport in ("auto", "shm"):
+                self._noting(
+                    f"{num_ranks} ranks on one GPU, transport {transport}",
+                    lambda num_ranks=num_ranks, transport=transport: self._shared(num_ranks, transport),  # type: ignore[misc]
+                )
 
     def _noting(self, what: str, measured: Callable[[], list[Row]]) -> None:
         from bench.gpu.alone import WrongResultError
-        from bench.gpu.shared import SharedError
 
         say(f"{what} ...")
         try:
             self.rows += measured()
-        except (KfcommError, SharedError, WrongResultError) as error:
+        except (KfcommError, JobFailed, WrongResultError) as error:
             self.failures.append(f"{what}: {error}")
             say(f"left out: {error}")
 
     def _alone(self) -> list[Row]:
         from bench.gpu.alone import rows
 
-        found: list[Row] = run_on_loop(rows(one_pairs=self._plan.one_pairs, many_pairs=self._plan.many_pairs))
-        return found
+        return rows(self._scale)
 
-    def _shared(self, title: str, num_ranks: int, transport: str, links: str) -> Row:
+    def _shared(self, num_ranks: int, transport: str) -> list[Row]:
         from bench.gpu.shared import measure
 
-        found = measure(num_ranks, transport, SHARED_NBYTES, self._plan.rounds)
-        times_s, alone = found["times_s"], ("copies", "host")
-        parts = {
-            "copies from the device": "fetch",
-            "copies to the device": "put",
-            "both at once": "copies",
-            f"all_reduce on the host, {links}": "host",
-        }
-        return Row(
-            title,
-            f"the slower of pinned copies and {links}, each alone",
-            Wanted(ratio=1 / SHARES[links]),
-            slower_of(times_s, "device", alone),
-            {name: statistics.median(times_s[work]) for name, work in parts.items()},
-            {"ranks": num_ranks, "transport": transport, "nbytes": SHARED_NBYTES, "route": found["route"]},
-        )
+        found = measure(num_ranks, transport, self._scale)
+        route = found["route"].partition(":")[0]
+        wanted = STAGED if transport == "shm" else IN_SLOTS[num_ranks]
+        about = {"ranks": num_ranks, "transport": transport, "route": found["route"]}
+        return [
+            Row(f"{num_ranks} ranks on one GPU, {size}, {route}", times_s, TORCH, wanted.get(size, Wanted()), about)
+            for size, times_s in found["times_s"].items()
+        ]
 
 
 def main() -> int:
@@ -106,7 +81,7 @@ def main() -> int:
         say(f"bench.gpu: {error}")
         return 2
     record = Record("gpu", options.output or (ROOT / "build/gpu/quick.json" if options.quick else None))
-    run = Run(QUICK if options.quick else Plan())
+    run = Run(QUICK if options.quick else 1.0)
     run.all()
     print(table(run.rows))
     record.write(
@@ -117,12 +92,14 @@ def main() -> int:
             "failures": run.failures,
         }
     )
-    return 0 if not run.failures and all(row.is_reached for row in run.rows) else 1
+    return 0 if not run.failures and all(row.is_reached is not False for row in run.rows) else 1
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog="python -m bench.gpu", description="Device memory with kfcomm, and floors.")
+    made = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description="Device memory with kfcomm, beside NCCL and torch."
+    )
     made.add_argument("--quick", action="store_true", help="few rounds: to see that everything runs")
     made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/gpu-DATE.json)")
     return made

@@ -1,8 +1,11 @@
-"""The GPU of this process through CuPy: arrays, NCCL without kfcomm, and time on its streams."""
+"""The GPU of this process, without kfcomm: arrays of CuPy, NCCL called directly, and torch.distributed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import cupy
@@ -18,42 +21,64 @@ def filled(count: int, value: float) -> Any:
     return made
 
 
+def timed(call: Callable[[], object], stream: Any) -> float:
+    """Seconds of a call, and of what it puts on a stream."""
+    stream.synchronize()
+    begun_s = time.perf_counter()
+    call()
+    stream.synchronize()
+    return time.perf_counter() - begun_s
+
+
 class Direct:
     """NCCL, called as a program without kfcomm would: a group of this device alone."""
 
     def __init__(self) -> None:
         self._comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
 
-    def all_reduce(self, x: Any, out: Any, stream: Any) -> None:
-        """Put a sum of float32 on the stream."""
-        self._comm.allReduce(x.data.ptr, out.data.ptr, x.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
+    def all_reduce(self, xs: Sequence[Any], outs: Sequence[Any], stream: Any) -> None:
+        """Put sums of float32 on the stream, one after the other."""
+        for x, out in zip(xs, outs, strict=True):
+            self._comm.allReduce(x.data.ptr, out.data.ptr, x.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
 
     def close(self) -> None:
         """Give it back."""
         self._comm.destroy()
 
 
-class Clock:
-    """Seconds on a stream, from the moment before something is called to where its results are ready there."""
+class Torch:
+    """torch.distributed in this process.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._first, self._last = cupy.cuda.Event(), cupy.cuda.Event()
+    Args:
+        backend: ``nccl`` or ``gloo``.
+        meeting: a file that is not there, where its ranks meet.
+        rank, size: in its world.
+    """
 
-    def start(self) -> None:
-        """The stream is idle, and time begins."""
-        self._stream.synchronize()
-        self._first.record(self._stream)
+    def __init__(self, backend: str, meeting: str, rank: int = 0, size: int = 1) -> None:
+        self._torch = import_module("torch")
+        self._distributed = import_module("torch.distributed")
+        self._distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
 
-    def elapsed_s(self) -> float:
-        """Waits for what is on the stream by now. Only for a world of one, where no other rank needs this thread."""
-        self._last.record(self._stream)
-        self._last.synchronize()
-        return float(cupy.cuda.get_elapsed_time(self._first, self._last)) / 1e3
+    @staticmethod
+    def is_here() -> bool:
+        """Whether torch is installed, and can use the GPU."""
+        return find_spec("torch") is not None and bool(import_module("torch").cuda.is_available())
 
+    def tensors(self, counts: Sequence[int]) -> list[Any]:
+        """Tensors of zeros, whose sums are zeros."""
+        return [self._torch.zeros(count, device="cuda") for count in counts]
 
-def timed(clock: Clock, call: Callable[[], None]) -> float:
-    """Seconds of a call and of what it puts on the stream."""
-    clock.start()
-    call()
-    return clock.elapsed_s()
+    def all_reduce(self, tensors: Sequence[Any]) -> float:
+        """Seconds of sums in place, one call each, until the device is done."""
+        synchronize = self._torch.cuda.synchronize
+        synchronize()
+        begun_s = time.perf_counter()
+        for tensor in tensors:
+            self._distributed.all_reduce(tensor)
+        synchronize()
+        return time.perf_counter() - begun_s
+
+    def close(self) -> None:
+        """Leave its world."""
+        self._distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Rows of the table: times beside their floors, wanted ratios, as text and record.
+"""Rows of the table: times of kfcomm beside others', what is wanted of them, as text and record.
 
 Pure: nothing is measured here.
 """
@@ -8,27 +8,33 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-Pairs: TypeAlias = tuple[tuple[float, float], ...]
-"""Seconds of what was done and of its floor, measured one after the other."""
+KFCOMM, RAW, TORCH = "kfcomm", "NCCL directly", "torch"
+"""Names of what is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Wanted ratio of a row.
+    """Wanted time of a row: one of these is enough; 0 if that does not count.
 
     Attributes:
-        ratio: at most so many times as long as the floor, in the median of the pairs.
-        extra_s: or at most so many seconds longer, in the median of the pairs; 0 if that does not count.
+        ratio: at most so many times as long as what it is compared with, in the median of the rounds.
+        extra_s: at most so many seconds longer, in the median of the rounds.
+        at_most_s: at most so many seconds, in the median.
     """
 
-    ratio: float
+    ratio: float = 0.0
     extra_s: float = 0.0
+    at_most_s: float = 0.0
 
     def __str__(self) -> str:
-        extra = f", or {self.extra_s * 1e6:.0f} µs more" if self.extra_s else ""
-        return f"at most {self.ratio:.2f}{extra}"
+        parts = [
+            f"{self.ratio:.2f} of it" if self.ratio else "",
+            f"{_us(self.extra_s)} more" if self.extra_s else "",
+            _us(self.at_most_s) if self.at_most_s else "",
+        ]
+        return " or ".join(f"at most {part}" for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,86 +43,74 @@ class Row:
 
     Attributes:
         title: what was done.
-        floor: what it is compared with.
-        wanted: of it.
-        pairs: of it and its floor.
-        parts: medians in seconds of what the floor was made of, if of several.
+        times_s: seconds of kfcomm and of others, by round; the rounds of all were measured in turns.
+        against: which of the others it is compared with; empty if with none.
+        wanted: of kfcomm.
         about: how it was done.
     """
 
     title: str
-    floor: str
-    wanted: Wanted
-    pairs: Pairs
-    parts: Mapping[str, float] = field(default_factory=dict)
+    times_s: Mapping[str, Sequence[float]]
+    against: str = ""
+    wanted: Wanted = Wanted()
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def median_s(self) -> float:
-        """Of what was done."""
-        return statistics.median(taken_s for taken_s, _ in self.pairs)
+    def median_s(self, name: str = KFCOMM) -> float:
+        """Of one of them."""
+        return statistics.median(self.times_s[name])
 
     @property
-    def floor_s(self) -> float:
-        """The median of the floor."""
-        return statistics.median(floor_s for _, floor_s in self.pairs)
+    def ratio(self) -> float | None:
+        """How many times as long as the other: the median of the rounds; None without another."""
+        pairs = self._pairs()
+        return statistics.median(mine / other for mine, other in pairs) if pairs else None
 
     @property
-    def ratio(self) -> float:
-        """How many times as long as the floor: the median of the pairs."""
-        return statistics.median(taken_s / floor_s for taken_s, floor_s in self.pairs)
+    def extra_s(self) -> float | None:
+        """How much longer than the other: the median of the rounds; None without another."""
+        pairs = self._pairs()
+        return statistics.median(mine - other for mine, other in pairs) if pairs else None
 
     @property
-    def extra_s(self) -> float:
-        """How much longer than the floor: the median of the pairs."""
-        return statistics.median(taken_s - floor_s for taken_s, floor_s in self.pairs)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether it is as wanted."""
-        return self.ratio <= self.wanted.ratio or (self.wanted.extra_s > 0 and self.extra_s <= self.wanted.extra_s)
+    def is_reached(self) -> bool | None:
+        """Whether it is as wanted; None if nothing is wanted, or what it is compared with was not there."""
+        wanted, ratio, extra_s = self.wanted, self.ratio, self.extra_s
+        judged = [self.median_s() <= wanted.at_most_s] if wanted.at_most_s else []
+        if ratio is not None and wanted.ratio:
+            judged.append(ratio <= wanted.ratio)
+        if extra_s is not None and wanted.extra_s:
+            judged.append(extra_s <= wanted.extra_s)
+        return any(judged) if judged else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything."""
         return {
             "title": self.title,
-            "floor": self.floor,
-            "median_s": self.median_s,
-            "floor_median_s": self.floor_s,
-            "ratio": round(self.ratio, 4),
-            "share_of_floor": round(1 / self.ratio, 4),
+            "medians_s": {name: self.median_s(name) for name in self.times_s},
+            "against": self.against,
+            "ratio": self.ratio,
             "extra_s": self.extra_s,
-            "wanted": {"ratio": round(self.wanted.ratio, 4), "extra_s": self.wanted.extra_s},
+            "wanted": str(self.wanted),
             "reached": self.is_reached,
-            **({"floor_parts_s": dict(self.parts)} if self.parts else {}),
             **self.about,
-            "pairs_s": self.pairs,
+            "times_s": {name: [round(one, 8) for one in times] for name, times in self.times_s.items()},
         }
+
+    def _pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.times_s[KFCOMM], self.times_s.get(self.against, ()), strict=False))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each row, with its floor below it."""
-    width = max((len(text) for row in rows for text in (row.title, f"  {row.floor}")), default=0)
+    """A line for each row."""
+    width = max((len(row.title) for row in rows), default=0)
     lines = []
     for row in rows:
-        verdict = "reached" if row.is_reached else "NOT reached"
-        lines.append(f"{row.title:{width}}  {_ms(row.median_s)}  {row.ratio:6.3f}  {row.wanted}: {verdict}")
-        lines.append(f"{'  ' + row.floor:{width}}  {_ms(row.floor_s)}")
-        lines += [f"{'    ' + name:{width}}  {_ms(taken_s)}" for name, taken_s in row.parts.items()]
+        others = "; ".join(f"{name} {_us(row.median_s(name))}" for name in row.times_s if name != KFCOMM)
+        verdict = {True: "reached", False: "NOT reached", None: "not judged"}[row.is_reached]
+        wanted = f" {row.wanted} ({row.against}):" if row.against and str(row.wanted) else f" {row.wanted}:"
+        lines.append(f"{row.title:{width}}  {_us(row.median_s()):>11}  [{others}] {wanted.strip()} {verdict}")
     return "\n".join(lines)
 
 
-def slower_of(times_s: Mapping[str, Sequence[float]], taken: str, alone: Sequence[str]) -> Pairs:
-    """Pairs of what was done and of the slower of what it is made of, round by round.
-
-    Args:
-        times_s: by name, of as many rounds each.
-        taken: the name of what was done.
-        alone: the names of what it is made of, each done alone.
-    """
-    floors = [max(round_s) for round_s in zip(*(times_s[name] for name in alone), strict=True)]
-    return tuple(zip(times_s[taken], floors, strict=True))
-
-
-def _ms(taken_s: float) -> str:
-    return f"{taken_s * 1e3:9.3f} ms"
+def _us(taken_s: float) -> str:
+    return f"{taken_s * 1e6:.1f} µs" if taken_s < 1e-3 else f"{taken_s * 1e3:.2f} ms"

@@ -5,49 +5,59 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bench.gpu.__main__ as command
-from bench.gpu.figures import Pairs, Row, Wanted, slower_of, table
+from bench.gpu.figures import KFCOMM, TORCH, Row, Wanted, table
 from bench.gpu.machine import driver
 from kfcomm.bench import memory
 
 
-def row(pairs: Pairs, wanted: Wanted) -> Row:
-    return Row("title", "floor", wanted, pairs, {"part": 0.5}, {"nbytes": 8})
+def row(mine: list[float], other: list[float], wanted: Wanted, **options: Any) -> Row:
+    return Row("title", {KFCOMM: mine, TORCH: other}, TORCH, wanted, **options)
 
 
-def test_ratio_and_extra_are_medians_of_the_pairs() -> None:
-    one = row(((1.0, 1.0), (3.0, 2.0), (9.0, 3.0)), Wanted(1.05))
-    assert (one.median_s, one.floor_s, one.ratio, one.extra_s) == (3.0, 2.0, 1.5, 1.0)
+def test_ratio_and_extra_are_medians_of_the_rounds() -> None:
+    one = row([1.0, 3.0, 9.0], [1.0, 2.0, 3.0], Wanted())
+    assert (one.median_s(), one.median_s(TORCH), one.ratio, one.extra_s) == (3.0, 2.0, 1.5, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "wanted", "reached"),
+    ("mine_s", "other_s", "wanted", "reached"),
     [
-        (((1.04, 1.0),), Wanted(1.05, 20e-6), True),
-        (((1.06, 1.0),), Wanted(1.05, 20e-6), False),
-        (((55e-6, 40e-6),), Wanted(1.05, 20e-6), True),
-        (((65e-6, 40e-6),), Wanted(1.05, 20e-6), False),
-        (((1.2, 1.0),), Wanted(1 / 0.8), True),
-        (((1.3, 1.0),), Wanted(1 / 0.8), False),
+        (1.04, 1.0, Wanted(ratio=1.05, extra_s=20e-6), True),
+        (1.06, 1.0, Wanted(ratio=1.05, extra_s=20e-6), False),
+        (55e-6, 40e-6, Wanted(extra_s=20e-6), True),
+        (65e-6, 40e-6, Wanted(extra_s=20e-6), False),
+        (3e-4, 1e-4, Wanted(at_most_s=4e-4), True),
+        (5e-4, 1e-4, Wanted(at_most_s=4e-4), False),
+        (5e-4, 1e-4, Wanted(), None),
     ],
 )
-def test_a_row_is_reached_by_its_ratio_or_by_what_is_added(pairs: Pairs, wanted: Wanted, reached: bool) -> None:
-    assert row(pairs, wanted).is_reached is reached
-    assert ("NOT reached" in table([row(pairs, wanted)])) is not reached
+def test_a_row_is_reached_in_any_of_the_wanted_ways(
+    mine_s: float, other_s: float, wanted: Wanted, reached: bool | None
+) -> None:
+    one = row([mine_s], [other_s], wanted)
+    assert one.is_reached is reached
+    text = table([one])
+    assert ("NOT reached" in text, "not judged" in text) == (reached is False, reached is None)
+
+
+def test_without_torch_a_row_is_judged_by_its_time_alone() -> None:
+    for wanted, reached in ((Wanted(ratio=1.0), None), (Wanted(ratio=1.0, at_most_s=2.0), True)):
+        one = Row("title", {KFCOMM: [1.0]}, TORCH, wanted)
+        assert (one.ratio, one.extra_s, one.is_reached) == (None, None, reached)
+        assert "title" in table([one])
 
 
 def test_the_record_has_everything() -> None:
-    found = json.loads(json.dumps(row(((1.2, 1.0),), Wanted(1 / 0.8)).as_json()))
-    assert (found["ratio"], found["share_of_floor"], found["reached"]) == (1.2, 0.8333, True)
-    assert (found["floor_parts_s"], found["nbytes"], found["pairs_s"]) == ({"part": 0.5}, 8, [[1.2, 1.0]])
-
-
-def test_the_floor_of_each_round_is_the_slower_part() -> None:
-    times_s = {"device": [4.0, 5.0], "copies": [1.0, 3.0], "host": [2.0, 2.0]}
-    assert slower_of(times_s, "device", ("copies", "host")) == ((4.0, 2.0), (5.0, 3.0))
+    one = row([1.2], [1.0], Wanted(ratio=1.25), about={"ranks": 2})
+    found = json.loads(json.dumps(one.as_json()))
+    assert (found["ratio"], found["reached"], found["ranks"]) == (1.2, True, 2)
+    assert (found["medians_s"], found["times_s"]) == ({KFCOMM: 1.2, TORCH: 1.0}, {KFCOMM: [1.2], TORCH: [1.0]})
+    assert found["wanted"] == "at most 1.25 of it"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_the_figures_in_short(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     found: dict[str, Any] = json.loads(data.read_text())
     assert not found["failures"]
-    assert len(found["rows"]) == 4
+    titles = [row["title"] for row in found["rows"]]
+    assert len(titles) == 8 + 2 * 2 * 4
+    assert any("a persistent batch" in title for title in titles)
     assert found["gpu"]["model"]
     assert found["gpu"]["nccl"]
