@@ -155,6 +155,20 @@ def _total(size: int, added: int) -> float:
     return size * added + size * (size + 1) / 2
 
 
+async def all_reduce(me: Actor, *, name: str, elements: int, timeout: float | None = None) -> None:
+    """One all_reduce, until the device has made it; it was found right."""
+    size, rank = me.comm.size, me.comm.rank
+    y = await me.comm.all_reduce(on_device(np.full(elements, rank + 1, np.float32)), name, timeout=timeout)
+    await me.comm.synchronize()
+    assert (y.get() == _total(size, 0)).all()
+
+
+async def unlike(me: Actor, *, name: str) -> None:
+    """One all_reduce whose shape is another on each rank, until the device has made it."""
+    await me.comm.all_reduce(on_device(np.ones((3 + me.comm.rank, 2), np.float32)), name)
+    await me.comm.synchronize()
+
+
 async def in_groups(me: Actor, *, groups: Mapping[str, list[int]], elements: int) -> list[str]:
     """All_reduces of this rank's groups, all at once; the names of those that were wrong."""
     mine = [name for name, ranks in groups.items() if me.comm.rank in ranks]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kfcomm.arrays.devices.cuda import SHARING_VARIABLE
-from kfcomm.errors import CollectiveMismatch, KfcommError
-from tests.gpu import nccl_roles, roles
+from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, KfcommError
+from tests.gpu import nccl_roles
 from tests.processes import roles as plain
 from tests.processes.stage import World, do, launched, start
 
@@ -52,15 +52,17 @@ def test_collectives(size: int) -> None:
         assert world.do(nccl_roles.kinds, elements=33) == [[]] * size
         assert world.do(nccl_roles.steps, names=24, number=12 // size) == [24 * 12 // size] * size
 
-        calls = [actor.do(roles.shaped, name="x", rows=3 + (rank == 1)) for rank, actor in enumerate(world)]
-        for call in calls:
-            assert "rank 1 has" in call.failure(CollectiveMismatch).message
-        world.do(roles.all_reduce, name="x", elements=MESSAGE)
+        for call in world.start(nccl_roles.unlike, name="x"):
+            assert " has " in call.failure(CollectiveMismatch).message
+        world.do(nccl_roles.all_reduce, name="x", elements=MESSAGE)
 
-        for call in start(world[1:], roles.all_reduce, name="y", elements=MESSAGE, timeout=1):
-            assert call.failure(KfcommError).fields["missing"] == [0]
-        world[0].do(roles.all_reduce, name="y", elements=MESSAGE).failure(KfcommError)
-        world.do(roles.all_reduce, name="y", elements=MESSAGE)
+        # without the rank that leads the order nothing is launched, without another one all the others launch
+        for absent in (0, size - 1):
+            others = [actor for rank, actor in enumerate(world) if rank != absent]
+            for call in start(others, nccl_roles.all_reduce, name="y", elements=MESSAGE, timeout=1):
+                assert call.failure(CollectiveTimeout).fields["missing"] == [absent]
+            world[absent].do(nccl_roles.all_reduce, name="y", elements=MESSAGE).failure(KfcommError)
+            world.do(nccl_roles.all_reduce, name="y", elements=MESSAGE)
 
         ranks = range(size)
         groups = {"all": list(ranks), "turned": list(ranks)[::-1], "first": [0], "others": list(ranks)[1:]}
@@ -101,8 +103,7 @@ def test_hierarchy_of_two_hosts() -> None:
         assert world.do(nccl_roles.steps, names=6, number=2) == [12] * 4
         assert world.do(nccl_roles.steps, names=1, number=2, elements=3_000_001) == [2] * 4
         assert world.do(nccl_roles.rows, length=5) == [[]] * 4
-        calls = [actor.do(roles.shaped, name="x", rows=3 + (rank == 1)) for rank, actor in enumerate(world)]
-        for call in calls:
-            assert "rank 1 has" in call.failure(CollectiveMismatch).message
-        world.do(roles.all_reduce, name="x", elements=MESSAGE)
+        for call in world.start(nccl_roles.unlike, name="x"):
+            assert " has " in call.failure(CollectiveMismatch).message
+        world.do(nccl_roles.all_reduce, name="x", elements=MESSAGE)
         world.finish()
