@@ -105,10 +105,11 @@ def table(rows: Sequence[Row]) -> str:
     width = max((len(row.title) for row in rows), default=0)
     lines = []
     for row in rows:
-        others = "; ".join(f"{name} {_us(row.median_s(name))}" for name in row.times_s if name != KFCOMM)
+        others = [f"{name} {_us(row.median_s(name))}" for name in row.times_s if name != KFCOMM]
+        told = f"{_us(row.median_s()):>11}  {'; '.join(others)}".rstrip()
         verdict = {True: "reached", False: "NOT reached", None: "not judged"}[row.is_reached]
-        wanted = f" {row.wanted} ({row.against}):" if row.against and str(row.wanted) else f" {row.wanted}:"
-        lines.append(f"{row.title:{width}}  {_us(row.median_s()):>11}  [{others}] {wanted.strip()} {verdict}")
+        wanted = f"{row.wanted} ({row.against}): " if row.against and str(row.wanted) else ""
+        lines.append(f"{row.title:{width}}  {told}  {wanted}{verdict}")
     return "\n".join(lines)
 
 
