@@ -75,7 +75,9 @@ def set_up_devices(
     choice = setup.route(range(layout.size), layout)
     if settings.rank == 0 and choice is not None:
         logger.info("device memory goes by %s", choice)
-        for caution in routes.cautions(reports, transport, is_device_named=settings.device != "auto"):
+        for caution in routes.cautions(
+            reports, transport, is_device_named=settings.device != "auto", route=choice.route
+        ):
             logger.warning("%s", caution)
     return setup
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from kfcomm.arrays.devices import Array, DeviceReport
 from kfcomm.testing.device_arrays import FakeArray, Uses
+from kfcomm.testing.device_sharing import FakeSharing
 from kfcomm.testing.streams import (
     SCHEDULER,
     Alive,
@@ -62,6 +63,7 @@ class FakeDevice:
         uuid: equal for two fakes of one device; by default another than any other's.
         backend: runs whole collectives on it, as its report says; empty for none.
         backend_version: as its report says.
+        exports: other devices of this process can map its memory, see `kfcomm.testing.device_sharing`.
 
     Attributes:
         default_stream: of every thread that has not chosen another (see ``working_on``).
@@ -71,8 +73,9 @@ class FakeDevice:
     """
 
     def __init__(
-        self, ordinal: int = 0, uuid: str | None = None, backend: str = "fake", backend_version: int = 1
-    ) -> None:
+        self, ordinal: int = 0, uuid: str | None = None, backend: str = "fake", backend_version: int = 1,
+        exports: bool = False,
+    ) -> None:  # fmt: skip
         self._ordinal = ordinal
         self._report = DeviceReport(
             kind="fake",
@@ -80,6 +83,7 @@ class FakeDevice:
             model="a fake in host memory",
             backend=backend,
             backend_version=backend_version if backend else 0,
+            exports=int(exports),
         )
         self.violations: list[str] = []
         self.copies_are_held = False
@@ -89,6 +93,7 @@ class FakeDevice:
         self._memory, self._pinned = Alive(), Alive()
         self._allocations_to_fail = 0
         self._chosen = threading.local()
+        self._sharing = FakeSharing(self)
         self.default_stream = self.stream()
 
     # ---------------------------------------------------------------- as every device
@@ -140,10 +145,14 @@ class FakeDevice:
             self._promises.num_open += 1
             stream.add(notify(done))
 
+    def sharing(self) -> FakeSharing:
+        """Implement `SharingDevice.sharing`."""
+        return self._sharing
+
     def empty(self, count: int, dtype: np.dtype[Any], stream: FakeStream) -> FakeArray:
         """Allocate flat memory for ``count`` elements; poisoned."""
         self.check_stream(stream)
-        self._take("device memory", count * np.dtype(dtype).itemsize)
+        self.take("device memory", count * np.dtype(dtype).itemsize)
         made = self._made(np.empty(count, dtype), stream)
         poison(made.memory)
         stream.add(work(partial(Uses((), (made,)).happen, stream)))
@@ -151,7 +160,7 @@ class FakeDevice:
 
     def pinned(self, nbytes: int) -> Array:
         """Allocate host memory for copies; poisoned."""
-        self._take("pinned memory", nbytes)
+        self.take("pinned memory", nbytes)
         made = np.empty(nbytes, np.uint8)
         poison(made)
         self._pinned.add(made)
@@ -290,7 +299,12 @@ class FakeDevice:
 
     # ---------------------------------------------------------------- inside
 
-    def _take(self, what: str, nbytes: int) -> None:
+    def take(self, what: str, nbytes: int) -> None:
+        """Take memory, unless a test has it refused.
+
+        Raises:
+            MemoryError: it is refused.
+        """
         with SCHEDULER.lock:
             if self._allocations_to_fail:
                 self._allocations_to_fail -= 1

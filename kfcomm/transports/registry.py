@@ -90,6 +90,7 @@ TRANSPORTS = (
         "kfcomm.transports.shm.endpoint", is_local=True, preference=2, purpose=Purpose.SHARED_MEMORY,
     ),
     Transport("nccl", "NCCL", "between GPUs"),
+    Transport("ipc", "CUDA IPC", "between GPUs of one host, or processes that share one"),
 )  # fmt: skip
 
 LINKS = (AUTO, *(transport.name for transport in TRANSPORTS if transport.has_links))

@@ -14,7 +14,7 @@ from kfcomm.transports.registry import LINKS, TRANSPORT_NAMES, TRANSPORTS, named
 
 def test_names_are_the_documented_settings():
     assert LINKS == ("auto", "tcp", "unix", "shm")
-    assert (*LINKS, "nccl") == TRANSPORT_NAMES
+    assert (*LINKS, "nccl", "ipc") == TRANSPORT_NAMES
 
 
 def test_auto_prefers_shared_memory_then_unix_sockets_then_tcp():

@@ -11,13 +11,15 @@ Implemented by `kfcomm.arrays.devices.cuda` over CuPy, and in host memory by `kf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = ["Device", "DeviceReport", "Flat", "Mark", "Stream"]
+from kfcomm.types import Op
+
+__all__ = ["Device", "DeviceReport", "Flat", "Mark", "Sharing", "SharingDevice", "Stream"]
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -38,6 +40,7 @@ class DeviceReport:
     backend_version: int = 0  # as the backend counts: 22803 is NCCL 2.28.3
     lack: str = ""  # the reason why device or backend is missing, and a remedy; empty with both
     shares: int = 0  # 1 if the backend takes several ranks on this device
+    exports: int = 0  # 1 if it is a `SharingDevice`, whose memory other processes of its host may map
 
 
 class Device(Protocol):
@@ -105,3 +108,62 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait for pending calls of ``notify``, and end the device's threads. May be called again."""
+
+
+HANDLE_NBYTES: Final = 64
+"""Length of a handle of exported memory, as CUDA has it."""
+
+
+class Sharing(Protocol):
+    """Memory of a device that the processes of one host map, and work on memory of several of them.
+
+    Work runs on the caller's own device. Nothing of it waits for another process.
+    """
+
+    def allocate(self, nbytes: int) -> tuple[bytes, Flat]:
+        """New exported memory as bytes, and its handle of `HANDLE_NBYTES`; other processes map it by that.
+
+        It lives until ``free``, even if it is not referenced any more.
+
+        Raises:
+            MemoryError: the device has too little.
+        """
+        ...
+
+    def free(self, handle: bytes) -> None:
+        """Give exported memory back, once the present work of this process is done. Does not wait for that."""
+
+    def open(self, handle: bytes, nbytes: int) -> Flat:
+        """The memory that another process has exported, as bytes; it stays mapped until ``close``.
+
+        Raises:
+            TransportError: it cannot be mapped.
+        """
+        ...
+
+    def close(self, handle: bytes) -> None:
+        """Unmap such memory, once the present work of this process is done. Does not wait for that."""
+
+    def fold(self, op: Op, sources: Sequence[Flat], target: Flat, stream: Stream) -> None:
+        """Put a fold of equally long memory on a stream, in the order of the sources, with the bits of `reduce`.
+
+        ``target`` may be one of the sources.
+
+        Raises:
+            ConfigError: its kernel cannot be compiled here.
+        """
+
+    def copy(self, pairs: Sequence[tuple[Flat, Flat]], stream: Stream) -> None:
+        """Put copies on a stream, from the first of each pair to the second; all in one piece of work if possible."""
+
+
+class SharingDevice(Device, Protocol):
+    """Device whose memory other processes of its host may map."""
+
+    def sharing(self) -> Sharing:
+        """Its exported memory, and that of others.
+
+        Raises:
+            ConfigError, TransportError: this process cannot share it; says why.
+        """
+        ...

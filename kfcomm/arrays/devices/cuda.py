@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays.devices import Array, DeviceReport, Flat, Mark, Stream
+from kfcomm.arrays.devices import Array, DeviceReport, Flat, Mark, Sharing, Stream
 from kfcomm.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices.ipc import CudaSharing
 
 Done: TypeAlias = Callable[[BaseException | None], None]
 Wait: TypeAlias = Callable[[], None]
@@ -236,6 +239,7 @@ class CudaDevice:
         self._lock = Lock()
         self._watchers: dict[int, Watcher] = {}
         self._is_closed = False
+        self._sharing: CudaSharing | None = None
         self._report = self._look()
 
     @property
@@ -291,6 +295,14 @@ class CudaDevice:
 
         self._watcher(as_stream(stream).ptr).promise(wait, done)
 
+    def sharing(self) -> Sharing:
+        """Memory for other processes of this host, by CUDA IPC."""
+        if self._sharing is None:
+            from kfcomm.arrays.devices.ipc import CudaSharing
+
+            self._sharing = CudaSharing(self._ordinal)
+        return self._sharing
+
     def empty(self, count: int, dtype: np.dtype[Any], stream: Stream) -> Flat:
         """New memory of CuPy's pool, which reuses freed memory in the order of this stream."""
         with working_on(self._ordinal, as_stream(stream)):
@@ -330,6 +342,8 @@ class CudaDevice:
             watchers = list(self._watchers.values())
         for watcher in watchers:
             watcher.close()
+        if self._sharing is not None:
+            self._sharing.end()
 
     def _copy(self, target: tuple[int, int], source: tuple[int, int], direction: str, stream: Stream) -> None:
         (to, room_nbytes), (at, nbytes) = target, source
@@ -372,6 +386,7 @@ class CudaDevice:
             backend_version=version,
             lack="" if version else f"CuPy finds no NCCL: {INSTALL}",
             shares=int(version >= SHARING_VERSION and os.environ.get(SHARING_VARIABLE) == "1"),
+            exports=int(not properties.get("integrated") and os.path.exists("/dev/nvidiactl")),  # not on Tegra, WSL
         )
 
 

@@ -97,7 +97,7 @@ class Block:
 
     __slots__ = ("_offset", "_pool", "_slab", "view")
 
-    def __init__(self, view: Array, pool: PinnedPool, slab: _Slab | None, offset: int) -> None:
+    def __init__(self, view: Array, pool: PinnedPool, slab: Slab | None, offset: int) -> None:
         self.view = view  # exactly the requested bytes; empty after ``release``
         self._pool = pool
         self._slab = slab
@@ -118,7 +118,7 @@ class PinnedPool:
     def __init__(self, device: Device, limit_nbytes: int = LIMIT_NBYTES) -> None:
         self._device = device
         self._left_nbytes = limit_nbytes
-        self._slabs: list[_Slab] = []
+        self._slabs: list[Slab] = []
         self._lock = Lock()
 
     @property
@@ -168,7 +168,7 @@ class PinnedPool:
             return False
         # Counted when it is pinned: a released block stays pinned.
         self._left_nbytes -= nbytes
-        self._slabs.append(_Slab(memory))
+        self._slabs.append(Slab(memory))
         return True
 
     def _release(self, block: Block) -> None:
@@ -179,12 +179,12 @@ class PinnedPool:
                 slab.mend(block._offset, -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
 
 
-class _Slab:
-    """One piece of pinned memory, and the holes in it: their lengths by their offsets."""
+class Slab:
+    """One piece of memory, and the holes in it: their lengths by their offsets."""
 
     __slots__ = ("holes", "memory")
 
-    def __init__(self, memory: Array) -> None:
+    def __init__(self, memory: Any) -> None:
         self.memory = memory
         self.holes = {0: memory.nbytes}
 

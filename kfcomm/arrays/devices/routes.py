@@ -91,6 +91,8 @@ def _open(ordinal: int | None, local_rank: int) -> CudaDevice:
     return CudaDevice(ordinal)
 
 
+MAX_SHARING: Final = 16
+"""Ranks that fold each other's device memory: one kernel takes the addresses of all."""
 MAX_SHOWN = 4
 """Maximal number of different values in one sentence."""
 
@@ -100,6 +102,8 @@ class Route(StrEnum):
 
     BACKEND = "backend"
     """The backend runs them whole, among all ranks."""
+    SLOTS = "device slots"
+    """Ranks of one host map each other's device memory, and fold it by kernels."""
     HIERARCHY = "hierarchy"
     """The backend works inside each host, and graphs over links join the hosts."""
     STAGED = "staged"
@@ -126,27 +130,28 @@ class Choice(NamedTuple):
 def agree(transports: Sequence[str]) -> str:
     """The transport of device memory in a world, from the setting of each rank.
 
-    ====================================  =====================================
-    settings                              agreed
-    ====================================  =====================================
-    ``auto`` on all                       ``auto``
-    ``nccl`` on some, ``auto`` on others  ``nccl``
-    a kind of links on some, no ``nccl``  that of the first rank that names one
-    ``nccl`` and a kind of links          none
-    ====================================  =====================================
+    ========================================  =====================================
+    settings                                  agreed
+    ========================================  =====================================
+    ``auto`` on all                           ``auto``
+    ``nccl`` on some, ``auto`` on others      ``nccl``
+    ``ipc`` on some, ``auto`` on others       ``ipc``
+    a kind of links on some, neither of both  that of the first rank that names one
+    ``nccl`` and ``ipc``, or links            none
+    ========================================  =====================================
 
     Args:
         transports: by rank.
 
     Raises:
-        ConfigError: some ranks ask for NCCL and others for links; names both.
+        ConfigError: some ranks ask for NCCL or IPC, and others for something else; names both.
     """
     named = [(rank, transport) for rank, transport in enumerate(transports) if transport != "auto"]
     if not named:
         return "auto"
     rank, first = named[0]
     for other, transport in named:
-        if (transport == "nccl") != (first == "nccl"):
+        if transport != first and not {transport, first}.isdisjoint({"nccl", "ipc"}):
             raise ConfigError(
                 f"transport {first!r} of rank {rank} contradicts transport {transport!r} of rank {other}: "
                 "device memory cannot go both ways; set the same transport on all ranks"
@@ -157,7 +162,6 @@ def agree(transports: Sequence[str]) -> str:
 def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, members: Sequence[int] = ()) -> Choice:
     """The route of a group. The first line that applies is taken:
 
-    ======================================================  ==========================  ======================
     the ranks                                               transport ``auto``          transport ``nccl``
     ======================================================  ==========================  ======================
     none has a device                                       staged                      ConfigError
@@ -173,9 +177,28 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     they are on several hosts, as many on each              hierarchy                   backend
     they are on several hosts, more on some                 staged                      backend
     ======================================================  ==========================  ======================
+    =======
+    ======================================================  =========  ===========  ============
+    the ranks                                               ``auto``   ``nccl``     ``ipc``
+    ======================================================  =========  ===========  ============
+    none has a device                                       staged     ConfigError  ConfigError
+    some have no device                                     mixed      ConfigError  ConfigError
+    two share a device, and all are on one host             slots      ConfigError  slots
+    two share a device, and NCCL refuses two ranks on one   staged     ConfigError  ConfigError
+    two share a device, and NCCL takes them (2.30, and a    staged     backend      ConfigError
+    variable that allows it on all ranks)
+    some have no backend                                    staged     ConfigError  as above
+    they have different backends                            staged     ConfigError  as above
+    the backend's versions differ, in whatever digit        staged     ConfigError  as above
+    all are on one host, one rank alone included            backend    backend      slots
+    they are on several hosts, one on each                  staged     backend      ConfigError
+    they are on several hosts, as many on each              hierarchy  backend      ConfigError
+    they are on several hosts, more on some                 staged     backend      ConfigError
+    ======================================================  =========  ===========  ============
 
-    Drivers may differ. With the transport of links (``tcp``, ``unix``, ``shm``) the route is staged, and mixed if some
-    ranks have no device.
+    ``mixed`` is staged, where some have no device. Slots are for devices that export their memory, and at most
+    `MAX_SHARING` ranks; else it is as on several hosts. Drivers may differ. With the transport of links (``tcp``,
+    ``unix``, ``shm``) the route is staged, and mixed if some ranks have no device.
 
     Args:
         reports: of the members, by rank in the group.
@@ -184,7 +207,7 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
         members: their ranks in the world, by which they are named; as in the group if left out.
 
     Raises:
-        ConfigError: the transport is ``nccl``, and NCCL cannot work among these ranks; says why.
+        ConfigError: the transport is ``nccl`` or ``ipc``, and that cannot work among these ranks; says why.
     """  # noqa: D415  the table completes the sentence
     ranks = tuple(zip(members or range(len(reports)), reports, strict=True))
     having = [report for report in reports if report.kind]
@@ -194,25 +217,38 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
         if obstacle is not None:
             raise ConfigError(f"transport 'nccl' cannot work: {obstacle}; use 'auto'")
         return Choice(Route.BACKEND, False, "transport 'nccl' was asked for")
+    apart = _apart(ranks, layout)
+    if transport == "ipc":
+        if apart is not None:
+            raise ConfigError(f"transport 'ipc' cannot work: {apart}; use 'auto'")
+        return Choice(Route.SLOTS, False, "transport 'ipc' was asked for")
     if transport != "auto" and having:
         return Choice(Route.STAGED, mixed, f"transport {transport!r} was asked for")
+    sharing = _sharing(ranks)
+    if sharing is not None and apart is None:
+        return Choice(Route.SLOTS, False, f"{sharing}, on one host")
     if obstacle is not None:
         return Choice(Route.STAGED, mixed, obstacle)
     return _by_hosts(layout)
 
 
-def cautions(reports: Sequence[DeviceReport], transport: str, *, is_device_named: bool) -> Iterator[str]:
+def cautions(
+    reports: Sequence[DeviceReport], transport: str, *, is_device_named: bool, route: Route | None = None
+) -> Iterator[str]:
     """Yield warnings about a set-up that works and could be improved; clauses without full stops.
 
     Args:
         reports: of all ranks of the world, by rank.
         transport: the result of `agree`.
         is_device_named: whether the device was chosen explicitly; if not, a shared one is expected.
+        route: of the world.
     """
     having = [(rank, report) for rank, report in enumerate(reports) if report.kind]
     if transport not in ("auto", "nccl") or not having:
         return
     for costly in (_unlike_backends(having), _shared(having, transport) if is_device_named else None):
+        if route is Route.SLOTS:
+            break
         if costly is not None:
             yield f"device memory goes through memory of the hosts, which is slower: {costly}"
     drivers = _by(having, lambda report: driver_version(report.driver))
@@ -235,17 +271,36 @@ def _obstacle(ranks: _Ranks, transport: str) -> str | None:
 
 
 def _shared(ranks: _Ranks, transport: str) -> str | None:
-    """The ranks that share a device, as a clause; None without any, or if their backend takes them and is asked for."""
+    """The ranks that share a device, and why their backend cannot connect them, as a clause; None if it can."""
     if not all(report.shares for _, report in ranks):
         why = "NCCL refuses two ranks on one"
     elif transport != "nccl":
         why = "NCCL takes two ranks on one with transport 'nccl' only"
     else:
         return None
+    sharing = _sharing(ranks)
+    return None if sharing is None else f"{sharing}, and {why}"
+
+
+def _sharing(ranks: _Ranks) -> str | None:
+    """The ranks that share a device, as a clause; None without any."""
     for uuid, sharing in _by(ranks, lambda report: report.uuid).items():
-        if len(sharing) > 1:
-            return f"{ranks_in_words(sharing)} share one device ({uuid}), and {why}"
+        if uuid and len(sharing) > 1:
+            return f"{ranks_in_words(sharing)} share one device ({uuid})"
     return None
+
+
+def _apart(ranks: _Ranks, layout: Layout) -> str | None:
+    """The reason why these ranks cannot map each other's device memory; None if they can, as far as is known."""
+    without = [(rank, report) for rank, report in ranks if not report.kind]
+    if without:
+        return f"some ranks have no device ({_lacks(without)})"
+    if layout.num_hosts > 1:
+        return "the ranks are on several hosts"
+    if len(ranks) > MAX_SHARING:
+        return f"{len(ranks)} ranks are more than {MAX_SHARING}"
+    closed = [rank for rank, report in ranks if not report.exports]
+    return f"{ranks_in_words(closed)} cannot export memory of the device" if closed else None
 
 
 def _unlike_backends(ranks: _Ranks) -> str | None:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
-from kfcomm.arrays.devices import Device, Mark, Stream
+from kfcomm.arrays.devices import Device, Mark, SharingDevice, Stream
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice, Route
 from kfcomm.collectives.compiled import NO_ARRAY, Compiled
@@ -290,7 +290,9 @@ class Paths:
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            self._made = {route: self._make(route) for route in {Route.STAGED, self.choice.route}}
+            self._made[Route.STAGED] = self._make(Route.STAGED)
+            if self.choice.route is not Route.STAGED:
+                self._made[self.choice.route] = self._make(self.choice.route)
 
     def plan(self, order: DeviceOrder) -> CallPlan:
         """Choose the path of an order. It depends on kind and name alone, and so is the same for the next call."""
@@ -314,8 +316,7 @@ class Paths:
 
     def group_ids(self) -> set[bytes]:
         """Return the ids of the groups that carry calls through the host."""
-        staged = self._made.get(Route.STAGED)
-        return set() if staged is None else staged.group_ids()
+        return set().union(*(path.group_ids() for path in self._made.values()))
 
     def close(self) -> None:
         """Close the paths; calls under way have failed. May be called again."""
@@ -325,7 +326,11 @@ class Paths:
 
     def _route(self, order: DeviceOrder) -> Route:
         choice, maker, kind = self.choice, self.maker, order.kind
-        if choice is None or maker is None or choice.route is Route.STAGED:
+        if choice is None or choice.route is Route.STAGED:
+            return Route.STAGED
+        if choice.route is Route.SLOTS:
+            return Route.SLOTS
+        if maker is None:
             return Route.STAGED
         if not maker.supports(kind.verb, kind.dtype, kind.op):
             return Route.STAGED
@@ -339,6 +344,10 @@ class Paths:
         from kfcomm.collectives.on_device.staged import StagedPath
 
         device, maker = self.device, self.maker
+        if route is Route.SLOTS and device is not None:
+            from kfcomm.collectives.on_device.slots import SlotsPath
+
+            return SlotsPath(self.group, cast("SharingDevice", device), self._made[Route.STAGED])
         if route is Route.STAGED or device is None or maker is None:
             return StagedPath(self.group, self.pool_of)
         if route is Route.BACKEND:

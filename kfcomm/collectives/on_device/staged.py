@@ -60,7 +60,7 @@ class StagedPath(DevicePath):
         self, group: Group, pool_of: Callable[[Device], PinnedPool], *, segment_nbytes: int = SEGMENT_NBYTES,
         window: int = WINDOW,
     ) -> None:  # fmt: skip
-        self.view, self._later = _like(group.view, b"staged"), _like(group.view, b"segments")
+        self.view, self._later = like(group.view, b"staged"), like(group.view, b"segments")
         self.group, self.engine = group, group.engine
         self.pool_of = pool_of
         self.segment_nbytes = segment_nbytes
@@ -144,7 +144,7 @@ class StagedPath(DevicePath):
         self._under_way.pop(call, None)
 
 
-def _like(view: GroupView, person: bytes) -> GroupView:
+def like(view: GroupView, person: bytes) -> GroupView:
     """A group of its own with the same members."""
     identity = hashlib.blake2b(view.id, digest_size=16, person=person).digest()
     return GroupView(identity, view.members, view.rank)

@@ -199,7 +199,7 @@ class DeviceVerbs:
             del self._latest[call.key]
         if late is not None and (self._late is None or self._is_told):
             mine = self._group.view.called(self._group.view.rank)
-            logger.error("%s failed on %s after its handle was done: %s", call.title, mine, late)
+            logger.error("%s failed on %s after its handle was done: %s", call.title, mine, str(late))
             self._late, self._is_told = late, False
         for waiter, counts in list(self._waiters.items()):
             if waiter.done() or not any(map(counts, self._live)):

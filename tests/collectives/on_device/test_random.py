@@ -30,6 +30,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "backend of 2": {"size": 2},
     "backend of 4": {"size": 4},
     "shared": {"size": 3, "shared": True},
+    "slots": {"size": 3, "shared": True, "exports": True},
     "hierarchy": {"size": 4, "hosts": 2},
 }
 

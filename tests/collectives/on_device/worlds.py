@@ -54,11 +54,12 @@ class DeviceWorld:
 
 @asynccontextmanager
 async def device_world(
-    size: int, *, hosts: int = 1, backend: str = "fake", shared: bool = False, make: Any = FakeDevice, **options: Any
-) -> AsyncIterator[DeviceWorld]:
+    size: int, *, hosts: int = 1, backend: str = "fake", shared: bool = False, exports: bool = False,
+    make: Any = FakeDevice, **options: Any,
+) -> AsyncIterator[DeviceWorld]:  # fmt: skip
     """A world in which every rank has a device, of class ``make``; ``shared``: all have the same one."""
     fabric = FakeFabric()
-    devices = [make(0, "one" if shared else None, backend=backend) for _ in range(size)]
+    devices = [make(0, "one" if shared else None, backend=backend, exports=exports) for _ in range(size)]
     async with worlds.world(size, hosts=hosts, devices=devices, maker=fabric, **options) as comms:
         yield DeviceWorld(comms, devices, fabric)
     await until(lambda: not fabric.num_open)
@@ -66,3 +67,5 @@ async def device_world(
     for device in devices:
         assert device.violations == []
         assert device.num_waiting == device.num_promised == 0
+        assert not device.sharing().own
+        assert not device.sharing().mapped
