@@ -10,6 +10,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Named, dtype_problem
+from kfcomm.torch.memory import problem_of_devices
 from kfcomm.torch.reductions import aside, is_elastic
 from kfcomm.torch.state import check_alike
 from kfcomm.torch.tensors import read
@@ -54,12 +55,9 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
     """Parameters of the optimizer that get gradients, with their names, in the order of the model."""
     wanted = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if parameter.device.type != "cpu":
-            raise ConfigError(
-                f"parameter {name} is not in host memory: attach is for models on the CPU, not on "
-                f"{parameter.device.type!r}"
-            )
+    problem = problem_of_devices((*model.named_parameters(), *model.named_buffers()))
+    if problem is not None:
+        raise ConfigError(problem)
     if not found:
         raise ConfigError("the optimizer has no parameter of the model that gets a gradient")
     if len(found) < len(wanted):

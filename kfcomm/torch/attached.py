@@ -19,7 +19,7 @@ from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
 from kfcomm.torch.adapting import Adapted
 from kfcomm.torch.alike import Comparison, described_optimizer, parameters_of
-from kfcomm.torch.averaging import BUCKET_NBYTES, Parts, Shares, TrafficOptions, shares
+from kfcomm.torch.averaging import Parts, Shares, TrafficOptions, shares
 from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.compression import Given as Compressions
 from kfcomm.torch.compression import by_parameter_of
@@ -46,7 +46,7 @@ def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, name: str = "grad",
     algorithm: Any = "ssgd", monitor: Any = False, policies: Sequence[Policy] = (), elastic: Given = None,
     batch_size: int | None = None, hyperparameters: Hyperparameters | None = None, defer: bool = False,
-    bucket_nbytes: int = BUCKET_NBYTES, wire_dtype: Any = None, compression: Compressions = None,
+    bucket_nbytes: int | None = None, wire_dtype: Any = None, compression: Compressions = None,
 ) -> Attached:  # fmt: skip
     """Let the ranks' models agree from now on, by hooks; the training loop stays as it is.
 
@@ -59,7 +59,8 @@ def attach(
     Train in ``attached.steps()``, or in the steps of ``Elastic(comm, State(training=attached))``.
 
     Args:
-        model: in host memory. Its gradients are those of the parameters that ``optimizer`` has.
+        model: on the CPU, on one CUDA device, or partly on both; on the same kind of device on all ranks. Its gradients
+            are those of the parameters that ``optimizer`` has.
         optimizer: one of torch's, or one like these, with the same state on every rank.
         comm: blocking, of ``kfcomm.sync``; of a fixed world or an elastic one.
         name: of the collectives; another one for each model that is attached to one communicator.
@@ -87,8 +88,9 @@ def attach(
             array made earlier that shares memory with a parameter, of ``optimizer.state``, or by code that is not
             Python (TorchScript, an extension). Only optimizers whose ``step`` is torch's own, without a closure, are
             deferred; others update at once. Not in an elastic job, whose steps end with all their collectives.
-        bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves.
-        wire_dtype: see ``Communicator.all_reduce``.
+        bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves. By
+            default 4 MiB in host memory, and 25 MiB on a device.
+        wire_dtype: see ``Communicator.all_reduce``. Gradients on a device are rounded there, and added in this type.
         compression: a kind by name, or a ``Compression`` with options, for all gradients; or by patterns of parameters'
             names, where the first match holds: ``{"*.bias": None, "*": "powersgd"}``. With means of gradients only.
 
@@ -97,15 +99,18 @@ def attach(
 
     Raises:
         ConfigError: on all ranks, naming the difference and the ranks: their models, optimizers or options differ; or
-            one of them cannot be attached: the optimizer's parameters are not those of the model; a parameter is not in
-            host memory; the algorithm is unknown, or has no use for one of the options; a compression is unknown, or
-            for names that no parameter has. In an elastic job on this rank, and differences in the first step.
+            one of them cannot be attached: the optimizer's parameters are not those of the model; the model is on
+            several devices, or on one that is not CUDA's; the algorithm is unknown, or has no use for one of the
+            options; a compression is unknown, or for names that no parameter has. In an elastic job
+            on this rank, and differences in the first step.
 
     Cost:
         Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
         the model. In a backward pass 2(n−1)/n times the bytes of the gradients, a byte for each, a broadcast of the
         buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory. An elastic
-        job has another copy of the averages, and memory for it. Other algorithms: see ``kfcomm.train``.
+        job has another copy of the averages, and memory for it. Other algorithms: see ``kfcomm.train``. On a device all
+        gradients are copied to buckets; the host waits for the other ranks, and not for the device, unless averages are
+        made in host memory: compressed ones, Adasum, and all in an elastic job.
     """
     if not isinstance(comm, Adapter):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
@@ -132,7 +137,7 @@ def _planned(parts: Parts, traffic: TrafficOptions, adapted: Adapted, algorithm:
         about |= {f"compression of {one}": str(kind) for one, kind in kinds.items() if kind is not None}
         names = {own: one for one, own in parameters}
         about |= described(tensors)[0] | described_optimizer(parts.optimizer, names, with_numbers=not is_elastic(comm))
-        problem = problem_of(chosen, traffic, comm)
+        problem = problem_of(chosen, traffic, parts)
         about |= adapted.described()
         if adapted.is_needed:
             driver = StepDriver(parts.model, parts.optimizer, comm, name, adapted)
@@ -304,7 +309,7 @@ class Attached:
             CollectiveError: an exchange failed.
         """
         algorithm = self._choice.named(algorithm)
-        problem = problem_of(algorithm, self._plan.traffic, self._plan.parts.comm)
+        problem = problem_of(algorithm, self._plan.traffic, self._plan.parts)
         if problem is not None:
             raise ConfigError(problem)
         self._method.finish()

@@ -25,6 +25,7 @@ from kfcomm.torch.compiling import has_compiled, uncompiled
 from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
+from kfcomm.torch.memory import DeviceMemory, HostMemory, is_on_device
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.steps import Closure, Passes, hook_steps, mean_loss
 from kfcomm.train.composite import CompositeState
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from kfcomm.torch.driver import StepDriver
 
 BUCKET_NBYTES = 4 << 20
+DEVICE_BUCKET_NBYTES = 25 << 20
+"""Of buckets on a device, where a call costs more and a copy less."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class TrafficOptions:
     """How gradients travel; see `attach`."""
 
     defer: bool = False
-    bucket_nbytes: int = BUCKET_NBYTES
+    bucket_nbytes: int | None = None
     wire_dtype: Any = None
     compression: Given = None
 
@@ -117,7 +120,8 @@ class GradientAveraging:
         if driver is not None:
             driver.drive(exchange)
         self._averages = CompositeState({str(n): bucket.average for n, bucket in enumerate(buckets)})
-        self._passes = Passes(self._leave, self._end_of_pass, exchange.fail)
+        has_workers = any(bucket.memory.is_on_device for bucket in buckets)
+        self._passes = Passes(self._leave, self._end_of_pass, exchange.fail, has_workers=has_workers)
         self._parameters = frozenset(place.parameter for place in exchange.places)
         self._deferred = Deferred(optimizer, exchange) if traffic.defer else None
         self._is_averaged = False
@@ -262,17 +266,24 @@ Shares = list[tuple[list[Named], "Compression | None"]]
 def shares(parameters: Sequence[Named], traffic: TrafficOptions, chosen: Mapping[str, Compression | None]) -> Shares:
     """Parameters by buckets; ``chosen``: the compression of each parameter's gradient."""
     # A backward pass makes gradients in about the reverse order of the model.
-    return [(part, chosen[part[0][0]]) for part in share_out(parameters[::-1], traffic.bucket_nbytes, chosen)]
+    found: Shares = []
+    for is_far, default in ((False, BUCKET_NBYTES), (True, DEVICE_BUCKET_NBYTES)):
+        some = [(name, one) for name, one in parameters[::-1] if is_on_device(one) is is_far]
+        nbytes = default if traffic.bucket_nbytes is None else traffic.bucket_nbytes
+        found += [(part, chosen[part[0][0]]) for part in share_out(some, nbytes, chosen)]
+    return found
 
 
 def buckets_of(parts: Parts, traffic: TrafficOptions, shared: Shares, op: str) -> list[Bucket]:
     """Buckets with their memory, whose gradients are combined by ``op``."""
-    buckets = []
+    buckets, memories = [], dict[torch.device, HostMemory | DeviceMemory]()
     for part, kind in shared:
-        name = title(parts.name, part)
+        name, device = title(parts.name, part), part[0][1].device
+        if device not in memories:
+            memories[device] = DeviceMemory(device) if is_on_device(part[0][1]) else HostMemory()
         begin_after = 0 if kind is None else kind.begin_after
         average = GradientAverage(name, kind, wire_dtype=traffic.wire_dtype, begin_after=begin_after, op=op)
-        buckets.append(Bucket(parts.comm, part, name, average))
+        buckets.append(Bucket(parts.comm, part, name, average, memories[device]))
     return buckets
 
 

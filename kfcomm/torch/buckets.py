@@ -1,8 +1,9 @@
 """Gradients that travel together: the memory of each, and its average.
 
-A bucket is flat memory as ``comm.empty`` gives it, and the gradients of its parameters are views of it: on one host
-ranks read and write them in place. A gradient that has a bucket to itself is even read from the tensor that autograd
-has made, so that nothing is copied.
+A bucket is flat memory, and the gradients of its parameters are views of it. In host memory it is as ``comm.empty``
+gives it: on one host ranks read and write it in place, and a gradient that has a bucket to itself is even read from the
+tensor that autograd has made, so that nothing is copied. On a device a bucket is one call with the same name, address
+and size in each step; all its gradients are copied to it at once.
 
 Steps and ranks differ in which parameters have a gradient. `marks` tell all ranks for which parameters any rank has
 one; the others are left alone, as a single process leaves them alone.
@@ -10,21 +11,21 @@ one; the others are left alone, as a single process leaves them alone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kfcomm.arrays import adapt, dtype_of
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, unsupported
+from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.errors import ConfigError
-from kfcomm.torch.compression import Compression, Compressor, GradientAverage
+from kfcomm.torch.compression import Compression, GradientAverage
+from kfcomm.torch.in_host_memory import HostAverage, adasum, reduced
+from kfcomm.torch.memory import DeviceMemory, HostMemory, RoundedAverage
 from kfcomm.torch.reductions import RestartableReduction, is_elastic, reduction
-from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -85,14 +86,26 @@ COMPRESSED = (torch.float16, torch.float32, torch.float64)
 
 
 class Bucket:
-    """Some gradients of one dtype, averaged together; in shared memory if all ranks are on one host."""
+    """Some gradients of one dtype, averaged together; in shared memory if all ranks are on one host.
 
-    def __init__(self, comm: Communicator, parameters: Sequence[Named], name: str, average: GradientAverage) -> None:
+    Args:
+        comm: of the ranks.
+        parameters: whose gradients they are, all in one memory.
+        name: of its collective.
+        average: how they are averaged.
+        memory: in which they are.
+    """
+
+    def __init__(
+        self, comm: Communicator, parameters: Sequence[Named], name: str, average: GradientAverage,
+        memory: HostMemory | DeviceMemory,
+    ) -> None:  # fmt: skip
         self._dtype = parameters[0][1].dtype
         if average.compressor is not None and self._dtype not in COMPRESSED:
             raise ConfigError(f"{parameters[0][0]} is of {self._dtype}: float16, float32 and float64 can be compressed")
         self._begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
         self._comm = comm
+        self.memory = memory
         self.name = name
         self.places = [BucketPlace(one, parameter, parameter.detach()) for one, parameter in parameters]
         self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
@@ -100,12 +113,12 @@ class Bucket:
         self.average = average
         self.is_exact = average.compressor is None and average.op == "avg"  # else it is not the mean
         self._missing = len(self.places)
-        self._exchange: RestartableReduction | CompressedAverage | None = None
+        self._exchange: RestartableReduction | HostAverage | None = None
         """Average under way."""
         self._persistent: RestartableReduction | None = None
         self._wire_dtype: Any = None
         """Of the persistent collective."""
-        self._source: np.ndarray[Any, Any] | None = None
+        self._source: Any = None
         """Source of the latest average. Kept until the next gradient exists: else that gets new pages in each step."""
         self._take_memory()
 
@@ -118,15 +131,23 @@ class Bucket:
 
     def _take_memory(self) -> None:
         count = self._begins[-1] if len(self.places) > 1 else self.places[0].parameter.numel()
-        self._flat, self.is_shared = _memory(self._comm, count, dtype_of(str(self._dtype).removeprefix("torch.")))
-        self._flat[:] = 0
-        self._tensor = torch.from_numpy(self._flat.view("uint8")).view(self._dtype)
+        room = self.memory.room(self._comm, count, self._dtype)
+        self._flat, self._tensor, self.is_local = room.flat, room.tensor, room.is_local
         for place, begin in zip(self.places, self._begins, strict=False):
-            parameter = place.parameter
-            place.view = self._tensor[begin : begin + parameter.numel()].view(parameter.shape)
+            place.view = self._part(self._tensor, place, begin)
         self._exchange = self._persistent = None
         # Tensors of the program over this memory raise the number later: see `prepare`.
         self._num_users = self._users()
+
+    @staticmethod
+    def _part(whole: torch.Tensor, place: BucketPlace, begin: int) -> torch.Tensor:
+        parameter = place.parameter
+        return whole[begin : begin + parameter.numel()].view(parameter.shape)
+
+    def views_of(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients by name in other memory of the same form."""
+        parts = zip(self.places, self._begins, strict=False)
+        return {place.name: self._part(whole, place, begin) for place, begin in parts}
 
     def _users(self) -> int:
         """Number of tensors in the memory."""
@@ -145,67 +166,101 @@ class Bucket:
         """Take a gradient of the backward pass; return whether it was the last of the bucket."""
         if self._missing == len(self.places) and not place.is_here:
             self.prepare()
+        self.memory.came()
         # Copied now, while other buckets travel: copies at the end of the pass would all be waited for.
-        if len(self.places) > 1:
+        if len(self.places) > 1 and not self.memory.is_on_device:
             place.collect()
         if not place.is_here:
             place.is_here = True
             self._missing -= 1
         return not self._missing
 
-    def begin(self, urgency: int, look: Callable[[Bucket, np.ndarray[Any, Any]], object]) -> None:
+    def begin(self, urgency: int, look: Callable[[Bucket, Any], object]) -> None:
         """Average what the ranks have; ``look`` is called with this rank's contribution before."""
         wire_dtype, compressor = self.average.now()
         self.average.stepped()
-        if compressor is None:
-            source = self._collected()
-            self._exchange = self._exact(source, wire_dtype, urgency)
+        source = self._collected(in_place=compressor is None)
+        if compressor is not None:
+            self._exchange = HostAverage(self._comm, self, compressor.average)
+        elif self.memory.is_on_device and self.average.op == "adasum":
+            self._exchange = HostAverage(self._comm, self, adasum)
+        elif self.memory.is_on_device and is_elastic(self._comm):
+            # Collectives of device memory end with their epoch; those of host memory survive a loss.
+            self._exchange = HostAverage(self._comm, self, reduced)
         else:
-            for place in self.places:
-                place.collect()
-            source = self._flat
-            self._exchange = CompressedAverage(self._comm, self, compressor)
+            self._exchange = self._exact(source, wire_dtype, urgency)
         look(self, source)
-        self._exchange.start()
+        with self.memory.leaving():
+            self._exchange.start()
         self.is_begun = True
 
-    def _exact(self, source: np.ndarray[Any, Any], wire_dtype: Any, urgency: int) -> RestartableReduction:
+    def _exact(self, source: Any, wire_dtype: Any, urgency: int) -> RestartableReduction:
         # A persistent collective is bound to its memory; a gradient that is read in place may move in each step.
         if self._persistent is None or source is not self._source or wire_dtype != self._wire_dtype:
             self._source, self._wire_dtype = source, wire_dtype
             # In shared memory nothing is gained by priorities, and links with priorities are slower.
-            priority = 0 if self.is_shared else urgency
+            priority = 0 if self.is_local else urgency
             given: Any = source
             options = {"op": self.average.op, "out": self._flat, "priority": priority, "wire_dtype": wire_dtype}
+            if isinstance(self.memory, DeviceMemory):
+                self._persistent = self._on_device(self.memory, options)
+                return self._persistent
             if self.average.op == "adasum":  # of each gradient by itself
                 views = [place.view.view(-1).numpy() for place in self.places]
                 given, options["out"] = [source] if len(views) == 1 else views, views
             self._persistent = reduction(self._comm, given, self.name, options)
         return self._persistent
 
-    def _collected(self) -> np.ndarray[Any, Any]:
+    def _on_device(self, memory: DeviceMemory, options: dict[str, Any]) -> RestartableReduction:
+        given, own = options.pop("wire_dtype"), str(self._dtype).removeprefix("torch.")
+        wire_dtype = own if given is None else wire_dtype_of(given, dtype_of(own)).name
+        if wire_dtype == own:
+            return reduction(self._comm, self._flat, self.name, options)
+
+        def made(rounded: torch.Tensor) -> RestartableReduction:
+            return reduction(self._comm, rounded, self.name, {**options, "out": rounded})
+
+        return RoundedAverage(memory, self._flat, wire_dtype, made)
+
+    def _collected(self, *, in_place: bool) -> Any:
         """This rank's contribution: the memory of the bucket, or one gradient where it is."""
-        if len(self.places) == 1:
-            gradient = self.places[0].take()
-            if gradient is not None:
-                return adapt(gradient).flat
+        if isinstance(self.memory, DeviceMemory):
+            self.memory.gather()
+            self._copy_foreign()
+        elif in_place and len(self.places) == 1 and (gradient := self.places[0].take()) is not None:
+            return adapt(gradient).flat
         for place in self.places:
             place.collect()
         return self._flat
 
+    def _copy_foreign(self) -> None:
+        """Copy all gradients that are elsewhere, by one kernel."""
+        foreign = [place for place in self.places if place.is_foreign]
+        if foreign:
+            with torch.no_grad():
+                torch._foreach_copy_([one.view for one in foreign], [one.parameter.grad for one in foreign])
+        for place in foreign:
+            place.show()
+
     @property
-    def content(self) -> np.ndarray[Any, Any]:
-        """Its memory: the average, once that has arrived."""
+    def content(self) -> Any:
+        """Its memory as the verbs take it: the average, once that has arrived."""
         return self._flat
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its memory, flat."""
+        return self._tensor
 
     def done(self) -> bool:
         """Whether the average has arrived, or has failed."""
         return self._exchange is None or self._exchange.done()
 
     def wait(self) -> None:
-        """Wait for the average."""
+        """Wait for the average; on a device, let the current stream do so."""
         if self._exchange is not None:
             self._exchange.wait()
+            self.memory.arrived()
 
     def cancel(self) -> None:
         """End what is under way, on every rank."""
@@ -221,39 +276,6 @@ class Bucket:
             place.has_come = place.is_here = False
 
 
-class CompressedAverage(threading.Thread):
-    """Average of one bucket by a compressor, in the place of an exact one's persistent collective."""
-
-    # A thread, as a compressor makes several blocking calls, for which the backward pass must not wait.
-
-    def __init__(self, comm: Communicator, bucket: Bucket, compressor: Compressor) -> None:
-        super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
-        self._comm, self._bucket, self._compressor = comm, bucket, compressor
-        self._error: BaseException | None = None
-
-    @override
-    def run(self) -> None:
-        try:
-            views = {place.name: place.view.numpy() for place in self._bucket.places}  # torch counts no writes to these
-            for name, found in self._compressor.average(self._comm, views, name=self._bucket.name).items():
-                views[name][...] = found
-        except BaseException as error:  # noqa: BLE001  `wait` raises it
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return not self.is_alive()
-
-    def wait(self) -> None:
-        """Wait for the end; raise the error of one that has failed."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> None:
-        """Do nothing: its calls end by their own timeouts."""
-
-
 def dtype_problem(parameter: torch.Tensor) -> str | None:
     """The reason why gradients of this type cannot be averaged; None if they can."""
     name = str(parameter.dtype).removeprefix("torch.")
@@ -261,10 +283,10 @@ def dtype_problem(parameter: torch.Tensor) -> str | None:
 
 
 def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Compression | None]) -> list[list[Named]]:
-    """Group parameters, ordered as their gradients come, alike in dtype and compression, up to ``nbytes``."""
+    """Group parameters, ordered as their gradients come, alike in device, dtype, compression, up to ``nbytes``."""
     shared: list[list[Named]] = []
     # Lists, since a compression with options in a dict cannot be hashed.
-    alike: list[tuple[torch.dtype, Compression | None]] = []
+    alike: list[tuple[torch.device, torch.dtype, Compression | None]] = []
     latest: list[list[Named]] = []
     left: list[int] = []
     for name, parameter in parameters:
@@ -273,7 +295,7 @@ def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Comp
             # Its neighbours stay together: else each bias between two large weights would be a collective of its own.
             shared.append([(name, parameter)])
             continue
-        kind = (parameter.dtype, kinds[name])
+        kind = (parameter.device, parameter.dtype, kinds[name])
         if kind not in alike:
             alike.append(kind)
             latest.append([])
@@ -285,15 +307,6 @@ def share_out(parameters: Iterable[Named], nbytes: int, kinds: Mapping[str, Comp
         latest[place].append((name, parameter))
         left[place] -= size
     return shared
-
-
-def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], bool]:
-    """Memory as of ``comm.empty``, without its warning if ranks share none; and whether they share it."""
-    # Shared memory is of one epoch and its ranks; in an elastic world a bucket lasts longer.
-    is_shared = comm.local_size == comm.size and not is_elastic(comm)
-    heaps = comm._session.network.heaps() if is_shared else None
-    room = None if heaps is None else heaps.empty(count * dtype.itemsize)
-    return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
 
 
 def _room(parameter: torch.Tensor) -> int:

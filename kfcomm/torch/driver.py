@@ -82,7 +82,7 @@ class StepDriver:
             raise ConfigError(f"policies have {len(guards)} GuardSteps: give one, which judges all steps")
         self._guarded = Guarded(guards[0], comm, model, name) if guards else None
         self.monitor = self._monitor(adapted.monitor)
-        self._measuring = None if self.monitor is None else Measuring(self.monitor)
+        self._measuring = None if self.monitor is None else Measuring(self.monitor, name)
         parts: list[WatchPart] = [] if self._guarded is None else [self._guarded.evidence]
         parts += [] if self._measuring is None else [self._measuring]
         self.watch = GradientWatch(parts, guards=bool(guards))
@@ -387,6 +387,8 @@ class StepDriver:
     @property
     def _state(self) -> CompositeState:
         guard = None if self._guarded is None else self._guarded.guard
+        if self._measuring is not None:
+            self._measuring.catch_up()
         every: dict[str, Any] = {"monitor": self.monitor, "guard": guard, "policies": self._policies}
         return CompositeState({name: one for name, one in every.items() if one is not None})
 

@@ -83,7 +83,7 @@ class GradientExchange:
         """Exchange with the ranks that the communicator has now; nothing is under way."""
         self._marks = Marks(
             self._comm, self.places, f"{self.name}/marks", num_numbers=self._watch.num_numbers,
-            is_shared=self.buckets[0].is_shared,
+            is_local=self.buckets[0].is_local,
         )  # fmt: skip
         self._parts: list[Bucket | Marks | Buffers] = [*self.buckets, self._marks, self._buffers]
         self.profile = GradientProfile(self._comm, self.name)

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
-from kfcomm.arrays.norms import squared_norm
 from kfcomm.torch.compiling import uncompiled
 from kfcomm.torch.marks import Marks
 from kfcomm.torch.reductions import aside
-from kfcomm.torch.watch import Array, unfit
+from kfcomm.torch.watch import Array, exact_squared_norm_of, unfit
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -66,8 +65,12 @@ class Evidence:
         self._loss = loss
         self._is_late = self._is_late or self._is_sent
 
-    def left(self, bucket: Bucket, sq_norm: float, cost_s: float) -> None:
+    def begin_pass(self) -> None:
+        """Nothing."""
+
+    def left(self, bucket: Bucket, sq_norm: float | torch.Tensor, cost_s: float) -> None:
         """Add a bucket."""
+        sq_norm = float(sq_norm)
         self._sq_norm += sq_norm
         if not math.isfinite(sq_norm):
             self.names += unfit(bucket)
@@ -311,13 +314,13 @@ def _with_lost_ranks(evidence: StepEvidence, means: Iterable[BucketPlace]) -> St
     views = [place.view for place in means]
     if None not in evidence.sq_norms or not views:
         return evidence
-    of_mean = squared_norm(views)
+    of_mean = sum(map(exact_squared_norm_of, views))
     return replace(evidence, sq_norms=[of_mean if one is None else one for one in evidence.sq_norms])
 
 
 def _largest(places: Iterable[BucketPlace]) -> list[str]:
     """Names of the parameters whose gradients make up most of the norm, the largest first."""
-    squares = {place.name: squared_norm([place.view]) for place in places}
+    squares = {place.name: exact_squared_norm_of(place.view) for place in places}
     whole, found = sum(squares.values()), list[str]()
     for name in sorted(squares, key=lambda one: -squares[one]):
         found.append(name)

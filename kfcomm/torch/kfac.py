@@ -14,6 +14,7 @@ from torch.nn import functional
 from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.compiling import uncompiled
+from kfcomm.torch.memory import is_on_device
 from kfcomm.train import kfac
 from kfcomm.train.kfac import Damping, Layer
 
@@ -51,7 +52,8 @@ class KFAC:
         name: its collectives begin with it.
 
     Raises:
-        ConfigError: a number is out of its range; or the model has no layer that can be preconditioned.
+        ConfigError: a number is out of its range; or the model is not in host memory, or has no layer that can be
+            preconditioned.
 
     Cost: that of `kfcomm.train.KFAC`, and K·(M² + N²) operations in steps that take covariances.
     """
@@ -63,6 +65,8 @@ class KFAC:
     ) -> None:  # fmt: skip
         if not isinstance(comm, Adapter):
             raise ConfigError(f"KFAC needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
+        if any(map(is_on_device, model.parameters())):
+            raise ConfigError("KFAC is for models in host memory, not for one with parameters on a device")
         self._optimizer = optimizer
         users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
         self._layers = {

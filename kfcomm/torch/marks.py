@@ -30,7 +30,7 @@ class Marks:
         places: parameters that are marked; none for an algorithm that exchanges its gradients itself.
         name: of the collective.
         num_numbers: float64 numbers in the row of each rank, beside a word.
-        is_shared: the ranks are on one host, where nothing is gained by priorities.
+        is_local: the ranks are on one host, where nothing is gained by priorities.
 
     Attributes:
         ranks: whose rows have arrived, by group rank: all, unless one was lost meanwhile in an elastic world.
@@ -40,7 +40,7 @@ class Marks:
 
     def __init__(
         self, comm: Communicator, places: Iterable[BucketPlace], name: str, *, num_numbers: int = 0,
-        is_shared: bool = False,
+        is_local: bool = False,
     ) -> None:  # fmt: skip
         self.name = name
         self.ranks: list[int] = []
@@ -52,7 +52,7 @@ class Marks:
         row = np.dtype([("word", "<u4"), ("numbers", "<f8", (num_numbers,))])
         self._flat = np.zeros(self._num_marks + comm.size * row.itemsize, np.uint8)
         self._rows = np.ndarray(comm.size, row, self._flat, self._num_marks)
-        priority = 0 if is_shared else MARKS_URGENCY
+        priority = 0 if is_local else MARKS_URGENCY
         options = {"op": "max", "out": self._flat, "priority": priority}
         self._exchange = reduction(comm, self._flat, aside(comm, name), options)
         self._is_read = True

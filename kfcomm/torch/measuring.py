@@ -1,12 +1,21 @@
-"""Statistics of gradients measured in an exchange: squared norms for a monitor of ``kfcomm.train``."""
+"""Statistics of gradients measured in an exchange: squared norms for a monitor of ``kfcomm.train``.
+
+Two numbers of gradients on a device stay there: |g|² of this rank, which all ranks gather, and that of its share of the
+mean. The host reads both when the next pass begins, so it waits for the device in no step; the monitor learns one step
+later.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kfcomm.arrays.norms import squared_norm
+from kfcomm.torch.memory import squared_norm_on_device
+from kfcomm.torch.reductions import aside, is_elastic
 from kfcomm.torch.watch import Array
 
 if TYPE_CHECKING:
@@ -18,13 +27,22 @@ class Measuring:
     """Squared norms for a monitor: of this rank's gradients, and of its share of their mean.
 
     Measured is a step with one exchanged pass: with more of them a rank's contribution has gradients of the others.
+
+    Args:
+        monitor: learns from them.
+        name: of the collective of norms on devices.
     """
 
-    def __init__(self, monitor: GradientMonitor) -> None:
+    def __init__(self, monitor: GradientMonitor, name: str) -> None:
         self.monitor = monitor
+        self._name = aside(monitor.comm, f"{name}/norms")
         self.num_numbers = len(monitor.tell(None))
         self._cost_s = 0.0
-        self._share = 0.0
+        self._share: Any = 0.0
+        self._norms: Any = None
+        """Handle of all ranks' |g|² on the device, of the latest pass, if that is measured there."""
+        self._unread: tuple[Array, float, Any] | None = None
+        """Rows, scale, and such a handle, of a step that the monitor has not learned from."""
         self._has_looked = False
         """Whether the latest pass is measured."""
         self._owed: float | None = None
@@ -35,7 +53,7 @@ class Measuring:
 
     def _begin_step(self) -> None:
         self._num_passes = 0
-        self._sq_norm = 0.0
+        self._sq_norm: Any = 0.0
         self._has_exact = False
         self._rows: Array | None = None
 
@@ -44,7 +62,24 @@ class Measuring:
         """Whether the pass under way is measured."""
         return self._num_passes == 0 and self.monitor.is_due
 
-    def left(self, bucket: Bucket, sq_norm: float, cost_s: float) -> None:
+    def begin_pass(self) -> None:
+        """Learn from the step before, if its numbers are on the device."""
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Let the monitor learn from a step whose numbers were left on the device."""
+        if self._unread is None:
+            return
+        (rows, scale, norms), self._unread = self._unread, None
+        found = norms.wait().tolist()
+        rows = rows.copy()
+        rows[:, 0] = found
+        self.monitor.amend(found[self.monitor.comm.rank])
+        self._owed = scale * scale if self.monitor.learn(rows.tolist(), scale) else None
+        self._keep_share()
+        self._owed = None
+
+    def left(self, bucket: Bucket, sq_norm: float | torch.Tensor, cost_s: float) -> None:
         """Add a bucket that is averaged exactly: of others the norm of the mean is not known."""
         if bucket.is_exact:
             self._has_exact = True
@@ -55,9 +90,15 @@ class Measuring:
         """Numbers of the monitor."""
         self._has_looked = self.is_looking and self._has_exact
         self._num_passes += 1
-        self._share, self._owed = 0.0, None
+        self._share, self._owed, self._norms = 0.0, None, None
         cost_s, self._cost_s = self._cost_s, 0.0
-        return self.monitor.tell(self._sq_norm if self._has_looked else None, cost_s)
+        sq_norm = self._sq_norm if self._has_looked else None
+        if isinstance(sq_norm, torch.Tensor) and is_elastic(self.monitor.comm):
+            sq_norm = float(sq_norm)  # collectives of device memory do not survive the loss of a rank
+        elif isinstance(sq_norm, torch.Tensor):
+            self._norms = self.monitor.comm.all_gather_async(sq_norm, self._name)
+            sq_norm = 0.0  # until ``catch_up``
+        return self.monitor.tell(sq_norm, cost_s)
 
     def told(self, ranks: Sequence[int], numbers: Array) -> None:
         """Keep the numbers until the optimizer's step, or learn from them, if that was made."""
@@ -73,7 +114,9 @@ class Measuring:
             return
         begun_s = time.perf_counter()
         flat, rank, size = bucket.content, self.monitor.comm.rank, self.monitor.comm.size
-        self._share += squared_norm([flat[rank * flat.size // size : (rank + 1) * flat.size // size]])
+        count = bucket.tensor.numel()
+        part = flat[rank * count // size : (rank + 1) * count // size]
+        self._share += squared_norm_on_device(part) if isinstance(part, torch.Tensor) else squared_norm([part])
         self._cost_s += time.perf_counter() - begun_s
         self._keep_share()
 
@@ -86,13 +129,16 @@ class Measuring:
         self._begin_step()
 
     def _learn(self, numbers: Array, scale: float) -> None:
+        if self._norms is not None:
+            self._unread, self._norms = (numbers, scale, self._norms), None
+            return
         self._owed = scale * scale if self.monitor.learn(numbers.tolist(), scale) else None
         self._keep_share()
 
     def _keep_share(self) -> None:
         # Deferred averages arrive after the step, one by one.
         if self._owed is not None:
-            self.monitor.keep_share(self._share / self._owed)
+            self.monitor.keep_share(float(self._share) / self._owed)
 
     def dropped(self) -> None:
         """Learn nothing from a step that is void."""

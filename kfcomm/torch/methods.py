@@ -11,11 +11,12 @@ from kfcomm.torch import alike
 from kfcomm.torch.alike import Comparison
 from kfcomm.torch.averaging import GradientAveraging, Method, Parts, Shares, TrafficOptions, buckets_of
 from kfcomm.torch.driver import StepDriver
+from kfcomm.torch.memory import is_on_device
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.rows import StepRows
 from kfcomm.torch.state import broadcast_optimizer_state
 from kfcomm.torch.stepping import StepExchange, parameters_of, put, trained_of
-from kfcomm.train import Algorithm, LocalAdaAlter, SynchronousSGD
+from kfcomm.train import Algorithm, LocalAdaAlter, PairAveraging, SynchronousSGD
 
 OPS = {"ssgd": "avg", "adasum": "adasum"}
 """Algorithms whose gradients travel by buckets during the backward pass."""
@@ -39,9 +40,13 @@ def op_of(algorithm: Algorithm) -> str | None:
     return None
 
 
-def problem_of(algorithm: Algorithm, traffic: TrafficOptions, comm: Any) -> str | None:
+def problem_of(algorithm: Algorithm, traffic: TrafficOptions, parts: Parts) -> str | None:
     """Reason why this algorithm cannot be attached with these options; None if it can."""
-    op, given = op_of(algorithm), [one for one in ("wire_dtype", "compression") if getattr(traffic, one) is not None]
+    comm, op, given = (
+        parts.comm,
+        op_of(algorithm),
+        [one for one in ("wire_dtype", "compression") if getattr(traffic, one) is not None],
+    )
     if traffic.defer and is_elastic(comm):
         return (
             "defer=True has no meaning in an elastic job: the boundary of a step waits for its collectives, and ranks "
@@ -57,6 +62,22 @@ def problem_of(algorithm: Algorithm, traffic: TrafficOptions, comm: Any) -> str 
         return f"{given[0]} is for means of gradients: algorithm 'adasum' needs their exact inner products"
     if op is not None and "monitor" in algorithm.options:
         return "a monitor is given to attach: attach(..., monitor=...)"
+    return None if op is not None else _problem_on_device(algorithm, parts)
+
+
+def _problem_on_device(algorithm: Algorithm, parts: Parts) -> str | None:
+    """Reason why an algorithm that exchanges models or gradients by itself cannot take this model; None if it can."""
+    places = {is_on_device(one) for one in parts.model.parameters()}
+    if True not in places:
+        return None
+    what, instead = f"algorithm {str(algorithm)!r}", "algorithms 'ssgd' and 'adasum' can"
+    if False in places:
+        return f"{what} takes a model in the memory of the host or of a device, not one of both; {instead}"
+    if is_elastic(parts.comm):
+        return f"{what} takes a model in host memory in an elastic job, not one on a device; {instead}"
+    is_pairwise = isinstance(algorithm.kind, type) and issubclass(algorithm.kind, PairAveraging)
+    if is_pairwise or algorithm.kind == "pair-averaging":
+        return f"{what} reads models from the host memory of peers, and takes none on a device; all others do"
     return None
 
 

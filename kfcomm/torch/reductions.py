@@ -2,11 +2,14 @@
 
 In a fixed world they are persistent. Persistent collectives do not survive the loss of a rank, so an elastic world gets
 calls that do: each has a result in memory of its own, which is copied to its place, as a repeat needs the input intact.
+Collectives of device memory are calls by name, too.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
+
+import numpy as np
 
 from kfcomm.core.collective import OWN_NAMES
 
@@ -44,7 +47,7 @@ def aside(comm: Any, name: str) -> str:
 
 def reduction(comm: Any, x: Any, name: str, options: dict[str, Any]) -> RestartableReduction:
     """An all_reduce of ``x`` into ``options["out"]``, which may be the same memory; lists only with ``adasum``."""
-    if is_elastic(comm) or options["op"] == "adasum":
+    if is_elastic(comm) or options["op"] == "adasum" or not isinstance(x, np.ndarray):
         return RepeatedAllReduce(comm, x, name, options)
     found: RestartableReduction = comm.all_reduce_init(x, name, **options)
     return found

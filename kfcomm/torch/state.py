@@ -15,7 +15,9 @@ import torch
 from kfcomm.arrays import adapt, dtype_name, dtype_of
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveError, ConfigError, PeerLost
-from kfcomm.torch.tensors import places
+from kfcomm.torch.memory import is_on_device
+from kfcomm.torch.reductions import is_elastic
+from kfcomm.torch.tensors import is_plain, places, together
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -45,17 +47,19 @@ def broadcast_parameters(
     tensors = {one: value.detach() for one, value in items if isinstance(value, torch.Tensor)}
     about, problem = described(tensors)
     check_alike(comm, name, about, problem)
-    handle, finish = begin_broadcast(tensors.values(), comm, root, name)
-    if handle is not None:
-        handle.wait()
-        finish()
+    TensorBroadcast(tensors.values(), comm, root, name).wait()
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str | None]:
     """Descriptions of tensors by name, for the comparison between ranks; and their fault, if any."""
-    about = {one: f"{tuple(x.shape)} {x.dtype}" for one, x in tensors.items()}
+    about = {one: f"{tuple(x.shape)} {x.dtype}{_place(x)}" for one, x in tensors.items()}
     missing = next((one for one, tensor in tensors.items() if tensor.is_meta), None)
     return about, None if missing is None else f"{missing} is on device 'meta', where it has no numbers"
+
+
+def _place(tensor: torch.Tensor) -> str:
+    """The type of device; not its number, which may differ between ranks."""
+    return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
 
 
 def check_alike(comm: Communicator, name: str, about: Mapping[str, str], problem: str | None) -> None:
@@ -86,16 +90,75 @@ def _difference(comm: Communicator, name: str, said: list[Any]) -> str:
     return f"{name!r} is not the same on all ranks"
 
 
-def begin_broadcast(
-    tensors: Iterable[torch.Tensor], comm: Communicator, root: int, name: str
-) -> tuple[Handle[Any] | None, Callable[[], object]]:
-    """Begin to broadcast tensors of any dtypes; a handle, and a function that copies the result to them."""
-    # Tied parameters and shared buffers are sent once.
-    own = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors if one.numel()}
-    if not own:
-        return None, lambda: None
-    arrays, finish = places(list(own.values()), as_bytes=True)
-    return comm.broadcast_async(arrays, root, name=name, out=arrays), finish or (lambda: None)
+LARGE_NBYTES = 1 << 20
+"""From here on a tensor on a device travels by itself, without a copy."""
+
+
+class TensorBroadcast:
+    """Broadcast of tensors of any dtypes, in the memory of the host and of a device, to themselves; under way.
+
+    Those in host memory travel as one. On a device small ones are copied to one buffer, on the current stream, which
+    waits for the results. In an elastic job all go through host memory, where the call survives the loss of a rank.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], comm: Communicator, root: int, name: str) -> None:
+        # Tied parameters and shared buffers are sent once.
+        own = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors if one.numel()}
+        here = [one for one in own.values() if not is_on_device(one)]
+        there = [one.detach() for one in own.values() if is_on_device(one)]
+        self._comm, self._root = comm, root
+        self._parts: list[tuple[Handle[Any], Callable[[], object] | None]] = []
+        if here:
+            self._begin_on_host(here, name)
+        if there and is_elastic(comm):
+            copies = [one.cpu() for one in there]
+            self._begin_on_host(copies, f"{name}/device", lambda: torch._foreach_copy_(there, copies))
+        elif there:
+            self._begin_on_device(there, f"{name}/device")
+
+    def _begin_on_host(
+        self, tensors: list[torch.Tensor], name: str, finish: Callable[[], object] | None = None
+    ) -> None:
+        arrays, copied = places(tensors, as_bytes=True)
+        handle = self._comm.broadcast_async(arrays, self._root, name=name, out=arrays)
+        self._parts.append((handle, together([copied, finish])))
+
+    def _begin_on_device(self, tensors: list[torch.Tensor], name: str) -> None:
+        large = [one for one in tensors if one.nbytes >= LARGE_NBYTES and is_plain(one)]
+        small = [one for one in tensors if one.nbytes < LARGE_NBYTES or not is_plain(one)]
+        for number, one in enumerate(large):
+            self._send(one.view(-1).view(torch.uint8), f"{name} {number}", None)
+        if small:
+            flat = torch.cat([one.reshape(-1).view(torch.uint8) for one in small])
+            parts = flat.split([one.nbytes for one in small])
+
+            def put() -> None:
+                for one, part in zip(small, parts, strict=True):
+                    # A copy, since the bytes of a tensor may begin at any address.
+                    one.copy_(part.clone().view(one.dtype).view(one.shape))
+
+            self._send(flat, name, put)
+
+    def _send(self, flat: torch.Tensor, name: str, finish: Callable[[], object] | None) -> None:
+        self._parts.append((self._comm.broadcast_async(flat, self._root, name=name, out=flat), finish))
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return all(handle.done() for handle, _ in self._parts)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def wait(self) -> None:
+        """Wait for the end, and copy what came to the tensors; raise the error of one that has failed."""
+        parts, self._parts = self._parts, []
+        for handle, finish in parts:
+            handle.wait()
+            if finish is not None:
+                finish()
+
+    def cancel(self) -> None:
+        """End what is under way, on every rank."""
+        for handle, _ in self._parts:
+            handle.cancel()
 
 
 class Buffers:
@@ -105,8 +168,7 @@ class Buffers:
         self._of = [(module, one) for module in model.modules() for one in module._buffers]
         self._comm = comm
         self._name = name
-        self._handle: Handle[Any] | None = None
-        self._finish: Callable[[], object] = lambda: None
+        self._under_way: TensorBroadcast | None = None
         self._tensors: list[torch.Tensor] = []
 
     def begin(self, *, is_wanted: bool = True) -> None:
@@ -115,20 +177,19 @@ class Buffers:
         # Clones take rank 0's values in the place of the buffers of a rank whose pass has failed.
         tensors = [one if is_wanted else one.clone() for one in found if one is not None]
         self._tensors = tensors
-        self._handle, self._finish = begin_broadcast(tensors, self._comm, 0, self._name)
+        self._under_way = TensorBroadcast(tensors, self._comm, 0, self._name)
 
     def done(self) -> bool:
         """Whether they are there, or have failed."""
-        return self._handle is None or self._handle.done()
+        return self._under_way is None or self._under_way.done()
 
     def wait(self) -> None:
         """Wait until they are there."""
-        handle, self._handle = self._handle, None
-        if handle is None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
             return
         try:
-            handle.result()
-            self._finish()
+            under_way.wait()
         except PeerLost:
             if not self._comm.outlives:
                 raise
@@ -142,9 +203,9 @@ class Buffers:
 
     def cancel(self) -> None:
         """End what is under way, on every rank."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.cancel()
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.cancel()
 
 
 def broadcast_optimizer_state(
@@ -174,8 +235,8 @@ def broadcast_object(value: Any, comm: Communicator, root: int = 0, *, name: str
     """Return the ``value`` of rank ``root`` on every rank, as Horovod's function of this name.
 
     Args:
-        value: None, bools, numbers, text, bytes, tensors in host memory, and lists, tuples and dicts of these, such as
-            ``optimizer.state_dict()``; ignored on other ranks than ``root``.
+        value: None, bools, numbers, text, bytes, tensors, and lists, tuples and dicts of these, such as
+            ``optimizer.state_dict()``; ignored on other ranks than ``root``. Tensors arrive in host memory.
         comm: blocking.
         root: rank in the group.
         name: of the collective.
@@ -202,9 +263,9 @@ def _given(value: Any) -> Any:
 def encoded(value: Any) -> Any:
     """The value in types that msgpack has; other types stay in place, for the verb to refuse on all ranks."""
     match value:
-        case torch.Tensor():
+        case torch.Tensor(is_meta=False):
             try:
-                array = adapt(value)
+                array = adapt(value.detach().cpu())
             except ConfigError:
                 return value
             return msgpack.ExtType(TENSOR, _packed([dtype_name(array.dtype), list(array.shape), array.flat.tobytes()]))

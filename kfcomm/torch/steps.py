@@ -3,7 +3,8 @@
 *Backward passes.* Autograd calls a callback that a hook has queued when the graph task is complete, and drops it
 uncalled when the pass raises, which the callback's destructor notices. A pass within a pass (activation checkpointing
 with ``use_reentrant=True``) is a graph task of its own on the same stack. Its callbacks are dropped when it is
-complete, at which time the outer task is the current one again, and are queued on that.
+complete, at which time the outer task is the current one again, and are queued on that. Nodes of a device run on a
+thread of autograd's own, on whose stack the outermost pass is not.
 
 *Steps.* torch calls the hooks on steps in the ``step`` of every class: a subclass that calls ``super().step()`` runs
 them twice. A step can be divided by parameters if the update of each needs only its gradient and the optimizer's state
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType
@@ -35,19 +37,30 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 
 class Passes:
-    """The backward passes of one thread."""
+    """The backward passes of one thread. ``has_workers``: some nodes run on autograd's own threads."""
 
-    def __init__(self, end: Callable[[], None], settle: Callable[[], None], fail: Callable[[], None]) -> None:
+    def __init__(
+        self, end: Callable[[], None], settle: Callable[[], None], fail: Callable[[], None], *,
+        has_workers: bool = False,
+    ) -> None:  # fmt: skip
         # After the outermost pass: ``end``, then, after the ends of all exchanges, ``settle``; ``backward()`` raises
         # their errors. If the pass has raised: ``fail``, which must not.
         self._end, self._settle, self._fail = end, settle, fail
+        self._has_workers = has_workers
+        self._lock = threading.Lock()  # nodes of a device and of the host run at the same time
         self._is_inner: dict[int, bool] = {}  # by the id of a graph task
 
     def join(self) -> bool:
         """Register the end of this pass, within a hook; returns whether it is a pass within another."""
         task = torch._C._current_graph_task_id()
-        known = self._is_inner.get(task)
-        return self._queue(task, _depth() > 1) if known is None else known
+        with self._lock:
+            known = self._is_inner.get(task)
+            return self._queue(task, self._is_within(1)) if known is None else known
+
+    def _is_within(self, passes: int) -> bool:
+        """Whether there are more passes than these on the stack; that of autograd's own threads lacks the outermost."""
+        is_worker = self._has_workers and type(threading.current_thread()) is threading._DummyThread
+        return _depth() + is_worker > passes
 
     def _queue(self, task: int, is_inner: bool) -> bool:
         # A graph task has hooks for each of its gradients, and one callback.
@@ -71,7 +84,7 @@ class Passes:
             return
         task = torch._C._current_graph_task_id()
         if task != NO_TASK and task not in self._is_inner:
-            self._queue(task, _depth() > 2)  # the inner one is still on the stack
+            self._queue(task, self._is_within(2))  # the inner one is still on the stack
 
 
 class _StepEnding:
@@ -175,8 +188,9 @@ def mean_loss(comm: Any, loss: Any, name: str) -> Any:
     # Code that looks at a loss, as a line search does, has to reach the same decision on all ranks.
     if loss is None:
         return None
-    found = comm.all_reduce(torch.as_tensor(loss).detach(), name=name, op="avg")
-    return found if isinstance(loss, torch.Tensor) else float(found)
+    # In host memory, since that code reads it; and there it survives the loss of a rank.
+    found = comm.all_reduce(torch.as_tensor(loss).detach().cpu(), name=name, op="avg")
+    return found.to(loss.device) if isinstance(loss, torch.Tensor) else float(found)
 
 
 class Updates:

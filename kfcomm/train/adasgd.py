@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kfcomm.arrays.on_device import is_on_device
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.procedure import Comm, Procedure, call
 from kfcomm.train.rules import alpha_problem, count_problem, towards
@@ -97,6 +98,10 @@ class AdaSGD(Agreement):
             return tree
         # With the models: all ranks learn of a wish at the same step, without a message of its own.
         wish: Any = np.array([self._wishes], np.float32)
-        found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
-        self._is_agreed = bool(found[WISH][0] > 0)
+        own = leaves(tree)
+        is_far = any(map(is_on_device, own.values()))
+        found = yield call("all_reduce_many", own if is_far else {**own, WISH: wish}, f"{self.name}/model", op="avg")
+        # A batch is all in host memory or all on a device.
+        wishes = (yield call("all_reduce", wish, f"{self.name}/wish", op="max")) if is_far else found[WISH]
+        self._is_agreed = bool(wishes[0] > 0)
         return mapped(lambda x, mean: towards(x, mean, self._alpha), tree, rebuilt(tree, found))

@@ -23,6 +23,7 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.arrays.norms import squared_norm
+from kfcomm.arrays.on_device import is_on_device
 from kfcomm.errors import ConfigError
 from kfcomm.train.cadence import Cadence, Every
 from kfcomm.train.gradient_statistics import (
@@ -187,7 +188,16 @@ class GradientMonitor:
     # ---------------------------------------------------------------- with the gradients
 
     def sums(self, gradients: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
-        """Array to average with this rank's gradients (``op="avg"``): float64 if all of these are, else float32."""
+        """Array to average with this rank's gradients (``op="avg"``): float64 if all of these are, else float32.
+
+        Raises:
+            ConfigError: a gradient is on a device.
+        """
+        if any(map(is_on_device, gradients.values())):
+            raise ConfigError(
+                "a GradientMonitor squares gradients in host memory; those of a model on a device are measured by "
+                "kfcomm.torch.attach(..., monitor=True)"
+            )
         row = self.tell(self._timed(gradients.values()) if self.is_due else None)
         is_double = all(adapt(x).dtype == np.float64 for x in gradients.values())
         size = self.comm.size
@@ -227,6 +237,11 @@ class GradientMonitor:
         )  # fmt: skip
         self._cost_s = 0.0
         return list(row)
+
+    def amend(self, sq_norm: float) -> None:
+        """Set |g_i|² of the latest ``tell``, where it was not known yet; before ``learn``."""
+        if self._told_sq_norm != NOT_MEASURED:
+            self._told_sq_norm = sq_norm
 
     def learn(self, rows: Sequence[Sequence[float]], scale: float = 1.0) -> bool:
         """Take the numbers of all ranks, by rank, the same on every rank.

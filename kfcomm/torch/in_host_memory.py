@@ -1,0 +1,77 @@
+"""Averages of buckets that are made in host memory by several blocking calls: compressed ones, Adasum on a device.
+
+A bucket on a device is copied to the host and back, on the stream of its exchange.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kfcomm.types import override
+
+if TYPE_CHECKING:
+    from kfcomm.sync import Communicator
+    from kfcomm.torch.buckets import Bucket
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+class Averaging(Protocol):
+    """Way to average gradients, as ``kfcomm.compression`` has it."""
+
+    def __call__(self, comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
+        """The averages of arrays by name, in memory of their own or in that of the gradients."""
+
+
+class HostAverage(threading.Thread):
+    """Average of one bucket, in the place of an exact one's collective."""
+
+    # A thread, as several blocking calls are made, for which the backward pass must not wait.
+
+    def __init__(self, comm: Communicator, bucket: Bucket, averaging: Averaging) -> None:
+        super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
+        self._comm, self._bucket, self._averaging = comm, bucket, averaging
+        self._error: BaseException | None = None
+
+    @override
+    def run(self) -> None:
+        bucket = self._bucket
+        try:
+            whole = bucket.memory.fetched(bucket.tensor)
+            views = {one: view.numpy() for one, view in bucket.views_of(whole).items()}  # torch counts no writes here
+            for name, found in self._averaging(self._comm, views, name=bucket.name).items():
+                if found is not views[name]:
+                    views[name][...] = found
+            bucket.memory.put(bucket.tensor, whole)
+        except BaseException as error:  # noqa: BLE001  `wait` raises it
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return not self.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; raise the error of one that has failed."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Do nothing: its calls end by their own timeouts."""
+
+
+def adasum(comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
+    """The adaptive sum of each gradient by itself."""
+    views = [one.reshape(-1) for one in gradients.values()]
+    comm.all_reduce(views, name, op="adasum", out=views)
+    return gradients
+
+
+def reduced(comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
+    """The exact mean of each gradient."""
+    found = comm.all_reduce_many(gradients, name=name, op="avg")
+    return {one: found[one] for one in gradients}

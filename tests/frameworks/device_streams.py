@@ -1,0 +1,80 @@
+"""Streams for tensors in host memory that are treated as those of a device: what attach does with CUDA models, here.
+
+torch computes at once, so no stream holds back any work. What is checked is the order: which streams have waited for
+which, and on which one a collective was called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kfcomm.torch import memory
+
+
+class DeviceStream:
+    """A stream that counts its work, and knows up to which place it has waited for others.
+
+    Attributes:
+        priority: as torch counts; below 0 for urgent ones.
+        place: number of the work on it.
+        seen: the place of each other stream up to which it has waited.
+    """
+
+    def __init__(self, module: DeviceStreams, priority: int = 0) -> None:
+        self.priority = priority
+        self.place = 0
+        self.seen: dict[DeviceStream, int] = {}
+        module.streams.append(self)
+
+    def wait_stream(self, other: DeviceStream) -> None:
+        """Wait for all work that is on another stream now, and what that has waited for."""
+        for one, place in {**other.seen, other: other.place}.items():
+            self.seen[one] = max(self.seen.get(one, 0), place)
+
+    def has_seen(self, other: DeviceStream) -> bool:
+        """Whether it has waited for all work of another stream."""
+        return other is self or self.seen.get(other, 0) >= other.place
+
+
+class DeviceStreams:
+    """In the place of ``torch.cuda``: streams of a device, of which each thread has a current one.
+
+    Attributes:
+        streams: all that were made, the default stream first.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[DeviceStream] = []
+        self._chosen = threading.local()
+        self._default = DeviceStream(self)
+
+    def Stream(self, device: Any = None, priority: int = 0) -> DeviceStream:  # noqa: N802  as torch calls it
+        """Make a stream."""
+        return DeviceStream(self, priority)
+
+    def current_stream(self, device: Any = None) -> DeviceStream:
+        """The stream on which the calling thread works."""
+        found: DeviceStream = getattr(self._chosen, "stream", self._default)
+        return found
+
+    @contextmanager
+    def stream(self, stream: DeviceStream) -> Iterator[None]:
+        """Let the calling thread work on another stream."""
+        before = self.current_stream()
+        self._chosen.stream = stream
+        try:
+            yield
+        finally:
+            self._chosen.stream = before
+
+
+def on_device(patch: pytest.MonkeyPatch) -> DeviceStreams:
+    """Treat all tensors as in the memory of a device until the end of the test."""
+    streams = DeviceStreams()
+    patch.setattr(memory, "streams_of", lambda device: streams)
+    return streams
