@@ -226,18 +226,22 @@ class Bucket:
         """This rank's contribution: the memory of the bucket, or one gradient where it is."""
         if isinstance(self.memory, DeviceMemory):
             self.memory.gather()
-            self._copy_foreign()
-        elif in_place and len(self.places) == 1 and (gradient := self.places[0].take()) is not None:
+            self._collect_at_once()
+            return self._flat
+        if in_place and len(self.places) == 1 and (gradient := self.places[0].take()) is not None:
             return adapt(gradient).flat
         for place in self.places:
             place.collect()
         return self._flat
 
-    def _copy_foreign(self) -> None:
-        """Copy all gradients that are elsewhere, by one kernel."""
+    def _collect_at_once(self) -> None:
+        """Collect all gradients by two kernels, where each copy would be one."""
+        absent = [place.view for place in self.places if place.parameter.grad is None]
         foreign = [place for place in self.places if place.is_foreign]
-        if foreign:
-            with torch.no_grad():
+        with torch.no_grad():
+            if absent:
+                torch._foreach_zero_(absent)
+            if foreign:
                 torch._foreach_copy_([one.view for one in foreign], [one.parameter.grad for one in foreign])
         for place in foreign:
             place.show()

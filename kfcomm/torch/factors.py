@@ -56,7 +56,7 @@ class RecordedRows:
             # A rank without samples in this step has no rows, and zeros.
             empty = (np.zeros((0, count), gradient.dtype) for count in gradient.shape)
             return None if gradient.any() else Factors(*empty)
-        outer, inner = (torch.cat([row[side] for row in rows]).numpy() for side in (0, 1))
+        outer, inner = (torch.cat([row[side] for row in rows]).cpu().numpy() for side in (0, 1))
         if outer.dtype != gradient.dtype or inner.dtype != gradient.dtype:
             return None  # autocast: the layer computes in another type
         # One pass over the gradient, where multiplying the factors of n ranks takes n·K.
