@@ -192,7 +192,7 @@ class RoundedAverage:
 
 
 def squared_norm_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Σ x² as a tensor of float64 on the device, for which nobody waits; infinite only where an element is."""
+    """Σ x² as a tensor of float64 on the device, without waiting for it; infinite only where an element is."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return torch.linalg.vector_norm(real.detach(), dtype=torch.float64).square()
 

@@ -17,19 +17,18 @@ from kfcomm.torch import memory
 
 
 class DeviceStream:
-    """A stream that counts its work, and knows up to which place it has waited for others.
+    """A stream that counts its work, and the work of others that it has waited for.
 
     Attributes:
         priority: as torch counts; below 0 for urgent ones.
         place: number of the work on it.
-        seen: the place of each other stream up to which it has waited.
+        seen: by stream, the work that this one has waited for.
     """
 
-    def __init__(self, module: DeviceStreams, priority: int = 0) -> None:
+    def __init__(self, priority: int = 0) -> None:
         self.priority = priority
         self.place = 0
         self.seen: dict[DeviceStream, int] = {}
-        module.streams.append(self)
 
     def wait_stream(self, other: DeviceStream) -> None:
         """Wait for all work that is on another stream now, and what that has waited for."""
@@ -42,24 +41,20 @@ class DeviceStream:
 
 
 class DeviceStreams:
-    """In the place of ``torch.cuda``: streams of a device, of which each thread has a current one.
-
-    Attributes:
-        streams: all that were made, the default stream first.
-    """
+    """Replacement of ``torch.cuda``: streams of a device. Each thread has a default stream, as ranks are threads."""
 
     def __init__(self) -> None:
-        self.streams: list[DeviceStream] = []
         self._chosen = threading.local()
-        self._default = DeviceStream(self)
 
     def Stream(self, device: Any = None, priority: int = 0) -> DeviceStream:  # noqa: N802  as torch calls it
         """Make a stream."""
-        return DeviceStream(self, priority)
+        return DeviceStream(priority)
 
     def current_stream(self, device: Any = None) -> DeviceStream:
         """The stream on which the calling thread works."""
-        found: DeviceStream = getattr(self._chosen, "stream", self._default)
+        if not hasattr(self._chosen, "stream"):
+            self._chosen.stream = DeviceStream()
+        found: DeviceStream = self._chosen.stream
         return found
 
     @contextmanager
