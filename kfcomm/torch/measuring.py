@@ -1,8 +1,8 @@
 """Statistics of gradients measured in an exchange: squared norms for a monitor of ``kfcomm.train``.
 
 Two numbers of gradients on a device stay there: |g|² of this rank, which all ranks gather, and that of its share of the
-mean. The host reads both when the next pass begins, so it waits for the device in no step; the monitor learns one step
-later.
+mean. The host reads both when the next pass begins, from the stream of the exchanges, which has no work of that pass
+yet. So it waits for nothing that the device has not long done; the monitor learns one step later.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Measuring:
         self.num_numbers = len(monitor.tell(None))
         self._cost_s = 0.0
         self._share: Any = 0.0
+        self._memory: Any = None
+        """Of buckets on a device."""
         self._norms: Any = None
         """Handle of all ranks' |g|² on the device, of the latest pass, if that is measured there."""
         self._unread: tuple[Array, float, Any] | None = None
@@ -71,7 +73,12 @@ class Measuring:
         if self._unread is None:
             return
         (rows, scale, norms), self._unread = self._unread, None
-        found = norms.wait().tolist()
+        numbers, share = norms.wait(), self._share
+        with self._memory.aside():
+            both = torch.cat([numbers, share.reshape(1)]) if isinstance(share, torch.Tensor) else numbers
+        found = self._memory.fetched(both).tolist()
+        if isinstance(share, torch.Tensor):
+            self._share = found.pop()
         rows = rows.copy()
         rows[:, 0] = found
         self.monitor.amend(found[self.monitor.comm.rank])
@@ -84,6 +91,8 @@ class Measuring:
         if bucket.is_exact:
             self._has_exact = True
             self._sq_norm += sq_norm
+            if isinstance(sq_norm, torch.Tensor):
+                self._memory = bucket.memory
         self._cost_s += cost_s
 
     def row(self) -> Sequence[float]:
@@ -96,7 +105,8 @@ class Measuring:
         if isinstance(sq_norm, torch.Tensor) and is_elastic(self.monitor.comm):
             sq_norm = float(sq_norm)  # collectives of device memory do not survive the loss of a rank
         elif isinstance(sq_norm, torch.Tensor):
-            self._norms = self.monitor.comm.all_gather_async(sq_norm, self._name)
+            with self._memory.leaving():
+                self._norms = self.monitor.comm.all_gather_async(sq_norm, self._name)
             sq_norm = 0.0  # until ``catch_up``
         return self.monitor.tell(sq_norm, cost_s)
 
@@ -116,7 +126,12 @@ class Measuring:
         flat, rank, size = bucket.content, self.monitor.comm.rank, self.monitor.comm.size
         count = bucket.tensor.numel()
         part = flat[rank * count // size : (rank + 1) * count // size]
-        self._share += squared_norm_on_device(part) if isinstance(part, torch.Tensor) else squared_norm([part])
+        if isinstance(part, torch.Tensor):
+            with bucket.memory.aside():
+                self._share += squared_norm_on_device(part)
+            bucket.memory.arrived()  # before the program writes to it
+        else:
+            self._share += squared_norm([part])
         self._cost_s += time.perf_counter() - begun_s
         self._keep_share()
 

@@ -83,6 +83,8 @@ class HostMemory:
         """Nothing."""
         yield
 
+    aside = leaving
+
     def arrived(self) -> None:
         """Nothing: a result is there when its handle is done."""
 
@@ -141,13 +143,19 @@ class DeviceMemory:
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, for which the calling thread waits."""
+        # From pinned memory the copy back need not be waited for; torch reuses it when that is done.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
         with self.aside():
-            return tensor.to("cpu", copy=True)
+            host.copy_(tensor, non_blocking=True)
+        event = self._streams.Event(blocking=True)  # the thread sleeps
+        event.record(self._side)
+        event.synchronize()
+        return host
 
     def put(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
         """Copy to the device's memory, on the stream of the exchanges."""
         with self.aside():
-            tensor.copy_(given)
+            tensor.copy_(given, non_blocking=True)
 
 
 class RoundedAverage:

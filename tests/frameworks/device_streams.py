@@ -40,8 +40,25 @@ class DeviceStream:
         return other is self or self.seen.get(other, 0) >= other.place
 
 
+class DeviceEvent:
+    """A place in a stream, which the host may wait for: torch has computed at once."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._is_recorded = False
+
+    def record(self, stream: DeviceStream) -> None:
+        """Take the present place of a stream."""
+        self._is_recorded = True
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        assert self._is_recorded
+
+
 class DeviceStreams:
     """Replacement of ``torch.cuda``: streams of a device. Each thread has a default stream, as ranks are threads."""
+
+    Event = DeviceEvent
 
     def __init__(self) -> None:
         self._chosen = threading.local()

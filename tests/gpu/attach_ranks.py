@@ -246,6 +246,7 @@ CASES: dict[str, Callable[[Any], float]] = {
     "late gradients, deferred": lambda comm: late_gradients(comm, defer=True, bucket_nbytes=1 << 18),
     "no wait": no_wait,
     "no wait, deferred": lambda comm: no_wait(comm, defer=True),
+    "no wait, monitored": lambda comm: no_wait(comm, monitor={"every": 1}, batch_size=ROWS),
     "void step": void_step,
     "raising pass": raising_pass,
 }

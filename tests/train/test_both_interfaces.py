@@ -23,6 +23,7 @@ from kfcomm.train import (
     LocalSGD,
     PairAveraging,
     SynchronousSGD,
+    adasgd,
 )
 
 TREE = {"weight": np.zeros((3, 4), np.float32), "bias": [np.zeros(4, np.float32)]}
@@ -82,6 +83,30 @@ async def test_both_interfaces_come_to_the_same(way: str, elastic: bool) -> None
         assert np.array_equal(mine["weight"], theirs["weight"])
         assert np.array_equal(mine["bias"][0], theirs["bias"][0])
     assert not np.array_equal(one[0]["weight"], TREE["weight"])
+
+
+def test_adasgd_of_arrays_on_a_device_changes_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wish to change travels beside them, since a batch is all in host memory or all on a device."""
+
+    def main(comm: sync.Communicator) -> tuple[Any, bool]:
+        way = AdaSGD(comm)
+        model: Any = TREE
+        for step in range(4):
+            if (step, comm.rank) == (1, 1):
+                way.change()
+            pending = way.parameters(model)
+            model = applied(pending.wait(), way.gradients(gradient(model, comm.rank)).wait())
+        return model, way.is_synchronous
+
+    found = []
+    for is_far in (False, True):
+        monkeypatch.setattr(adasgd, "is_on_device", lambda _, is_far=is_far: is_far)
+        with sync_world(2) as comms:
+            found.append(run_threads(comms, main))
+    for (one, was_changed), (other, is_changed) in zip(*found, strict=True):
+        assert was_changed
+        assert is_changed
+        assert np.array_equal(one["weight"], other["weight"])
 
 
 @pytest.mark.asyncio

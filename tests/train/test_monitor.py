@@ -13,7 +13,7 @@ from kfcomm.arrays.norms import squared_norm
 from kfcomm.engine.meter import Meter
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.monitor.metrics import METRICS, Scrape
-from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.testing import FakeDevice, run_ranks, run_threads, sync_world, world
 from kfcomm.train import GradientMonitor, NoiseScale, SynchronousSGD
 from kfcomm.train.gradient_statistics import share
 
@@ -227,6 +227,30 @@ async def test_bad_arguments() -> None:
                 SynchronousSGD(comm, op="adasum", monitor=GradientMonitor(comm, 8), name="other")
 
         await run_ranks(comms, main)
+
+
+def test_norm_that_is_known_only_after_it_was_told() -> None:
+    """As of gradients on a device: both orders give the same figures."""
+    found = []
+    with sync_world(1) as (comm,):
+        for is_late in (False, True):
+            monitor = GradientMonitor(comm, batch=4)
+            for step in range(3):
+                (row,) = [monitor.tell(0.0 if is_late else 1.0 + step)]
+                if is_late:
+                    row[0] = 1.0 + step
+                    monitor.amend(row[0])
+                assert monitor.learn([row])
+                monitor.keep_share(0.5)
+            found.append(monitor.values["local_norm"])
+    assert found == [2.0**0.5] * 2
+
+
+def test_gradients_on_a_device_are_refused() -> None:
+    with sync_world(1) as (comm,):
+        monitor = GradientMonitor(comm, batch=4)
+        with pytest.raises(ConfigError, match="those of a model on a device are measured by"):
+            monitor.sums({"a": FakeDevice().array(np.ones(3))})
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, np.finfo(np.float64).max])
