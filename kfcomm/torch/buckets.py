@@ -212,6 +212,8 @@ class Bucket:
         return self._persistent
 
     def _on_device(self, memory: DeviceMemory, options: dict[str, Any]) -> RestartableReduction:
+        if not options["priority"]:
+            del options["priority"]  # calls with options of their own are not cached
         given, own = options.pop("wire_dtype"), str(self._dtype).removeprefix("torch.")
         wire_dtype = own if given is None else wire_dtype_of(given, dtype_of(own)).name
         if wire_dtype == own:
