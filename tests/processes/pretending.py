@@ -54,14 +54,33 @@ async def blocking(me: Actor, *, count: int, **settings: Any) -> dict[str, list[
     return await asyncio.to_thread(_blocking, count, settings)
 
 
-def _blocking(count: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+async def slots_of(me: Actor, *, count: int, **settings: Any) -> int:
+    """Join with the blocking API and a fake device, use a name some times, and leave; slots that were taken by then."""
+    return await asyncio.to_thread(_slots_of, count, settings)
+
+
+def _slots_of(count: int, settings: dict[str, Any]) -> int:
+    device, world = _joined(settings)
+    with world as comm:
+        before = comm.statistics().slots
+        for use in range(5):
+            y = comm.all_reduce(device.array(np.full(count, comm.rank + use)), "k")
+            assert (y.get() == 2 * use + 1).all()
+        return int(comm.statistics().slots - before)
+
+
+def _joined(settings: dict[str, Any]) -> tuple[FakeDevice, kfcomm.sync.Communicator]:
     device = FakeDevice(0, "one", backend="")
     before = routes.find
     routes.find = lambda choice, local_rank: (device, device.report)  # type: ignore[assignment]
     try:
-        world = kfcomm.sync.init(**settings)
+        return device, kfcomm.sync.init(**settings)
     finally:
         routes.find = before
+
+
+def _blocking(count: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+    device, world = _joined(settings)
     with world as comm:
         x = device.array(np.full(count, comm.rank + 1, np.float32))
         for step in range(3):

@@ -114,3 +114,9 @@ def test_blocking_calls_for_device_memory(world: World, transport: str, count: i
     expected = {"sum": sums, "many": sums, "later": sums, "joined": [1, 5], "message": [1, 2]}
     found = [call.result() for call in start(world, pretending.blocking, count=count, transport=transport)]
     assert found == [expected] * 2
+
+
+@pytest.mark.parametrize(("transport", "slots"), [("shm", 1), ("tcp", 0)])
+def test_staged_calls_use_a_slot_in_shared_memory(world: World, transport: str, slots: int) -> None:
+    found = [call.result() for call in start(world, pretending.slots_of, count=100, transport=transport)]
+    assert found == [slots] * 2
