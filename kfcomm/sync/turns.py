@@ -80,12 +80,12 @@ class IoDriver(LoopDriver):
         reactor = self._reactor
         if self.is_masked and (self._io.pending or reactor.pollers):
             self.mask(is_masked=False)
-        is_unheard = self.is_masked
+        is_unheard = self.is_masked and not reactor.pollers
         for poller in reactor.pollers:
             if poller.is_needed:
                 self.wake()
                 return
-            is_unheard = poller.is_awake
+            is_unheard = is_unheard or poller.is_awake
         if reactor.deferred or reactor.due_s < self.timer_s:
             self.wake()
         elif is_unheard:

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,6 +291,32 @@ def test_a_rank_that_makes_no_more_calls_parks(monkeypatch: pytest.MonkeyPatch) 
             called(*comms)
             for comm in comms:
                 until(lambda comm=comm: not hub_of(comm).is_awake)
+
+
+class QuietPoller(reactor.Poller):
+    """One that has nothing to look at."""
+
+    is_awake = is_needed = False
+
+    def progress(self) -> bool:
+        return False
+
+    def park(self) -> bool:
+        return True
+
+    def unpark(self) -> None:
+        pass
+
+
+def test_a_rank_parks_beside_a_quiet_poller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LULL_S", 0.0)
+    with joined("shm") as comms:
+        for comm in comms:
+            driving = driver_of(comm)
+            driving.run(partial(driving.turns.reactor.pollers.append, QuietPoller()), comm._session)
+        called(*comms)
+        for comm in comms:
+            until(lambda comm=comm: not hub_of(comm).is_awake)
 
 
 def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

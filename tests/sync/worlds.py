@@ -41,8 +41,7 @@ def driver_of(comm: Communicator) -> Driver:
 
 def hub_of(comm: Communicator) -> Hub:
     """Of a communicator that shares memory."""
-    (hub,) = driver_of(comm).reactor.pollers
-    assert isinstance(hub, Hub)
+    (hub,) = (poller for poller in driver_of(comm).reactor.pollers if isinstance(poller, Hub))
     return hub
 
 
