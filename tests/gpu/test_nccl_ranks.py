@@ -21,53 +21,74 @@ pytestmark = [
     pytest.mark.skipif("SLIM_NCCL" not in os.environ, reason="SLIM_NCCL names no library of NCCL 2.30 or newer"),
 ]
 IN_PROCESSES = True
-SIZES = [2, 4]
-LOST_AFTER_S = 3
+TIMEOUT_S = "15"
+LOST_AFTER_S = 2
 LAUNCHES = 1000
 MESSAGE = 100_000
 """Elements."""
 
 
-@pytest.fixture(autouse=True)
-def sharing_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def sharing_nccl() -> Iterator[None]:
     """Ranks have an NCCL that lets them share a device."""
-    monkeypatch.setenv("LD_PRELOAD", os.environ["SLIM_NCCL"])
-    monkeypatch.setenv(SHARING_VARIABLE, "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_PRELOAD", os.environ["SLIM_NCCL"])
+        patch.setenv(SHARING_VARIABLE, "1")
+        yield
 
 
 @contextmanager
 def sharing(size: int, *options: str, transport: str = "nccl") -> Iterator[World]:
     """The ranks of one job that all have the first device."""
-    run = ("-n", str(size), "--device", "cuda:0", "--transport", transport, "--keep-going", *options)
-    with launched(*run, size=size) as world:
+    run = ("-n", str(size), "--device", "cuda:0", "--transport", transport, "--timeout", TIMEOUT_S, "--keep-going")
+    with launched(*run, *options, size=size) as world:
         yield world
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_collectives(size: int) -> None:
-    with sharing(size) as world:
-        assert world.do(nccl_roles.join) == [["backend", "transport 'nccl' was asked for"]] * size
-        assert world.do(nccl_roles.rows, length=5) == [[]] * size
-        assert world.do(nccl_roles.rows, length=1000, use=1) == [[]] * size
-        assert world.do(nccl_roles.kinds, elements=33) == [[]] * size
-        assert world.do(nccl_roles.steps, names=24, number=12 // size) == [24 * 12 // size] * size
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Ranks that have joined; each test leaves them able to go on."""
+    with sharing(request.param) as made:
+        assert made.do(nccl_roles.join) == [["backend", "transport 'nccl' was asked for"]] * request.param
+        yield made
+        made.finish()
 
-        for call in world.start(nccl_roles.unlike, name="x"):
-            assert " has " in call.failure(CollectiveMismatch).message
-        world.do(nccl_roles.all_reduce, name="x", elements=MESSAGE)
 
-        # without the rank that leads the order nothing is launched, without another one all the others launch
-        for absent in (0, size - 1):
-            others = [actor for rank, actor in enumerate(world) if rank != absent]
-            for call in start(others, nccl_roles.all_reduce, name="y", elements=MESSAGE, timeout=1):
-                assert call.failure(CollectiveTimeout).fields["missing"] == [absent]
-            world[absent].do(nccl_roles.all_reduce, name="y", elements=MESSAGE).failure(KfcommError)
-            world.do(nccl_roles.all_reduce, name="y", elements=MESSAGE)
+def test_every_form_of_every_verb(world: World) -> None:
+    for use, length in enumerate((5, 1000)):
+        assert world.do(nccl_roles.rows, length=length, use=use) == [[]] * len(world)
 
-        ranks = range(size)
-        groups = {"all": list(ranks), "turned": list(ranks)[::-1], "first": [0], "others": list(ranks)[1:]}
-        assert world.do(nccl_roles.in_groups, groups=groups, elements=MESSAGE) == [[]] * size
-        world.finish()
+
+def test_every_dtype_and_op(world: World) -> None:
+    assert world.do(nccl_roles.kinds, elements=33, brief=len(world) > 2) == [[]] * len(world)
+
+
+def test_names_in_other_orders_in_each_step(world: World) -> None:
+    number = 12 // len(world)
+    assert world.do(nccl_roles.steps, names=24, number=number) == [24 * number] * len(world)
+
+
+def test_unlike_shapes_are_a_mismatch_on_all_ranks(world: World) -> None:
+    for call in world.start(nccl_roles.unlike, name="x"):
+        assert " has " in call.failure(CollectiveMismatch).message
+    world.do(nccl_roles.all_reduce, name="x", elements=MESSAGE)
+
+
+@pytest.mark.parametrize("absent", [0, -1])
+def test_missing_rank_is_named(world: World, absent: int) -> None:
+    """Without the rank that leads the order nothing is launched; without another one all the others launch."""
+    missing = absent % len(world)
+    others = [actor for rank, actor in enumerate(world) if rank != missing]
+    for call in start(others, nccl_roles.all_reduce, name="y", elements=MESSAGE, timeout=1):
+        assert call.failure(CollectiveTimeout).fields["missing"] == [missing]
+    world[missing].do(nccl_roles.all_reduce, name="y", elements=MESSAGE).failure(KfcommError)
+    world.do(nccl_roles.all_reduce, name="y", elements=MESSAGE)
+
+
+def test_groups_side_by_side(world: World) -> None:
+    ranks = list(range(len(world)))
+    groups = {"all": ranks, "turned": ranks[::-1], "first": [0], "others": ranks[1:]}
+    assert world.do(nccl_roles.in_groups, groups=groups, elements=MESSAGE) == [[]] * len(world)
 
 
 @pytest.mark.parametrize(("size", "by"), [(2, "SIGKILL"), (2, "SIGSTOP"), (4, "SIGKILL")])
