@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from bench import ROOT
@@ -34,22 +36,23 @@ class Run:
         self.failures: list[str] = []
         self._scale = scale
 
-    def all(self) -> None:
-        """Every row."""
-        self._noting("in a world of one", self._alone)
-        for num_ranks in IN_SLOTS:
-            for transport in ("auto", "shm"):
-                self._noting(
-                    f"{num_ranks} ranks on one GPU, transport {transport}",
-                    lambda num_ranks=num_ranks, transport=transport: self._shared(num_ranks, transport),  # type: ignore[misc]
-                )
+    def all(self, only: str) -> None:
+        """Every row of the parts whose title has ``only`` in it; each part is printed when it is there."""
+        parts: dict[str, Callable[[], list[Row]]] = {"a world of one": self._alone}
+        for num_ranks, transport in product(IN_SLOTS, ("auto", "shm")):
+            parts[f"{num_ranks} ranks on one GPU, transport {transport}"] = partial(self._shared, num_ranks, transport)
+        for what, measured in parts.items():
+            if only in what:
+                self._noting(what, measured)
 
     def _noting(self, what: str, measured: Callable[[], list[Row]]) -> None:
         from bench.gpu.alone import WrongResultError
 
         say(f"{what} ...")
         try:
-            self.rows += measured()
+            rows = measured()
+            print(table(rows), flush=True)
+            self.rows += rows
         except (KfcommError, JobFailed, WrongResultError) as error:
             self.failures.append(f"{what}: {error}")
             say(f"left out: {error}")
@@ -81,9 +84,8 @@ def main() -> int:
         say(f"bench.gpu: {error}")
         return 2
     record = Record("gpu", options.output or (ROOT / "build/gpu/quick.json" if options.quick else None))
-    run = Run(QUICK if options.quick else 1.0)
-    run.all()
-    print(table(run.rows))
+    run = Run(QUICK if options.quick else options.scale)
+    run.all(options.only)
     record.write(
         {
             "quick": options.quick,
@@ -101,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.gpu", description="Device memory with kfcomm, beside NCCL and torch."
     )
     made.add_argument("--quick", action="store_true", help="few rounds: to see that everything runs")
+    made.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
+    made.add_argument("--only", default="", help="measure the parts with this in their title, such as '2 ranks'")
     made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/gpu-DATE.json)")
     return made
 
