@@ -162,31 +162,13 @@ def agree(transports: Sequence[str]) -> str:
 def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, members: Sequence[int] = ()) -> Choice:
     """The route of a group. The first line that applies is taken:
 
-    the ranks                                               transport ``auto``          transport ``nccl``
-    ======================================================  ==========================  ======================
-    none has a device                                       staged                      ConfigError
-    some have no device                                     staged and mixed            ConfigError
-    two share a device, and NCCL refuses two ranks on one   staged                      ConfigError
-    two share a device, and NCCL takes them (2.30, and a    staged                      backend
-    variable that allows it on all ranks)
-    some have no backend                                    staged                      ConfigError
-    they have different backends                            staged                      ConfigError
-    the backend's versions differ, in whatever digit        staged                      ConfigError
-    all are on one host, one rank alone included            backend                     backend
-    they are on several hosts, one on each                  staged                      backend
-    they are on several hosts, as many on each              hierarchy                   backend
-    they are on several hosts, more on some                 staged                      backend
-    ======================================================  ==========================  ======================
-    =======
     ======================================================  =========  ===========  ============
     the ranks                                               ``auto``   ``nccl``     ``ipc``
     ======================================================  =========  ===========  ============
     none has a device                                       staged     ConfigError  ConfigError
     some have no device                                     mixed      ConfigError  ConfigError
-    two share a device, and all are on one host             slots      ConfigError  slots
-    two share a device, and NCCL refuses two ranks on one   staged     ConfigError  ConfigError
-    two share a device, and NCCL takes them (2.30, and a    staged     backend      ConfigError
-    variable that allows it on all ranks)
+    two share a device, and all are on one host             slots      see below    slots
+    two share a device, on several hosts                    staged     see below    ConfigError
     some have no backend                                    staged     ConfigError  as above
     they have different backends                            staged     ConfigError  as above
     the backend's versions differ, in whatever digit        staged     ConfigError  as above
@@ -197,8 +179,9 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     ======================================================  =========  ===========  ============
 
     ``mixed`` is staged, where some have no device. Slots are for devices that export their memory, and at most
-    `MAX_SHARING` ranks; else it is as on several hosts. Drivers may differ. With the transport of links (``tcp``,
-    ``unix``, ``shm``) the route is staged, and mixed if some ranks have no device.
+    `MAX_SHARING` ranks; else it is as on several hosts. NCCL refuses two ranks on one device (ConfigError), unless all
+    ranks report that it ``shares`` theirs. Drivers may differ. With the transport of links (``tcp``, ``unix``, ``shm``)
+    the route is staged, and mixed if some ranks have no device.
 
     Args:
         reports: of the members, by rank in the group.
