@@ -127,7 +127,10 @@ class DeviceCall:
         head: its collective in the runtime.
         is_over: done, or failed: its memory is touched only by work that is on a stream already.
         is_enqueued: the caller has its result.
+        takes_result: its stream may take the result itself, however long it is held up.
     """
+
+    takes_result = True
 
     __slots__ = (
         "_buffers", "_ended", "_has_begun", "_plan", "device", "group", "handle", "head", "is_enqueued", "is_over",
@@ -192,13 +195,17 @@ class DeviceCall:
         self._has_begun = True
         path.begin(self)
 
-    def enqueued(self, mark: Mark) -> None:
-        """Complete the result behind this mark: the caller's stream waits for it, the caller does not."""
+    def enqueued(self, mark: Mark | None) -> None:
+        """Complete the result behind this mark: the caller's stream waits for it, the caller does not.
+
+        ``mark`` None: the result is on the caller's stream.
+        """
         if self.is_over:
             return
         self.is_enqueued = True
         try:
-            self.device.wait(self.stream, mark)
+            if mark is not None:
+                self.device.wait(self.stream, mark)
             result = self._buffers.outcome()
         except Exception as error:  # noqa: BLE001  of the device or the caller's library: it belongs to the caller
             if not self.handle.done():

@@ -56,6 +56,7 @@ class HierarchyStep:
     then: Callable[[Mark], None]  # called with the mark behind which the result is complete
     ended: Callable[[HierarchyStep], None]  # called when nothing on a stream touches the block any more
     is_over: bool = False
+    takes_result = False  # see ``DeviceCall``
 
     def __post_init__(self) -> None:
         whole, verb, block = self.whole, self.verb, self.block

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.collectives.on_device import tell
 from kfcomm.transports.reactor import Poller
@@ -26,26 +25,21 @@ LAZY_S = 1e-3
 """From a lazy mark until it is looked at, if no other is before that."""
 
 
-@dataclass(slots=True, eq=False)
-class _Awaited:
-    """A mark, and what to call once it is passed."""
-
-    mark: Mark
-    then: Callable[[BaseException | None], None]
-    number: int
-    is_lazy: bool
+_Awaited: TypeAlias = "tuple[Mark, Callable[[BaseException | None], None], bool]"
+"""A mark, what to call once it is passed, and whether it is lazy."""
 
 
 class _Queue:
     """The awaited marks of one stream, which passes them in order."""
 
-    __slots__ = ("awaited", "device", "promised", "stream")
+    __slots__ = ("awaited", "device", "end", "promised", "stream")
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.device = device
         self.stream = stream
         self.awaited: deque[_Awaited] = deque()
-        self.promised = -1  # number of the last mark that the device will tell of
+        self.end = 0  # marks that were ever awaited
+        self.promised = 0  # of these, those up to the last that the device will tell of
 
 
 class Marks(Poller):
@@ -54,7 +48,6 @@ class Marks(Poller):
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
         self._queues: dict[int, _Queue] = {}
-        self._count = 0
         self._num_urgent = 0
         self._is_parked = self._is_closing = False
         self._timer: Timer | None = None
@@ -78,8 +71,8 @@ class Marks(Poller):
         queue = self._queues.get(id(stream))
         if queue is None:
             queue = self._queues[id(stream)] = _Queue(device, stream)
-        queue.awaited.append(_Awaited(mark, then, self._count, lazily))
-        self._count += 1
+        queue.awaited.append((mark, then, lazily))
+        queue.end += 1
         if not lazily:
             self._num_urgent += 1
             self._is_parked = False
@@ -90,9 +83,8 @@ class Marks(Poller):
     def hurry(self) -> None:
         """Let a caller wait for all marks."""
         for queue in self._queues.values():
-            for awaited in queue.awaited:
-                self._num_urgent += awaited.is_lazy
-                awaited.is_lazy = False
+            queue.awaited = deque((mark, then, False) for mark, then, _ in queue.awaited)
+        self._num_urgent = sum(len(queue.awaited) for queue in self._queues.values())
         if self._num_urgent:
             self._is_parked = False
             self._reactor.wake()
@@ -147,7 +139,7 @@ class Marks(Poller):
         while queue.awaited:
             error: BaseException | None = None
             try:
-                if not queue.device.passed(queue.awaited[0].mark):
+                if not queue.device.passed(queue.awaited[0][0]):
                     break
             except Exception as raised:  # noqa: BLE001  of the device's library: it belongs to the call
                 error = raised
@@ -157,30 +149,31 @@ class Marks(Poller):
 
     def _next(self, queue: _Queue, error: BaseException | None) -> None:
         """Call back for the first mark of a stream."""
-        awaited = queue.awaited.popleft()
+        _, then, is_lazy = queue.awaited.popleft()
         if not queue.awaited:
-            self._queues.pop(id(queue.stream), None)
-        self._num_urgent -= not awaited.is_lazy
+            del self._queues[id(queue.stream)]
+        if not is_lazy:
+            self._num_urgent -= 1
         if self._is_closing:
             self._reactor.call_soon(self._leave)
-        awaited.then(error)
+        then(error)
 
     def _promise(self) -> None:
         """Ask the device for a notice behind all marks of each stream."""
         for queue in tuple(self._queues.values()):
-            last = queue.awaited[-1].number
-            if last <= queue.promised:
+            end = queue.end
+            if queue.promised == end:
                 continue
-            queue.promised = last
+            queue.promised = end
             try:
-                queue.device.notify(queue.stream, partial(tell, self._reactor, self._told, queue, last))
+                queue.device.notify(queue.stream, partial(tell, self._reactor, self._told, queue, end))
             except Exception as error:  # noqa: BLE001  as of ``mark``
-                self._reactor.call_soon(self._told, queue, last, error)
+                self._reactor.call_soon(self._told, queue, end, error)
 
-    def _told(self, queue: _Queue, last: int, error: BaseException | None) -> None:
-        """Handle a notice: the stream has passed these marks, or has failed at one of them."""
+    def _told(self, queue: _Queue, end: int, error: BaseException | None) -> None:
+        """Handle a notice: the stream has passed the marks before this one, or has failed at one of them."""
         self._look(queue)
-        while error is not None and queue.awaited and queue.awaited[0].number <= last:
+        while error is not None and queue.awaited and queue.end - len(queue.awaited) < end:
             self._next(queue, error)
 
     def _lazy_due(self) -> None:

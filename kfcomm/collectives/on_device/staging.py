@@ -10,7 +10,8 @@ network and the copies back overlap. The life of a segment::
     fetching   the device says that they are here  here
     here       its turn comes                      posted     a collective of the host is posted, in place in the block
     posted     that is done                        putting    its pieces are put; behind the last put of the call
-                                                              the result is complete (``DeviceCall.enqueued``)
+                                                              the result is complete (``DeviceCall.enqueued``);
+                                                              that of a small call is put on the caller's stream
     putting    the device says that it is done     over       its block goes back; with the last, the call is done
     any        the call fails                      over       its block goes back, once no copy and no link uses it
 
@@ -49,7 +50,8 @@ Step: TypeAlias = "Callable[[_Staged], None]"
 _EMPTY = np.empty(0, np.uint8)
 
 SMALL_NBYTES = 256 << 10
-"""Up to here the block of a call of one segment may go back late: see ``marks``."""
+"""Up to here the result of a call of one segment is put on the caller's stream itself. That may be held up, and the
+block with it, which no other segment of the call waits for."""
 
 
 class StagingStreams(NamedTuple):
@@ -89,6 +91,7 @@ class _Known(NamedTuple):
 
     segments: list[Segment]
     plans: dict[int, CarriedPlan]
+    is_small: bool  # see ``SMALL_NBYTES``
 
 
 class Staging:
@@ -101,8 +104,8 @@ class Staging:
         self._streams = path.streams(call)
         known: _Known | None = call.memo.get("")
         if known is None:
-            known = call.memo[""] = _Known(_segments(call, path) if path.view.size > 1 else [], {})
-        self._plans, segments = known.plans, known.segments
+            known = call.memo[""] = _known(call, path)
+        self._plans, segments, self._is_small = known.plans, known.segments, known.is_small
         self._staged = [_Staged(segment, path.turns.next(call.key)) for segment in segments]
         self._num_begun = self._num_held = self._num_posted = 0
         self._num_left = len(segments)
@@ -237,7 +240,7 @@ class Staging:
 
     def _has_result(self, staged: _Staged) -> None:
         if staged.segment.put:
-            self._once_safe(staged, self._put, in_order=False)
+            self._once_safe(staged, self._put, in_order=self._is_small)
         else:
             self._segment_over(staged)
 
@@ -245,19 +248,18 @@ class Staging:
 
     def _put(self, staged: _Staged) -> None:
         staged.state = StagingState.PUTTING
-        outward, mark = self._streams.outward, None
+        is_last = self._is_small and (staged.block is None or staged.block.is_pinned())
+        stream, mark = self._call.stream if is_last else self._streams.outward, None
         try:
             for piece in staged.segment.put:
                 target = _target(self._call, piece)[piece.start : piece.stop]
-                self._device.put(staged.memory[piece.place], target, outward)
+                self._device.put(staged.memory[piece.place], target, stream)
             self._to_put -= 1
             if not self._to_put:
-                mark = self._device.mark(outward)
+                mark = None if is_last else self._device.mark(stream)
                 self._call.enqueued(mark)
         finally:
-            over = partial(self._go_on, staged, self._segment_over)
-            # The caller has its result; of a small call no other waits for the block.
-            self._notify(outward, over, mark, lazily=len(self._staged) == 1 and staged.memory.nbytes <= SMALL_NBYTES)
+            self._notify(stream, partial(self._go_on, staged, self._segment_over), mark, lazily=is_last)
 
     def _segment_over(self, staged: _Staged) -> None:
         self._give_back(staged)
@@ -352,6 +354,12 @@ class Staging:
         self._copying -= 1
         then(error)
         self._forget_if_at_rest()
+
+
+def _known(call: DeviceCall, path: StagedPath) -> _Known:
+    segments = _segments(call, path) if path.view.size > 1 else []
+    is_short = len(segments) == 1 and segments[0].room * call.kind.dtype.itemsize <= SMALL_NBYTES
+    return _Known(segments, {}, is_short and call.takes_result)
 
 
 def _segments(call: DeviceCall, path: StagedPath) -> list[Segment]:

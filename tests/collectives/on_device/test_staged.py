@@ -169,6 +169,19 @@ async def test_the_handle_is_done_before_the_copies_back_are() -> None:
         assert_sums(world, await ended(world, handles))
 
 
+@pytest.mark.asyncio
+async def test_a_small_result_waits_on_the_callers_stream_and_the_handle_does_not() -> None:
+    async with staged_world(2) as world:
+        handles = begun(world, count=10)
+        for device in world.devices:
+            device.hold(device.default_stream)
+        await asyncio.gather(*handles)
+        assert all(device.num_waiting for device in world.devices)
+        for device in world.devices:
+            device.release()
+        assert_sums(world, await ended(world, handles))
+
+
 @on_both_kinds_of_hosts
 @pytest.mark.asyncio
 async def test_many_at_once_in_opposite_orders(make: Any) -> None:
