@@ -24,7 +24,7 @@ from kfcomm.common.sizes import show_size
 
 ROUNDS = {1 << 10: 150, 1 << 16: 100, 1 << 20: 60, 64 << 20: 10}
 """By bytes."""
-WARMUP = 5
+WARMUP, WARMUP_CALLS = 5, 100
 PATIENCE_S = 60.0
 """For the whole run of one world."""
 
@@ -33,6 +33,7 @@ def member(options: argparse.Namespace) -> None:
     """One rank; rank 0 prints the times of all rounds."""
     with kfcomm.sync.init() as comm:
         torch = Torch("gloo", options.meeting, comm.rank, comm.size) if Torch.is_here() else None
+        _measured(comm, torch, 1 << 20, WARMUP_CALLS)  # the device's clocks rise meanwhile
         times_s = {
             show_size(nbytes): _measured(comm, torch, nbytes, max(1, round(rounds * options.scale)))
             for nbytes, rounds in ROUNDS.items()
