@@ -8,16 +8,17 @@ host of the other device had been told of the end of what it did there before. M
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kfcomm.arrays.devices import HANDLE_NBYTES, Array
+from kfcomm.arrays.devices import HANDLE_NBYTES, Array, CopyWork, FoldWork, Span
 from kfcomm.arrays.reduce import kernel
 from kfcomm.errors import TransportError
-from kfcomm.testing.device_arrays import FakeArray, Uses
-from kfcomm.testing.streams import Allocation, FakeStream, learn, poison, work
+from kfcomm.testing.device_arrays import FakeArray
+from kfcomm.testing.streams import Allocation, FakeMark, FakeStream, learn, poison
 from kfcomm.types import Op, override
 
 if TYPE_CHECKING:
@@ -90,45 +91,40 @@ class FakeSharing:
             if isinstance(one.allocation, Exported):
                 one.allocation.is_gone = True
 
-    def fold(self, op: Op, sources: Sequence[FakeArray], target: FakeArray, stream: FakeStream) -> None:
-        """Fold in the order of the sources, as ranks of one host do."""
-        arrays, out = [one.memory for one in sources], target.memory
-        folds = kernel(op, target.dtype)
+    def run(
+        self, folds: Sequence[FoldWork], copies: Sequence[CopyWork], stream: FakeStream, after: FakeMark | None = None
+    ) -> FakeMark:
+        """Put each fold and each copy on the stream."""
+        device = self._device
+        if after is not None:
+            device.wait(stream, after)
+        for op, dtype, sources, target, count in folds:
+            nbytes = count * dtype.itemsize
+            reads, written = [self._seen(one, nbytes) for one in sources], self._seen(target, nbytes)
+            arrays = [one.memory.view(dtype) for one in reads]
+            device.run(stream, partial(_fold, op, arrays, written.memory.view(dtype)), reads=reads, writes=[written])
+        for source, target, nbytes in copies:
+            read, written = self._seen(source, nbytes), self._seen(target, nbytes)
+            device.run(stream, partial(np.copyto, written.memory, read.memory), reads=[read], writes=[written])
+        return device.mark(stream)
 
-        def run() -> None:
-            acc = arrays[0]
-            for one in arrays[1:-1]:
-                acc, before = np.empty(len(acc), folds.accumulate_dtype), acc
-                folds.fold(before, one, acc)
-            if len(arrays) > 1:
-                folds.last(acc, arrays[-1], out, len(arrays))
-            else:
-                out[:] = acc
+    def _seen(self, span: Span, nbytes: int) -> FakeArray:
+        """The bytes of a place."""
+        memory: FakeArray = span.memory
+        if memory.device is not self._device or memory.ndim != 1:
+            raise ValueError(f"{memory!r} is not flat memory that {self._device} has mapped")
+        if isinstance(memory.allocation, Exported) and memory.allocation.is_gone:
+            self._device.violations.append("work is launched on memory of a process that has died")
+        found = memory.view(np.uint8)[span.offset : span.offset + nbytes]
+        if found.nbytes != nbytes:
+            raise ValueError(f"{nbytes} bytes from {span.offset} on are not in {memory!r}")
+        return found
 
-        self._run(run, sources, [target], stream)
 
-    def copy(self, pairs: Sequence[tuple[FakeArray, FakeArray]], stream: FakeStream) -> None:
-        """Copy bytes."""
-        memory = [(source.memory.view(np.uint8), target.memory.view(np.uint8)) for source, target in pairs]
-
-        def run() -> None:
-            for source, target in memory:
-                target[:] = source
-
-        self._run(run, [source for source, _ in pairs], [target for _, target in pairs], stream)
-
-    def _run(
-        self, run: Callable[[], None], reads: Sequence[FakeArray], writes: Sequence[FakeArray], stream: FakeStream
-    ) -> None:
-        for one in (*reads, *writes):
-            if one.device is not self._device or one.ndim != 1:
-                raise ValueError(f"{one!r} is not flat memory that {self._device} has mapped")
-            if isinstance(one.allocation, Exported) and one.allocation.is_gone:
-                self._device.violations.append(f"{stream} is given memory of a process that has died")
-        uses = Uses(reads, writes)
-
-        def item() -> None:
-            uses.happen(stream)
-            run()
-
-        stream.add(work(item))
+def _fold(op: Op, sources: Sequence[Array], target: Array) -> None:
+    """Fold in the order of the sources, as ranks of one host do."""
+    folds, acc = kernel(op, target.dtype), sources[0]
+    for one in sources[1:-1]:
+        acc, before = np.empty(len(acc), folds.accumulate_dtype), acc
+        folds.fold(before, one, acc)
+    folds.last(acc, sources[-1], target, len(sources))

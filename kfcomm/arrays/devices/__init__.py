@@ -13,13 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from kfcomm.types import Op
 
-__all__ = ["Device", "DeviceReport", "Flat", "Mark", "Sharing", "SharingDevice", "Stream"]
+__all__ = [
+    "CopyWork",
+    "Device",
+    "DeviceReport",
+    "Flat",
+    "FoldWork",
+    "Mark",
+    "Sharing",
+    "SharingDevice",
+    "Span",
+    "Stream",
+]
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -114,6 +125,31 @@ HANDLE_NBYTES: Final = 64
 """Length of a handle of exported memory, as CUDA has it."""
 
 
+class Span(NamedTuple):
+    """A place in memory of a device."""
+
+    memory: Flat
+    offset: int  # in bytes
+
+
+class FoldWork(NamedTuple):
+    """Fold of elements at several places, in their order, with the bits of `kfcomm.arrays.reduce`."""
+
+    op: Op
+    dtype: np.dtype[Any]
+    sources: Sequence[Span]
+    target: Span  # may be one of the sources
+    num_elements: int
+
+
+class CopyWork(NamedTuple):
+    """Copy of bytes."""
+
+    source: Span
+    target: Span
+    nbytes: int
+
+
 class Sharing(Protocol):
     """Memory of a device that the processes of one host map, and work on memory of several of them.
 
@@ -121,7 +157,7 @@ class Sharing(Protocol):
     """
 
     def allocate(self, nbytes: int) -> tuple[bytes, Flat]:
-        """New exported memory as bytes, and its handle of `HANDLE_NBYTES`; other processes map it by that.
+        """New exported memory, and its handle of `HANDLE_NBYTES`; other processes map it by that.
 
         It lives until ``free``, even if it is not referenced any more.
 
@@ -134,7 +170,7 @@ class Sharing(Protocol):
         """Give exported memory back, once the present work of this process is done. Does not wait for that."""
 
     def open(self, handle: bytes, nbytes: int) -> Flat:
-        """The memory that another process has exported, as bytes; it stays mapped until ``close``.
+        """The memory that another process has exported; it stays mapped until ``close``.
 
         Raises:
             TransportError: it cannot be mapped.
@@ -144,17 +180,22 @@ class Sharing(Protocol):
     def close(self, handle: bytes) -> None:
         """Unmap such memory, once the present work of this process is done. Does not wait for that."""
 
-    def fold(self, op: Op, sources: Sequence[Flat], target: Flat, stream: Stream) -> None:
-        """Put a fold of equally long memory on a stream, in the order of the sources, with the bits of `reduce`.
+    def run(
+        self, folds: Sequence[FoldWork], copies: Sequence[CopyWork], stream: Stream, after: Mark | None = None
+    ) -> Mark:
+        """Put work on a stream of this device; return the mark behind it.
 
-        ``target`` may be one of the sources.
+        Args:
+            folds: to be put there first.
+            copies: in as few pieces of work as possible: each may cost a time slice where processes share the device.
+            stream: made by this device.
+            after: the work begins behind this mark.
 
         Raises:
-            ConfigError: its kernel cannot be compiled here.
+            ConfigError: a kernel cannot be compiled here.
+            TransportError: the device has failed.
         """
-
-    def copy(self, pairs: Sequence[tuple[Flat, Flat]], stream: Stream) -> None:
-        """Put copies on a stream, from the first of each pair to the second; all in one piece of work if possible."""
+        ...
 
 
 class SharingDevice(Device, Protocol):

@@ -274,10 +274,9 @@ class CudaDevice:
             TransportError: the device has failed.
         """
         runtime = self._cupy.cuda.runtime
-        with working_on(self._ordinal):
-            status = runtime.eventQuery(mark.ptr)
-            if status not in (0, _NOT_READY):
-                raise runtime.CUDARuntimeError(status)
+        status = runtime.eventQuery(mark.ptr)  # whatever device is the thread's current one
+        if status not in (0, _NOT_READY):
+            raise TransportError(f"cuda:{self._ordinal}: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
 
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kfcomm.arrays.devices import Flat, Sharing
+from kfcomm.arrays.devices import Sharing, Span
 from kfcomm.arrays.devices.host import ALIGNMENT_NBYTES, Slab
 
 FIRST_NBYTES: Final = 8 << 20
@@ -38,10 +38,9 @@ class Place:
     """Memory for one contribution."""
 
     handle: bytes  # of the exported memory in which it lies
-    room: int  # bytes of that memory
-    offset: int  # there
-    flat: Flat  # as bytes
-    slab: Slab
+    slab: Slab  # of that memory
+    span: Span
+    nbytes: int
     readers: set[int] = field(default_factory=set)  # ranks that may still read it
 
 
@@ -88,7 +87,7 @@ class Places:
             return self.take(nbytes, use)
         handle, slab, offset = found
         slab.cut(offset, padded)
-        place = Place(handle, slab.memory.nbytes, offset, slab.memory[offset : offset + nbytes], slab)
+        place = Place(handle, slab, Span(slab.memory, offset), nbytes)
         place.readers = set(range(self._size)) - self._early.pop(use, set())
         self._taken[use] = place
         return place
@@ -109,7 +108,7 @@ class Places:
         """Free the place of a use, which no rank reads, or has heard of."""
         place = self._taken.pop(use, None)
         if place is not None:
-            place.slab.mend(place.offset, _padded(place.flat.nbytes))
+            place.slab.mend(place.span.offset, _padded(place.nbytes))
 
     def close(self) -> None:
         """Give all memory back."""

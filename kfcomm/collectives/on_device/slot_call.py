@@ -18,14 +18,16 @@ a key once, whether it succeeded, failed, or never began.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from kfcomm.arrays.devices import HANDLE_NBYTES, Flat
+from kfcomm.arrays.devices import HANDLE_NBYTES, CopyWork, FoldWork, Span
 from kfcomm.collectives.on_device.places import Place, Use, digest_of
-from kfcomm.collectives.on_device.slot_work import SlotWork, work_of
+from kfcomm.collectives.on_device.slot_work import Piece, SlotWork, work_of
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError, TransportError
 from kfcomm.types import Verb
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 MAX_ACKS: Final = 6
 """Uses that one record acknowledges: each call adds one, so that few ever wait."""
 _WORDS: Final = HANDLE_NBYTES // 8
+_HANDLE: Final = struct.Struct(f"={_WORDS}q")
 _ROOM, _OFFSET, _ACKS = _WORDS, _WORDS + 1, _WORDS + 2
 RECORD: Final = np.full(_ACKS + 2 * MAX_ACKS, -1, np.int64)
 """An empty record: handle and length of exported memory, offset of the contribution there, and acknowledged uses."""
@@ -86,20 +89,21 @@ class SlotCall:
 
     def begin(self) -> None:
         """Copy the contribution, behind the caller's work."""
-        path, call, work, device = self._path, self._call, self._work, self._path.device
-        gate = path.gate(call.stream)
+        path, call, work = self._path, self._call, self._work
+        gate, mark = path.gate(call.stream), None
         try:
-            device.wait(gate, call.ready)
+            copies: list[CopyWork] = []
             if work.gives and work.nbytes:
-                self._place = path.shared.places.take(work.nbytes, self._use)
-                pairs = [
-                    (part.source, self._part(self._place.flat, number, 0, part.source.size))
-                    for number, part in enumerate(call.parts)
+                place = self._place = path.shared.places.take(work.nbytes, self._use)
+                memory, offset = place.span
+                copies = [
+                    CopyWork(Span(part.source, 0), Span(memory, offset + at), part.source.nbytes)
+                    for part, at in zip(call.parts, work.offsets, strict=True)
                 ]
-                path.shared.sharing.copy(pairs, gate)
+            mark = path.shared.sharing.run((), copies, gate, call.ready)
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
             call.failed(error)
-        path.marks.watch(device, gate, self._copied)
+        path.marks.watch(path.device, gate, self._copied, mark=mark)
 
     def _copied(self, error: BaseException | None) -> None:
         """Go on after the caller's work: sources were read, and targets may be written."""
@@ -150,7 +154,7 @@ class SlotCall:
         place, acks = self._place, self._path.acks
         if place is not None:
             record[:_WORDS] = np.frombuffer(place.handle, np.int64)
-            record[_ROOM], record[_OFFSET] = place.room, place.offset
+            record[_ROOM], record[_OFFSET] = place.slab.memory.nbytes, place.span.offset
         sent = self._acks = [acks.popleft() for _ in range(min(MAX_ACKS, len(acks)))]
         if sent:
             record[_ACKS : _ACKS + 2 * len(sent)] = [number for use in sent for number in use]
@@ -183,57 +187,59 @@ class SlotCall:
         self.state = SlotState.READING
         stream, mark = path.shared.stream, None
         try:
-            if self._work.gets:
-                self._launch([self._contribution(rank, row) for rank, row in enumerate(table)])
-            mark = path.device.mark(stream)
+            folds, copies = self._to_read(table) if self._work.gets else ((), ())
+            mark = path.shared.sharing.run(folds, copies, stream)
             call.enqueued(mark)
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
             call.failed(error)
         path.marks.watch(path.device, stream, self._has_read, mark=mark)
 
-    def _contribution(self, rank: int, row: Any) -> Flat | None:
-        """The contribution of a rank as bytes; None if it gives none."""
+    def _to_read(self, table: Any) -> tuple[Sequence[FoldWork], Sequence[CopyWork]]:
+        """Work on the contributions of all ranks."""
+        call, work = self._call, self._work
+        op, dtype = call.kind.op, call.kind.dtype
+        contributions = [self._contribution(rank, row) for rank, row in enumerate(table.tolist())]
+        if work.folds and op is None:
+            raise InternalError(f"{shown(call.key)} folds without an op")
+        folds = [
+            FoldWork(
+                op, dtype, [self._span(rank, one, piece) for rank, one in enumerate(contributions)],
+                self._target(piece.part, 0), count,
+            )
+            for piece, count in work.folds
+            if op is not None
+        ]  # fmt: skip
+        copies = [
+            CopyWork(self._span(rank, contributions[rank], piece), self._target(piece.part, to), nbytes)
+            for rank, piece, nbytes, to in work.copies
+        ]
+        return folds, copies
+
+    def _contribution(self, rank: int, row: list[int]) -> Span | None:
+        """The contribution of a rank; None if it gives none."""
         path = self._path
         if rank == path.view.rank:
-            return None if self._place is None else self._place.flat
-        offset, room = int(row[_OFFSET]), int(row[_ROOM])
+            return None if self._place is None else self._place.span
+        offset, room = row[_OFFSET], row[_ROOM]
         if offset < 0:
             return None
         if offset + self._work.nbytes > room:
             raise TransportError(f"{path.view.called(rank)} sent a place outside of its memory")
-        return path.memory(row[:_WORDS].tobytes(), room)[offset : offset + self._work.nbytes]
+        return Span(path.memory(_HANDLE.pack(*row[:_WORDS]), room), offset)
 
-    def _launch(self, contributions: list[Flat | None]) -> None:
-        path, call, work = self._path, self._call, self._work
-        op, stream = call.kind.op, path.shared.stream
-        for part, start, stop in work.folds:
-            if op is None:
-                raise InternalError(f"{shown(call.key)} folds without an op")
-            sources = [self._given(rank, flat, part, start, stop) for rank, flat in enumerate(contributions)]
-            path.shared.sharing.fold(op, sources, self._target(part)[: stop - start], stream)
-        pairs = [
-            (self._given(rank, contributions[rank], part, start, stop), self._target(part)[to : to + stop - start])
-            for rank, part, start, stop, to in work.copies
-        ]
-        path.shared.sharing.copy(pairs, stream)
-
-    def _given(self, rank: int, flat: Flat | None, part: int, start: int, stop: int) -> Flat:
-        """Some elements of one part of the contribution of a rank; where this rank gives none, its own source."""
-        if flat is not None:
-            return self._part(flat, part, start, stop)
+    def _span(self, rank: int, contribution: Span | None, piece: Piece) -> Span:
+        """A piece of the contribution of a rank; where this rank gives none, of its own source."""
+        if contribution is not None:
+            return Span(contribution.memory, contribution.offset + piece.at)
         if rank != self._path.view.rank:
             raise TransportError(f"{self._path.view.called(rank)} sent no place for its contribution")
-        return self._call.parts[part].source[start:stop]
+        return Span(self._call.parts[piece.part].source, piece.start)
 
-    def _part(self, flat: Flat, part: int, start: int, stop: int) -> Flat:
-        dtype, at = self._call.kind.dtype, self._work.offsets[part]
-        return flat[at + start * dtype.itemsize : at + stop * dtype.itemsize].view(dtype)
-
-    def _target(self, part: int) -> Flat:
+    def _target(self, part: int, offset: int) -> Span:
         target = self._call.parts[part].target
         if target is None:
             raise InternalError(f"{shown(self._call.key)} has a result, but no memory for it")
-        return target
+        return Span(target, offset)
 
     def _has_read(self, error: BaseException | None) -> None:
         if error is not None:

@@ -1,7 +1,7 @@
 """Contribution and reads of one rank in a collective in device slots.
 
 Invariants: it follows from the verb, the group and the numbers of elements alone, so all ranks lay their contributions
-out alike. Nothing here touches memory; numbers are elements, unless their name says bytes.
+out alike. Nothing here touches memory; numbers are bytes, but for counts.
 
 A contribution holds the sources of all parts, each from a multiple of `ALIGNMENT_NBYTES` on::
 
@@ -31,21 +31,27 @@ from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
 
-class Fold(NamedTuple):
-    """Elements of one part of all contributions, folded into the target from its beginning."""
+class Piece(NamedTuple):
+    """Piece of one part of a contribution."""
 
     part: int
-    start: int
-    stop: int
+    at: int  # in the contribution
+    start: int  # in the source
+
+
+class Fold(NamedTuple):
+    """A piece of all contributions, folded into the target from its beginning."""
+
+    piece: Piece
+    num_elements: int
 
 
 class Copied(NamedTuple):
-    """Elements of one part of the contribution of a rank, and where they go in the target."""
+    """A piece of the contribution of a rank, and where it goes in the target."""
 
     rank: int
-    part: int
-    start: int
-    stop: int
+    piece: Piece
+    nbytes: int
     to: int
 
 
@@ -67,38 +73,39 @@ class SlotWork:
 
 def work_of(kind: PlanKey, rank: int, size: int, counts: Sequence[int]) -> SlotWork:
     """The work of a rank in a group; ``counts``: elements of each part, as it is given."""
-    verb, is_root = kind.verb, kind.root == rank
+    verb, is_root, item = kind.verb, kind.root == rank, kind.dtype.itemsize
     offsets, nbytes = [], 0
     for count in counts:
         offsets.append(nbytes)
-        nbytes += -(-count * kind.dtype.itemsize // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        nbytes += -(-count * item // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
     where = tuple(offsets), nbytes
+
+    def piece(part: int, start: int = 0) -> Piece:
+        return Piece(part, offsets[part] + start, start)
+
     parts = [(part, count) for part, count in enumerate(counts) if count]
-    whole = tuple(Fold(part, 0, count) for part, count in parts)
-    rows = tuple(Copied(one, part, 0, n, one * n) for part, n in parts for one in range(size))
     match verb:
         case Verb.ALL_REDUCE:
-            return SlotWork(True, *where, folds=whole)
+            return SlotWork(True, *where, folds=tuple(Fold(piece(part), n) for part, n in parts))
         case Verb.REDUCE:
-            return SlotWork(not is_root, *where, folds=whole if is_root else ())
+            folds = tuple(Fold(piece(part), n) for part, n in parts) if is_root else ()
+            return SlotWork(not is_root, *where, folds=folds)
         case Verb.BROADCAST:
-            return SlotWork(is_root, *where, copies=tuple(Copied(kind.root, part, 0, n, 0) for part, n in parts))
-        case Verb.ALL_GATHER:
-            return SlotWork(True, *where, copies=rows)
-        case Verb.GATHER:
-            return SlotWork(not is_root, *where, copies=rows if is_root else ())
+            copies = tuple(Copied(kind.root, piece(part), n * item, 0) for part, n in parts)
+            return SlotWork(is_root, *where, copies=copies)
+        case Verb.ALL_GATHER | Verb.GATHER:
+            gets = verb is Verb.ALL_GATHER or is_root
+            rows = ((part, n * item, one) for part, n in parts for one in range(size if gets else 0))
+            copies = tuple(Copied(one, piece(part), row, one * row) for part, row, one in rows)
+            return SlotWork(verb is Verb.ALL_GATHER or not is_root, *where, copies=copies)
         case Verb.REDUCE_SCATTER:
             row = counts[0] // kind.shape[0] if kind.shape[0] else 0
             first, kept = split(kind.shape[0], size)[rank]
-            mine = Fold(0, first * row, (first + kept) * row)
-            return SlotWork(True, *where, folds=(mine,) if kept * row else ())
+            mine = Fold(piece(0, first * row * item), kept * row)
+            return SlotWork(True, *where, folds=(mine,) if mine.num_elements else ())
         case Verb.ALL_TO_ALL:
-            blocks = [(part, n // size) for part, n in parts]
-            return SlotWork(
-                True, *where,
-                copies=tuple(
-                    Copied(one, part, rank * n, (rank + 1) * n, one * n) for part, n in blocks for one in range(size)
-                ),
-            )  # fmt: skip
+            blocks = ((part, n // size * item, one) for part, n in parts for one in range(size))
+            copies = tuple(Copied(one, piece(part, rank * block), block, one * block) for part, block, one in blocks)
+            return SlotWork(True, *where, copies=copies)
         case _:
             raise InternalError(f"{verb} is not carried out in device slots")
