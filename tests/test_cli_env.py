@@ -1,5 +1,6 @@
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -128,6 +129,20 @@ def test_missing_parts_of_a_device_are_shown(monkeypatch: pytest.MonkeyPatch) ->
     text, code = explain({"KFCOMM_TRANSPORT": "nccl"})
     assert code == 2
     assert row(text, "transport").startswith("nccl: cannot work (CuPy has no NCCL); use auto; for host memory ")
+
+
+def test_memory_that_cannot_be_mapped_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100", 13010, "nccl", 23207)
+    finds(monkeypatch, report)
+    text, code = explain({"KFCOMM_TRANSPORT": "ipc"})
+    assert code == 2
+    assert row(text, "transport").startswith(
+        "ipc: cannot work (memory of the device cannot be exported); use auto; for "
+    )
+    finds(monkeypatch, replace(report, exports=1))
+    text, code = explain({"KFCOMM_TRANSPORT": "ipc"})
+    assert code == 0
+    assert row(text, "transport").startswith("ipc: CUDA IPC for device memory; for host memory ")
 
 
 def test_missing_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

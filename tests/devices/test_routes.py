@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.arrays.devices.routes import Choice, Route, agree, cautions, choose
+from kfcomm.arrays.devices.routes import MAX_SHARING, Choice, Route, agree, cautions, choose
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 
@@ -80,6 +80,46 @@ def test_ranks_share_a_device_through_nccl_where_all_allow_it_and_one_asks_for_i
     for unlike, why in ((gpu(1), "NCCL refuses two ranks on one"), (gpu(1, shares=1, backend_version=23208), "same")):
         with pytest.raises(ConfigError, match=why):
             choose([*reports[:3], unlike], layout, "nccl")
+
+
+def sharing(count: int, **other: object) -> list[DeviceReport]:
+    """Ranks that share one device, whose memory they map."""
+    return [gpu(0, exports=1, **other) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", [2, 4, MAX_SHARING])
+def test_ranks_of_one_host_that_share_a_device_map_its_memory(size: int) -> None:
+    because = f"ranks 0-{size - 1} share one device (GPU-0), on one host"
+    for reports in (sharing(size), sharing(size, backend="", backend_version=0), sharing(size, shares=1)):
+        assert choose(reports, Layout((0,) * size), "auto") == Choice(Route.SLOTS, False, because)
+    assert choose([*sharing(2), gpu(1, exports=1)], Layout((0, 0, 0)), "auto").route is Route.SLOTS
+
+
+@pytest.mark.parametrize(
+    ("reports", "hosts", "because"),
+    [
+        (sharing(4), 2, "the ranks are on several hosts"),
+        (sharing(MAX_SHARING + 1), 1, f"{MAX_SHARING + 1} ranks are more than {MAX_SHARING}"),
+        ([*sharing(2), gpu(0), gpu(1)], 1, "ranks 2-3 cannot export memory of the device"),
+        ([*sharing(2), NOTHING], 1, "some ranks have no device (rank 2: no NVIDIA driver)"),
+    ],
+)
+def test_ranks_that_cannot_map_memory_do_not(reports: list[DeviceReport], hosts: int, because: str) -> None:
+    layout = Layout.even(len(reports), hosts)
+    assert choose(reports, layout, "auto").route is Route.STAGED
+    with pytest.raises(ConfigError) as refused:
+        choose(reports, layout, "ipc")
+    assert str(refused.value) == f"transport 'ipc' cannot work: {because}; use 'auto'"
+
+
+def test_mapped_memory_is_asked_for_or_declined() -> None:
+    alone = [gpu(number, exports=1) for number in range(3)]
+    layout = Layout((0, 0, 0))
+    assert choose(alone, layout, "auto").route is Route.BACKEND
+    assert choose(alone, layout, "ipc") == Choice(Route.SLOTS, False, "transport 'ipc' was asked for")
+    for transport in LINKS:
+        assert choose(sharing(3), layout, transport).route is Route.STAGED
+    assert not list(cautions(sharing(3), "auto", is_device_named=True, route=Route.SLOTS))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -161,15 +201,18 @@ def test_every_world_of_three_has_one_route_for_all(transport: str) -> None:
         (["auto", "tcp"], "tcp"),
         (["shm", "tcp", "auto"], "shm"),
         (["tcp", "shm"], "tcp"),
+        (["auto", "ipc", "auto"], "ipc"),
     ],
 )
 def test_transports_that_agree(transports: list[str], agreed: str) -> None:
     assert agree(transports) == agreed
 
 
-@pytest.mark.parametrize("transports", [["tcp", "nccl"], ["nccl", "auto", "tcp", "shm"]])
+@pytest.mark.parametrize(
+    "transports", [["tcp", "nccl"], ["nccl", "auto", "tcp", "shm"], ["ipc", "nccl"], ["shm", "auto", "ipc"]]
+)
 def test_transports_that_contradict_each_other(transports: list[str]) -> None:
-    first, other = transports[0], "tcp" if transports[0] == "nccl" else "nccl"
+    first, other = transports[0], next(one for one in transports[1:] if one not in ("auto", transports[0]))
     rank = transports.index(other)
     with pytest.raises(ConfigError, match=f"'{first}' of rank 0 contradicts transport '{other}' of rank {rank}: "):
         agree(transports)

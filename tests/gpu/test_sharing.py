@@ -1,4 +1,4 @@
-"""Four processes that share one GPU, through memory of the host: results, streams, and ranks that fail."""
+"""Four processes that share one GPU, in device slots and through the host: results, streams, and ranks that fail."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def explain(environ: Mapping[str, str]) -> tuple[str, int]:
     ]
     # Links and devices that were asked for by name must work; auto takes what does.
     works = address is not None and (settings.links == AUTO or named(settings.links).why_unsupported() is None)
-    works = works and refused is None and (settings.transport != "nccl" or bool(device.backend))
+    works = works and refused is None and _lack(settings.transport, device) is None
     return "\n".join(shown), 0 if works else 2
 
 
@@ -129,8 +129,16 @@ def _transport(asked: str, device: DeviceReport) -> str:
     links = f"{_within_a_host()} within a host, {TCP.title} between hosts"
     if asked == AUTO:
         return f"{AUTO}: {links}"
-    works = f"{named(asked).title} for device memory" if device.backend else f"cannot work ({device.lack}); use auto"
+    lack = _lack(asked, device)
+    works = f"{named(asked).title} for device memory" if lack is None else f"cannot work ({lack}); use auto"
     return f"{asked}: {works}; for host memory {links}"
+
+
+def _lack(asked: str, device: DeviceReport) -> str | None:
+    """The reason why a transport of device memory cannot work here; None if it can, and for other transports."""
+    if asked == "ipc" and not device.exports:
+        return device.lack or "memory of the device cannot be exported"
+    return device.lack if asked == "nccl" and not device.backend else None
 
 
 def _within_a_host() -> str:

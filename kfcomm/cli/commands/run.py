@@ -47,7 +47,7 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
     "--name", metavar="NAME", help="Name of the job, for kfcomm jobs, top and resize; by default that of the program."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=NameChoice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl.")
+@click.option("--transport", type=NameChoice(TRANSPORT_NAMES), help="Kind of links between the ranks, or nccl or ipc.")
 @device
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(
