@@ -116,6 +116,7 @@ def test_all_commands_and_settings_are_in_the_reference() -> None:
 
 OTHERS_OPTIONS = {
     "--host-discovery-script": "Horovod's",
+    "--ipc": "Docker's",
     "--shm-size": "Docker's",
     "--strict": "MkDocs'",
 }
