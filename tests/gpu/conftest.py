@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,7 +61,11 @@ _ran: list[str] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Counts the tests that were not skipped."""
+    """Counts the tests that were not skipped, and tells at once of one that fails."""
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = str(report.longrepr if crash is None else crash.message)[:400].replace("\n", " ")
+        print(f"{report.nodeid} FAILED: {why}", file=sys.__stderr__, flush=True)
     if report.when == "call" and "gpu" in report.keywords and not report.skipped:
         _ran.append(report.nodeid)
 

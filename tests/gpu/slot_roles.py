@@ -65,7 +65,7 @@ async def random_program(me: Actor, *, seed: int, rounds: int) -> list[str]:
     common, own = Random(seed), Random(f"{seed} {me.comm.rank}")
     for _ in range(rounds):
         uses = [
-            (f"k{name}", common.choice(VERBS), common.choice((1, 5, 64, 1000, 70_000)), common.randrange(size))
+            (f"k{name}", common.choice(VERBS), common.choice((1, 64, 5_000, 20_000, 70_000)), common.randrange(size))
             for name in common.sample(range(12), common.randint(1, 8))
         ]
         handles = {}

@@ -21,6 +21,7 @@ order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
@@ -41,6 +42,10 @@ from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, Pe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Layout, Verb
+
+SLOTS_NBYTES = 64 << 10
+"""Least message of device slots. A kernel waits for the time slice of its process, copies to the host and back do not:
+below this size these and a slot of the host take less time."""
 
 Ended: TypeAlias = "Callable[[DeviceCall, BaseException | None], None]"
 
@@ -336,7 +341,8 @@ class Paths:
         if choice is None or choice.route is Route.STAGED:
             return Route.STAGED
         if choice.route is Route.SLOTS:
-            return Route.SLOTS
+            nbytes = math.prod(kind.shape) * kind.dtype.itemsize
+            return Route.SLOTS if nbytes >= SLOTS_NBYTES else Route.STAGED
         if maker is None:
             return Route.STAGED
         if not maker.supports(kind.verb, kind.dtype, kind.op):

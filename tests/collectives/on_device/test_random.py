@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives.on_device import backed, hierarchy, staged
+from kfcomm.collectives.on_device import backed, calls, hierarchy, slots, staged
 from kfcomm.core.launch_order import launch_order
 from kfcomm.errors import CollectiveError, KfcommError
 from kfcomm.testing import FakeDevice
@@ -40,6 +40,7 @@ def small_and_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of several segments and blocks; what is waited for after a failure is waited for briefly."""
     monkeypatch.setitem(hierarchy.HierarchicalPath.__init__.__kwdefaults__, "share_nbytes", 64)
     monkeypatch.setitem(staged.StagedPath.__init__.__kwdefaults__, "segment_nbytes", 48)
+    monkeypatch.setattr(calls, "SLOTS_NBYTES", 48)  # of some calls
     monkeypatch.setattr(backed, "GRACE_S", 0.05)
     monkeypatch.setattr(backed, "launch_order", partial(launch_order, patience_s=0.02))
 
@@ -232,6 +233,8 @@ def under_way(world: DeviceWorld) -> list[str]:
                     }
                 case staged.StagedPath():
                     held |= {"staged": path._under_way, "staged turns": path.turns._queues}
+                case slots.SlotsPath():
+                    held |= {"in slots": path._under_way, "waiting": path._waiting, "slot turns": path.turns._queues}
                 case hierarchy.HierarchicalPath():
                     held |= {"whole": path._under_way}
         left += [f"rank {comm.rank}: {what}: {one}" for what, one in held.items() if one]

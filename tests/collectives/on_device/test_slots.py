@@ -14,7 +14,7 @@ import pytest
 from kfcomm.arrays.devices.routes import Route
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.arrays.reduce import supports
-from kfcomm.collectives.on_device import places, slots
+from kfcomm.collectives.on_device import calls, places, slots
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost, TransportError
 from kfcomm.types import Op
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
@@ -23,6 +23,12 @@ from tests.conformance.verb_table import VERBS, inputs
 from tests.conformance.worlds import assert_kinds, everywhere, turns, until
 
 LONG = 5000
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls, too, are carried out in device slots."""
+    monkeypatch.setattr(calls, "SLOTS_NBYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +256,18 @@ async def test_ranks_whose_strategies_have_another_generation() -> None:
         outcomes = await ended(world, [early, other.all_reduce(world.array(other, [1.0]), "k")])
         assert_kinds(outcomes, CollectiveMismatch)
         await works(world)
+
+
+@pytest.mark.asyncio
+async def test_small_calls_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "SLOTS_NBYTES", 4 * LONG)
+    async with slots_world(2) as world:
+        for _ in range(3):
+            assert_sums(world, await ended(world, begun(world, count=LONG - 1)))
+        assert {path_of(comm).state for comm in world.comms} == {slots.SlotsState.IDLE}
+        for count in (LONG, 5, LONG, 1, 5, LONG, LONG):  # of one name
+            assert_sums(world, await ended(world, begun(world, count=count)))
+        assert {path_of(comm).state for comm in world.comms} == {slots.SlotsState.READY}
 
 
 # -------------------------------------------------------------------- where memory cannot be shared
