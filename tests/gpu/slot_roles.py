@@ -1,4 +1,4 @@
-"""Roles of actors whose ranks fold each other's device memory; see `tests.gpu.test_slots`."""
+"""Roles of actors whose ranks fold each other's device memory: on a GPU, or on a fake device that they keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from kfcomm.arrays.dtypes import NUMPY_NAMES
 from kfcomm.arrays.reduce import kernel, supports
 from kfcomm.errors import KfcommError
 from kfcomm.types import Op
-from tests.gpu.arrays import library, on_device
+from tests.gpu.arrays import on_device
 
 if TYPE_CHECKING:
     from tests.processes.actor import Actor
 
 VERBS = ("all_reduce", "many", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "all_to_all")
+
+
+def given(me: Actor, values: Any) -> Any:
+    """An array on the device of the actor."""
+    fake = me.kept.get("device")
+    return on_device(values) if fake is None else fake.array(values)
 
 
 def numbers(rank: int, dtype: np.dtype[Any], count: int) -> Any:
@@ -49,7 +55,7 @@ async def bits(me: Actor, *, count: int, shift: int) -> list[str]:
     for name in NUMPY_NAMES:
         dtype = np.dtype(name)
         rows = [numbers(rank, dtype, count) for rank in range(comm.size)]
-        x = on_device(np.concatenate([np.zeros(shift, dtype), rows[comm.rank]]))[shift:]
+        x = given(me, np.concatenate([np.zeros(shift, dtype), rows[comm.rank]]))[shift:]
         ops = [op for op in Op if supports(op, dtype)]
         handles = {op: comm.all_reduce(x, f"bits {name} {op}", op=op) for op in ops}
         for op, handle in handles.items():
@@ -70,7 +76,7 @@ async def random_program(me: Actor, *, seed: int, rounds: int) -> list[str]:
         ]
         handles = {}
         for name, verb, count, root in own.sample(uses, len(uses)):
-            handles[name] = _begun(comm, name, verb, count * size, root)
+            handles[name] = _begun(me, name, verb, count * size, root)
             if own.random() < 0.2:
                 await asyncio.sleep(0)
         for name, verb, count, root in uses:
@@ -86,10 +92,10 @@ def _values(rank: int, count: int) -> Any:
     return (np.arange(count) % 1000 + 100 * rank).astype(np.float32)
 
 
-def _begun(comm: Any, name: str, verb: str, count: int, root: int) -> Any:
-    x = on_device(_values(comm.rank, count))
+def _begun(me: Actor, name: str, verb: str, count: int, root: int) -> Any:
+    comm, x = me.comm, given(me, _values(me.comm.rank, count))
     if verb == "many":
-        return comm.all_reduce_many({f"a {name}": x, f"b {name}": on_device(_values(comm.rank, 3))})
+        return comm.all_reduce_many({f"a {name}": x, f"b {name}": given(me, _values(comm.rank, 3))})
     if verb in ("reduce", "broadcast", "gather"):
         return getattr(comm, verb)(x, root, name=name)
     return getattr(comm, verb)(x, name=name)
@@ -125,8 +131,7 @@ def _same(found: Any, wanted: Any) -> bool:
 async def repeated(me: Actor, *, name: str, elements: int, calls: int) -> dict[str, Any]:
     """The same all_reduce again and again; how many were right or wrong, the error that ended it, and when."""
     comm, right, wrong = me.comm, 0, 0
-    cupy = library("cupy")
-    x, y = on_device(np.full(elements, comm.rank + 1, np.float32)), cupy.empty(elements, np.float32)
+    x, y = given(me, np.full(elements, comm.rank + 1, np.float32)), given(me, np.zeros(elements, np.float32))
     total = comm.size * (comm.size + 1) / 2
     error = ""
     longest_s, at_s = 0.0, time.monotonic()
@@ -151,7 +156,7 @@ async def shrunk(me: Actor) -> list[Any]:
     del before
     y = None
     for _ in range(5):
-        y = await me.comm.all_reduce(on_device(np.ones(1000, np.float32)), "after")
+        y = await me.comm.all_reduce(given(me, np.ones(1 << 15, np.float32)), "after")
     values = y.get()
     await me.comm.synchronize()
     return [str(me.comm.route.route), bool((values == me.comm.size).all())]
