@@ -82,8 +82,8 @@ async def random_program(me: Actor, *, seed: int, rounds: int) -> list[str]:
         for name, verb, count, root in uses:
             y = await handles[name]
             wanted = _expected(verb, count * size, root, rank, size)
-            if not _same(y, wanted):
-                wrong.append(f"{verb} of {count * size}")
+            if difference := _difference(y, wanted):
+                wrong.append(f"{verb} of {count * size} under {name!r}: {difference}")
     await comm.synchronize()
     return wrong
 
@@ -122,10 +122,18 @@ def _expected(verb: str, count: int, root: int, rank: int, size: int) -> Any:
             return np.concatenate([np.split(one, size)[rank] for one in every])
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _difference(found: Any, wanted: Any) -> str:
+    """The difference between a result on a device and the expected one; empty if there is none."""
     if isinstance(found, dict):
-        return all(np.array_equal(one.get(), other) for one, other in zip(found.values(), wanted, strict=True))
-    return found is None if wanted is None else bool(np.array_equal(found.get(), wanted))
+        return "".join(_difference(one, other) for one, other in zip(found.values(), wanted, strict=True))
+    if found is None or wanted is None:
+        return "" if found is wanted else f"{found} instead of {wanted}"
+    values = found.get().reshape(-1)
+    unlike = np.flatnonzero(values != wanted.reshape(-1))
+    if not unlike.size:
+        return ""
+    at = unlike[0]
+    return f"{unlike.size} unlike from {at} to {unlike[-1]}, {values[at]} instead of {wanted.reshape(-1)[at]}"
 
 
 async def repeated(me: Actor, *, name: str, elements: int, calls: int) -> dict[str, Any]:

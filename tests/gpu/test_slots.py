@@ -15,6 +15,7 @@ from tests.processes.stage import World, do, start, unjoined
 
 pytestmark = pytest.mark.gpu
 
+IN_PROCESSES = True
 SIZE, VICTIM = 4, 2
 PROGRAMS_OF = 350
 """Rounds of up to 8 collectives, some 1,600 in all."""

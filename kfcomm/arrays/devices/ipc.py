@@ -9,6 +9,7 @@ freed and unmapped by a watcher, after the work that was on the device's streams
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import Any, Final
@@ -135,7 +136,8 @@ class CudaSharing:
                 self._runtime.deviceSynchronize()
                 act()
 
-        self._sweeper.promise(swept, _ignored)
+        with suppress(TransportError):  # the device is closed: the process ends, or has no use for the memory
+            self._sweeper.promise(swept, _ignored)
 
 
 def _ignored(_: BaseException | None) -> None:
