@@ -117,6 +117,7 @@ def test_mapped_memory_is_asked_for_or_declined() -> None:
     layout = Layout((0, 0, 0))
     assert choose(alone, layout, "auto").route is Route.BACKEND
     assert choose(alone, layout, "ipc") == Choice(Route.SLOTS, False, "transport 'ipc' was asked for")
+    assert choose(alone[:1], Layout((0,)), "ipc").route is Route.STAGED
     for transport in LINKS:
         assert choose(sharing(3), layout, transport).route is Route.STAGED
     assert not list(cautions(sharing(3), "auto", is_device_named=True, route=Route.SLOTS))

@@ -123,7 +123,7 @@ def _expected(verb: str, count: int, root: int, rank: int, size: int) -> Any:
 
 
 def _difference(found: Any, wanted: Any) -> str:
-    """The difference between a result on a device and the expected one; empty if there is none."""
+    """The difference between a result on a device and the expected one; empty for equal ones."""
     if isinstance(found, dict):
         return "".join(_difference(one, other) for one, other in zip(found.values(), wanted, strict=True))
     if found is None or wanted is None:

@@ -179,9 +179,9 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
     ======================================================  =========  ===========  ============
 
     ``mixed`` is staged, where some have no device. Slots are for devices that export their memory, and at most
-    `MAX_SHARING` ranks; else it is as on several hosts. NCCL refuses two ranks on one device (ConfigError), unless all
-    ranks report that it ``shares`` theirs. Drivers may differ. With the transport of links (``tcp``, ``unix``, ``shm``)
-    the route is staged, and mixed if some ranks have no device.
+    `MAX_SHARING` ranks; else it is as on several hosts. With ``ipc`` a group of one rank is staged. NCCL refuses two
+    ranks on one device (ConfigError), unless all ranks report that it ``shares`` theirs. Drivers may differ. With the
+    transport of links (``tcp``, ``unix``, ``shm``) the route is staged, and mixed if some ranks have no device.
 
     Args:
         reports: of the members, by rank in the group.
@@ -201,7 +201,7 @@ def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, memb
             raise ConfigError(f"transport 'nccl' cannot work: {obstacle}; use 'auto'")
         return Choice(Route.BACKEND, False, "transport 'nccl' was asked for")
     apart = _apart(ranks, layout)
-    if transport == "ipc":
+    if transport == "ipc" and len(ranks) > 1:
         if apart is not None:
             raise ConfigError(f"transport 'ipc' cannot work: {apart}; use 'auto'")
         return Choice(Route.SLOTS, False, "transport 'ipc' was asked for")
