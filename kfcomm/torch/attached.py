@@ -83,11 +83,11 @@ def attach(
         batch_size: samples of a step, over all ranks.
         defer: False: when ``backward()`` returns, every ``parameter.grad`` is the average. True: gradients are under
             way until the program reads them, and a parameter is updated when the program uses it after
-            ``optimizer.step()``. The numbers are the same, and more of the communication is hidden. An average that
-            fails raises where it is used. Call ``wait()`` before uses that torch does not see: of a tensor or NumPy
-            array made earlier that shares memory with a parameter, of ``optimizer.state``, or by code that is not
-            Python (TorchScript, an extension). Only optimizers whose ``step`` is torch's own, without a closure, are
-            deferred; others update at once. Not in an elastic job, whose steps end with all their collectives.
+            ``optimizer.step()``. The numbers are the same, more of the communication is hidden, and an average that
+            fails raises where it is used. Call ``wait()`` before uses that torch does not see: of a tensor or array
+            that shares memory with a parameter, of ``optimizer.state``, or by code that is not Python. Only steps of
+            torch's own optimizers, without a closure, are deferred. Not in an elastic job, whose steps end with all
+            their collectives.
         bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves. By
             default 4 MiB in host memory, and 25 MiB on a device.
         wire_dtype: see ``Communicator.all_reduce``. Gradients on a device are rounded there, and added in this type.
@@ -101,16 +101,15 @@ def attach(
         ConfigError: on all ranks, naming the difference and the ranks: their models, optimizers or options differ; or
             one of them cannot be attached: the optimizer's parameters are not those of the model; the model is on
             several devices, or on one that is not CUDA's; the algorithm is unknown, or has no use for one of the
-            options; a compression is unknown, or for names that no parameter has. In an elastic job
-            on this rank, and differences in the first step.
+            options; a compression is unknown, or for names that no parameter has. In an elastic job on this rank, and
+            differences in the first step.
 
     Cost:
         Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
         the model. In a backward pass 2(n−1)/n times the bytes of the gradients, a byte for each, a broadcast of the
         buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory. An elastic
-        job has another copy of the averages, and memory for it. Other algorithms: see ``kfcomm.train``. On a device all
-        gradients are copied to buckets; the host waits for the other ranks, and not for the device, unless averages are
-        made in host memory: compressed ones, Adasum, and all in an elastic job.
+        job has another copy of the averages. On a device all gradients are copied to buckets; the host waits for other
+        ranks, and not for the device, unless averages are made in host memory. Other algorithms: see ``kfcomm.train``.
     """
     if not isinstance(comm, Adapter):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")

@@ -68,6 +68,7 @@ class StepDriver:
         self._batch_size, self._sampler = adapted.batch_size, adapted.sampler
         self._attached: Any = None
         self._follow: Callable[[str | None, Mapping[str, Any]], object] = lambda *_: None
+        self._policies: Policies | None = None
         self._rows: Any = None
         self._elastic: Any = None
         self._step: Any = None  # of the elastic job
@@ -88,7 +89,6 @@ class StepDriver:
         self.watch = GradientWatch(parts, guards=bool(guards))
         self._rates, self._withholding = RateFactors(optimizer), Withholding(optimizer)
         others = [policy for policy in adapted.policies if policy not in guards]
-        self._policies: Policies | None = None
         for policy in others:
             if isinstance(policy, NoiseScaleBatch) and policy.optimizer is None:
                 policy.optimizer = type(optimizer).__name__
@@ -372,6 +372,7 @@ class StepDriver:
 
     def state_dict(self) -> dict[str, Any]:
         """State of monitor, guard and policies."""
+        self.watch.catch_up()
         return {"num_steps": self._num_steps, **self._state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,8 +388,6 @@ class StepDriver:
     @property
     def _state(self) -> CompositeState:
         guard = None if self._guarded is None else self._guarded.guard
-        if self._measuring is not None:
-            self._measuring.catch_up()
         every: dict[str, Any] = {"monitor": self.monitor, "guard": guard, "policies": self._policies}
         return CompositeState({name: one for name, one in every.items() if one is not None})
 

@@ -65,8 +65,8 @@ class Evidence:
         self._loss = loss
         self._is_late = self._is_late or self._is_sent
 
-    def begin_pass(self) -> None:
-        """Nothing."""
+    def catch_up(self) -> None:
+        """Nothing: a step waits for its numbers."""
 
     def left(self, bucket: Bucket, sq_norm: float | torch.Tensor, cost_s: float) -> None:
         """Add a bucket."""

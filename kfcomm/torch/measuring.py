@@ -64,10 +64,6 @@ class Measuring:
         """Whether the pass under way is measured."""
         return self._num_passes == 0 and self.monitor.is_due
 
-    def begin_pass(self) -> None:
-        """Learn from the step before, if its numbers are on the device."""
-        self.catch_up()
-
     def catch_up(self) -> None:
         """Let the monitor learn from a step whose numbers were left on the device."""
         if self._unread is None:

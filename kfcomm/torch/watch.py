@@ -38,8 +38,8 @@ class WatchPart(Protocol):
     def is_looking(self) -> bool:
         """Whether it wants the squared norms of the pass under way."""
 
-    def begin_pass(self) -> None:
-        """Prepare for a pass, before its first bucket."""
+    def catch_up(self) -> None:
+        """Learn from the pass before, if its numbers are on a device."""
 
     def left(self, bucket: Bucket, sq_norm: float | torch.Tensor, cost_s: float) -> None:
         """Take the squared norm of this rank's contribution to a bucket, and the seconds that it has cost.
@@ -78,12 +78,16 @@ class GradientWatch:
         self._arrived: set[Bucket] = set()
         self._on_device: list[tuple[Bucket, torch.Tensor, Sequence[WatchPart]]] = []
 
+    def catch_up(self) -> None:
+        """Learn from the pass before, before the first bucket of another leaves, and before the state is read."""
+        for part in self._parts:
+            part.catch_up()
+
     def left(self, bucket: Bucket, contribution: Array | torch.Tensor) -> None:
         """Look at a bucket that is about to leave."""
         if not self._has_begun:
             self._has_begun = True
-            for part in self._parts:
-                part.begin_pass()
+            self.catch_up()
         looking = [part for part in self._parts if part.is_looking]
         if not looking:
             return
