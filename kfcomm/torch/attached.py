@@ -89,7 +89,7 @@ def attach(
             torch's own optimizers, without a closure, are deferred. Not in an elastic job, whose steps end with all
             their collectives.
         bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves. By
-            default 4 MiB in host memory, and 25 MiB on a device.
+            default 4 MiB in host memory; on a device 25 MiB or a sixth of all, where ranks share it 256 MiB.
         wire_dtype: see ``Communicator.all_reduce``. Gradients on a device are rounded there, and added in this type.
         compression: a kind by name, or a ``Compression`` with options, for all gradients; or by patterns of parameters'
             names, where the first match holds: ``{"*.bias": None, "*": "powersgd"}``. With means of gradients only.
@@ -132,7 +132,7 @@ def _planned(parts: Parts, traffic: TrafficOptions, adapted: Adapted, algorithm:
         about["algorithm"] = str(chosen)
         parameters = parameters_of(parts.model, parts.optimizer)
         kinds = by_parameter_of(parts.model, traffic.compression, [one for one, _ in parameters])
-        shared = shares(parameters, traffic, kinds)
+        shared = shares(parameters, traffic, kinds, comm)
         about |= {f"compression of {one}": str(kind) for one, kind in kinds.items() if kind is not None}
         names = {own: one for one, own in parameters}
         about |= described(tensors)[0] | described_optimizer(parts.optimizer, names, with_numbers=not is_elastic(comm))

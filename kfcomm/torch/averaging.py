@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, BucketPlace, Named, share_out
 from kfcomm.torch.compiling import has_compiled, uncompiled
@@ -26,7 +27,7 @@ from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
 from kfcomm.torch.memory import DeviceMemory, HostMemory, is_on_device
-from kfcomm.torch.reductions import aside
+from kfcomm.torch.reductions import aside, is_elastic
 from kfcomm.torch.steps import Closure, Passes, hook_steps, mean_loss
 from kfcomm.train.composite import CompositeState
 
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 BUCKET_NBYTES = 4 << 20
 DEVICE_BUCKET_NBYTES = 25 << 20
 """Of buckets on a device, where a call costs more and a copy less."""
+SHARED_DEVICE_BUCKET_NBYTES = 256 << 20
+"""Where ranks share a device: each call waits for time slices of the others, 2 to 4 ms on an H200."""
+LEAST_BUCKETS = 6
+"""Where a backend works beside the backward pass: the exchange of the last bucket is not hidden."""
+LEAST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -263,15 +269,30 @@ Shares = list[tuple[list[Named], "Compression | None"]]
 """The parameters of each bucket, and the compression of their gradients."""
 
 
-def shares(parameters: Sequence[Named], traffic: TrafficOptions, chosen: Mapping[str, Compression | None]) -> Shares:
+def shares(
+    parameters: Sequence[Named], traffic: TrafficOptions, chosen: Mapping[str, Compression | None], comm: Any
+) -> Shares:
     """Parameters by buckets; ``chosen``: the compression of each parameter's gradient."""
     # A backward pass makes gradients in about the reverse order of the model.
     found: Shares = []
-    for is_far, default in ((False, BUCKET_NBYTES), (True, DEVICE_BUCKET_NBYTES)):
+    for is_far in (False, True):
         some = [(name, one) for name, one in parameters[::-1] if is_on_device(one) is is_far]
-        nbytes = default if traffic.bucket_nbytes is None else traffic.bucket_nbytes
+        nbytes = traffic.bucket_nbytes
+        if nbytes is None:
+            nbytes = _device_bucket_nbytes(some, comm) if is_far else BUCKET_NBYTES
         found += [(part, chosen[part[0][0]]) for part in share_out(some, nbytes, chosen)]
     return found
+
+
+def _device_bucket_nbytes(parameters: Sequence[Named], comm: Any) -> int:
+    """Largest size of buckets on a device, by the route of the ranks, which is the same on all."""
+    route = None if is_elastic(comm) or comm.route is None else comm.route.route
+    if route is Route.SLOTS:
+        return SHARED_DEVICE_BUCKET_NBYTES
+    if route in (Route.BACKEND, Route.HIERARCHY):
+        whole_nbytes: int = sum(one.nbytes for _, one in parameters)
+        return min(DEVICE_BUCKET_NBYTES, max(LEAST_NBYTES, -(-whole_nbytes // LEAST_BUCKETS)))
+    return DEVICE_BUCKET_NBYTES
 
 
 def buckets_of(parts: Parts, traffic: TrafficOptions, shared: Shares, op: str) -> list[Bucket]:

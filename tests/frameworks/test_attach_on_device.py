@@ -11,8 +11,10 @@ import pytest
 
 import kfcomm.torch
 from kfcomm.adapt.guard import GuardSteps
+from kfcomm.arrays.devices.routes import Choice, Route
 from kfcomm.elastic import ElasticSampler
 from kfcomm.errors import ConfigError
+from kfcomm.sync import Communicator
 from kfcomm.torch import Compression
 from kfcomm.torch.reductions import RepeatedAllReduce
 from kfcomm.train import Algorithm
@@ -224,3 +226,22 @@ def test_algorithms_in_an_elastic_job() -> None:
             model(torch.ones(4, 2)).sum().backward()
             optimizer.step()
         torch.testing.assert_close(model.weight.detach(), before - 0.1 * 4 * 2)
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize(
+    ("route", "count"),
+    [(None, 1), (Route.STAGED, 1), (Route.SLOTS, 1), (Route.BACKEND, 4), (Route.HIERARCHY, 4)],
+    ids=str,
+)
+def test_buckets_by_the_route(route: Route | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend a pass has several, of at least a mebibyte; 4 MiB here."""
+    choice = None if route is None else Choice(route, False, "the test says so")
+    monkeypatch.setattr(Communicator, "route", choice, raising=False)
+
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+        held = kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+        assert len(held._exchange.buckets) == count
+
+    each(rank, 1)
