@@ -113,6 +113,7 @@ class Bucket:
         self.average = average
         self.is_exact = average.compressor is None and average.op == "avg"  # else it is not the mean
         self._missing = len(self.places)
+        self._origins: dict[Any, None] = {}  # streams on which the gradients of a pass are made
         self._exchange: RestartableReduction | HostAverage | None = None
         """Average under way."""
         self._persistent: RestartableReduction | None = None
@@ -166,7 +167,8 @@ class Bucket:
         """Take a gradient of the backward pass; return whether it was the last of the bucket."""
         if self._missing == len(self.places) and not place.is_here:
             self.prepare()
-        self.memory.came()
+        if self.memory.is_on_device:
+            self._origins[self.memory.origin()] = None
         # Copied now, while other buckets travel: copies at the end of the pass would all be waited for.
         if len(self.places) > 1 and not self.memory.is_on_device:
             place.collect()
@@ -227,7 +229,8 @@ class Bucket:
     def _collected(self, *, in_place: bool) -> Any:
         """This rank's contribution: the memory of the bucket, or one gradient where it is."""
         if isinstance(self.memory, DeviceMemory):
-            self.memory.gather()
+            self.memory.gather(self._origins)
+            self._origins.clear()
             self._collect_at_once()
             return self._flat
         if in_place and len(self.places) == 1 and (gradient := self.places[0].take()) is not None:

@@ -75,8 +75,8 @@ class HostMemory:
         flat[:] = 0
         return Room(flat, torch.from_numpy(flat.view("uint8")).view(dtype), is_shared)
 
-    def came(self) -> None:
-        """Nothing: a gradient is there when its hook is called."""
+    def origin(self) -> None:
+        """No stream: a gradient is there when its hook is called."""
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -105,16 +105,15 @@ class DeviceMemory:
         self._device = device
         self._streams = streams_of(device)
         self._side = self._streams.Stream(device=device, priority=URGENT)
-        self._origins: dict[Any, None] = {}
 
     def room(self, comm: Communicator, count: int, dtype: torch.dtype) -> Room:
         """New memory, of zeros, for so many numbers."""
         tensor = torch.zeros(count, dtype=dtype, device=self._device)
         return Room(tensor, tensor, comm.local_size == comm.size)
 
-    def came(self) -> None:
-        """Note the stream on which a gradient has been made: autograd runs a node on the stream of its forward pass."""
-        self._origins[self._streams.current_stream(self._device)] = None
+    def origin(self) -> Any:
+        """The stream on which a gradient has been made: autograd runs a node on the stream of its forward pass."""
+        return self._streams.current_stream(self._device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -129,9 +128,8 @@ class DeviceMemory:
         with self.aside():
             yield
 
-    def gather(self) -> None:
-        """Let the current stream wait for the streams of all gradients that have come."""
-        origins, self._origins = self._origins, {}
+    def gather(self, origins: Iterable[Any]) -> None:
+        """Let the current stream wait for those of all gradients."""
         current = self._streams.current_stream(self._device)
         for origin in origins:
             if origin != current:

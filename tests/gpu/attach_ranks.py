@@ -178,6 +178,21 @@ def no_wait(comm: Any, **options: Any) -> float:
     return 0.0
 
 
+def same_memory(comm: Any) -> float:
+    """Each step exchanges the same memory, so that calls are found in the cache; the number of addresses but one."""
+    made = Loop(comm, "cuda", {})
+    held = kfcomm.torch.attach(made.model, made.optimizer, comm, name="same", **SMALL)
+    places = set()
+    for step in range(STEPS):
+        x, y = batch(step, comm.rank, "cuda")
+        made.optimizer.zero_grad()
+        nn.functional.mse_loss(made.model(x), y).backward()
+        made.optimizer.step()
+        places.add(tuple(bucket.tensor.data_ptr() for bucket in held._exchange.buckets))
+    held.detach()
+    return len(places) - 1.0
+
+
 def void_step(comm: Any) -> float:
     """A NaN of one rank makes a guarded step void on all."""
     made = Loop(comm, "cuda", {})
@@ -249,6 +264,7 @@ CASES: dict[str, Callable[[Any], float]] = {
     "no wait": no_wait,
     "no wait, deferred": lambda comm: no_wait(comm, defer=True),
     "no wait, monitored": lambda comm: no_wait(comm, monitor={"every": 1}, batch_size=ROWS),
+    "same memory": same_memory,
     "void step": void_step,
     "raising pass": raising_pass,
 }

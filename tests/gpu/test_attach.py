@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 SIZE, WITHIN_S = 2, 50
-EXACT = ("plain", "small buckets", "deferred", "accumulated", "void step", "raising pass")
+EXACT = ("plain", "small buckets", "deferred", "accumulated", "same memory", "void step", "raising pass")
 """Cases with the same bits; two numbers have one sum in any order."""
 TOLERANCES = {"amp": 2e-3, "powersgd": 1e-3, "monitor": 1e-3, "": 1e-4}
 """Of cases by the beginning of their names."""
@@ -60,7 +60,7 @@ CASES = [
     "plain", "small buckets", "deferred", "amp, clipped", "amp, deferred", "accumulated", "used sometimes",
     "re-entrant checkpoint", "checkpoint", "partly on the CPU", "partly on the CPU, re-entrant checkpoint", "adasum",
     "powersgd", "topk", "factors", "sma", "diloco", "adasgd", "local-adaalter", "monitor", "late gradients",
-    "late gradients, deferred", "no wait", "no wait, deferred", "no wait, monitored", "void step", "raising pass",
+    "late gradients, deferred", "no wait", "no wait, deferred", "no wait, monitored", "same memory", "void step", "raising pass",
 ]  # fmt: skip
 
 
