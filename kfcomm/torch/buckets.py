@@ -132,8 +132,8 @@ class Bucket:
 
     def _take_memory(self) -> None:
         count = self._begins[-1] if len(self.places) > 1 else self.places[0].parameter.numel()
-        room = self.memory.room(self._comm, count, self._dtype)
-        self._flat, self._tensor, self.is_local = room.flat, room.tensor, room.is_local
+        buffer = self.memory.allocate(self._comm, count, self._dtype)
+        self._flat, self._tensor, self.is_local = buffer.flat, buffer.tensor, buffer.is_local
         for place, begin in zip(self.places, self._begins, strict=False):
             place.view = self._part(self._tensor, place, begin)
         self._exchange = self._persistent = None

@@ -50,7 +50,7 @@ def problem_of_devices(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BucketBuffer:
     """Memory of a bucket.
 
     Attributes:
@@ -69,11 +69,11 @@ class HostMemory:
 
     is_on_device = False
 
-    def room(self, comm: Communicator, count: int, dtype: torch.dtype) -> Room:
+    def allocate(self, comm: Communicator, count: int, dtype: torch.dtype) -> BucketBuffer:
         """New memory, of zeros, for so many numbers."""
         flat, is_shared = _memory(comm, count, dtype_of(str(dtype).removeprefix("torch.")))
         flat[:] = 0
-        return Room(flat, torch.from_numpy(flat.view("uint8")).view(dtype), is_shared)
+        return BucketBuffer(flat, torch.from_numpy(flat.view("uint8")).view(dtype), is_shared)
 
     def origin(self) -> None:
         """No stream: a gradient is there when its hook is called."""
@@ -106,10 +106,10 @@ class DeviceMemory:
         self._streams = streams_of(device)
         self._side = self._streams.Stream(device=device, priority=URGENT)
 
-    def room(self, comm: Communicator, count: int, dtype: torch.dtype) -> Room:
+    def allocate(self, comm: Communicator, count: int, dtype: torch.dtype) -> BucketBuffer:
         """New memory, of zeros, for so many numbers."""
         tensor = torch.zeros(count, dtype=dtype, device=self._device)
-        return Room(tensor, tensor, comm.local_size == comm.size)
+        return BucketBuffer(tensor, tensor, comm.local_size == comm.size)
 
     def origin(self) -> Any:
         """The stream on which a gradient has been made: autograd runs a node on the stream of its forward pass."""
@@ -208,5 +208,5 @@ def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.nd
     # Shared memory is of one epoch and its ranks; in an elastic world a bucket lasts longer.
     is_shared = comm.local_size == comm.size and not is_elastic(comm)
     heaps = comm._session.network.heaps() if is_shared else None
-    room = None if heaps is None else heaps.empty(count * dtype.itemsize)
-    return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
+    found = None if heaps is None else heaps.empty(count * dtype.itemsize)
+    return (np.empty(count, dtype), False) if found is None else (found.view(dtype), True)
