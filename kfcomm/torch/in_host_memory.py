@@ -39,16 +39,20 @@ class HostAverage(threading.Thread):
 
     @override
     def run(self) -> None:
-        bucket = self._bucket
         try:
-            whole = bucket.memory.fetched(bucket.tensor)
-            views = {one: view.numpy() for one, view in bucket.views_of(whole).items()}  # torch counts no writes here
-            for name, found in self._averaging(self._comm, views, name=bucket.name).items():
-                if found is not views[name]:
-                    views[name][...] = found
-            bucket.memory.put(bucket.tensor, whole)
+            with self._bucket.memory.aside():  # what else it reads from a device is ready there
+                self._average()
         except BaseException as error:  # noqa: BLE001  `wait` raises it
             self._error = error
+
+    def _average(self) -> None:
+        bucket = self._bucket
+        whole = bucket.memory.fetched(bucket.tensor)
+        views = {one: view.numpy() for one, view in bucket.views_of(whole).items()}  # torch counts no writes here
+        for name, found in self._averaging(self._comm, views, name=bucket.name).items():
+            if found is not views[name]:
+                views[name][...] = found
+        bucket.memory.put(bucket.tensor, whole)
 
     def done(self) -> bool:
         """Whether it is over."""
