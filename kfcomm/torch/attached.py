@@ -136,7 +136,7 @@ def _planned(parts: Parts, traffic: TrafficOptions, adapted: Adapted, algorithm:
         about |= {f"compression of {one}": str(kind) for one, kind in kinds.items() if kind is not None}
         names = {own: one for one, own in parameters}
         about |= described(tensors)[0] | described_optimizer(parts.optimizer, names, with_numbers=not is_elastic(comm))
-        problem = problem_of(chosen, traffic, parts)
+        problem = problem_of(chosen, traffic, comm)
         about |= adapted.described()
         if adapted.is_needed:
             driver = StepDriver(parts.model, parts.optimizer, comm, name, adapted)
@@ -308,7 +308,7 @@ class Attached:
             CollectiveError: an exchange failed.
         """
         algorithm = self._choice.named(algorithm)
-        problem = problem_of(algorithm, self._plan.traffic, self._plan.parts)
+        problem = problem_of(algorithm, self._plan.traffic, self._plan.parts.comm)
         if problem is not None:
             raise ConfigError(problem)
         self._method.finish()

@@ -11,11 +11,10 @@ from kfcomm.torch import alike
 from kfcomm.torch.alike import Comparison
 from kfcomm.torch.averaging import GradientAveraging, Method, Parts, Shares, TrafficOptions, buckets_of
 from kfcomm.torch.driver import StepDriver
-from kfcomm.torch.memory import is_on_device
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.rows import StepRows
 from kfcomm.torch.state import broadcast_optimizer_state
-from kfcomm.torch.stepping import StepExchange, parameters_of, put, trained_of
+from kfcomm.torch.stepping import StepExchange, given_to, needs_copies, parameters_of, put, trained_of
 from kfcomm.train import Algorithm, LocalAdaAlter, PairAveraging, SynchronousSGD
 
 OPS = {"ssgd": "avg", "adasum": "adasum"}
@@ -40,13 +39,9 @@ def op_of(algorithm: Algorithm) -> str | None:
     return None
 
 
-def problem_of(algorithm: Algorithm, traffic: TrafficOptions, parts: Parts) -> str | None:
+def problem_of(algorithm: Algorithm, traffic: TrafficOptions, comm: Any) -> str | None:
     """Reason why this algorithm cannot be attached with these options; None if it can."""
-    comm, op, given = (
-        parts.comm,
-        op_of(algorithm),
-        [one for one in ("wire_dtype", "compression") if getattr(traffic, one) is not None],
-    )
+    op, given = op_of(algorithm), [one for one in ("wire_dtype", "compression") if getattr(traffic, one) is not None]
     if traffic.defer and is_elastic(comm):
         return (
             "defer=True has no meaning in an elastic job: the boundary of a step waits for its collectives, and ranks "
@@ -62,23 +57,14 @@ def problem_of(algorithm: Algorithm, traffic: TrafficOptions, parts: Parts) -> s
         return f"{given[0]} is for means of gradients: algorithm 'adasum' needs their exact inner products"
     if op is not None and "monitor" in algorithm.options:
         return "a monitor is given to attach: attach(..., monitor=...)"
-    return None if op is not None else _problem_on_device(algorithm, parts)
-
-
-def _problem_on_device(algorithm: Algorithm, parts: Parts) -> str | None:
-    """Reason why an algorithm that exchanges models or gradients by itself cannot take this model; None if it can."""
-    places = {is_on_device(one) for one in parts.model.parameters()}
-    if True not in places:
-        return None
-    what, instead = f"algorithm {str(algorithm)!r}", "algorithms 'ssgd' and 'adasum' can"
-    if False in places:
-        return f"{what} takes a model in the memory of the host or of a device, not one of both; {instead}"
-    if is_elastic(parts.comm):
-        return f"{what} takes a model in host memory in an elastic job, not one on a device; {instead}"
-    is_pairwise = isinstance(algorithm.kind, type) and issubclass(algorithm.kind, PairAveraging)
-    if is_pairwise or algorithm.kind == "pair-averaging":
-        return f"{what} reads models from the host memory of peers, and takes none on a device; all others do"
     return None
+
+
+def _needs_copies(algorithm: Algorithm, parts: Parts) -> bool:
+    is_pairwise = isinstance(algorithm.kind, type) and issubclass(algorithm.kind, PairAveraging)
+    return needs_copies(
+        parts.model.parameters(), parts.comm, reads_peers=is_pairwise or algorithm.kind == "pair-averaging"
+    )
 
 
 def method_of(plan: MethodPlan, algorithm: Algorithm) -> Method:
@@ -91,8 +77,10 @@ def method_of(plan: MethodPlan, algorithm: Algorithm) -> Method:
     # Its accumulators are of gradients: parameters without one have none.
     of_gradients = isinstance(algorithm.kind, type) and issubclass(algorithm.kind, LocalAdaAlter)
     is_trained = of_gradients or algorithm.kind == "local-adaalter"
-    model = trained_of(optimizer) if is_trained else parameters_of(optimizer)
-    method = StepExchange(optimizer, algorithm.made(parts.comm, model, parts.name), met, plan.driver)
+    copies = _needs_copies(algorithm, parts)
+    model = given_to(trained_of(optimizer) if is_trained else parameters_of(optimizer), copies=copies)
+    made = algorithm.made(parts.comm, model, parts.name)
+    method = StepExchange(optimizer, made, met, plan.driver, copies=copies)
     if plan.driver is not None:
         named = dict(alike.parameters_of(parts.model, optimizer))
         rows = StepRows(parts.comm, parts.name, named, plan.driver.watch, lambda: method.is_left_out)
@@ -110,8 +98,9 @@ def agree_on_model(plan: MethodPlan, *, with_state: bool) -> None:
     """Let all ranks continue with one model, the mean of their replicas, before gradients are shared."""
     optimizer, comm, name = plan.parts.optimizer, plan.parts.comm, plan.parts.name
     parameters = parameters_of(optimizer)
-    ssgd = Algorithm("ssgd").made(comm, parameters, name)
-    put(ssgd.parameters(parameters).wait(), parameters)
+    ssgd = Algorithm("ssgd")
+    given = given_to(parameters, copies=_needs_copies(ssgd, plan.parts))
+    put(ssgd.made(comm, given, name).parameters(given).wait(), parameters)
     if with_state:
         # With unequal momenta equal gradients would make equal models different.
         broadcast_optimizer_state(optimizer, comm, name=f"{name}/state")

@@ -30,7 +30,15 @@ from kfcomm.errors import ConfigError
 from kfcomm.sync.adapter import Adapter
 from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.state import broadcast_parameters
-from kfcomm.torch.stepping import StepExchange, Tensors, each, parameters_of, trained_of
+from kfcomm.torch.stepping import (
+    StepExchange,
+    Tensors,
+    each,
+    given_to,
+    needs_copies,
+    parameters_of,
+    trained_of,
+)
 from kfcomm.train.adaalter import LocalAdaAlter
 from kfcomm.train.adasgd import AdaSGD
 from kfcomm.train.agreement import Agreement, introduction
@@ -141,6 +149,7 @@ def pair_averaging(
         lambda model, _: PairAveraging(
             comm, model, weights=weights, max_staleness=max_staleness, seed=seed, name=name
         ),
+        reads_peers=True,
     )  # fmt: skip
 
 
@@ -178,9 +187,13 @@ class Agreeing(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def agreeing(
-    optimizer: torch.optim.Optimizer, comm: Comm, name: str, make: Callable[[Tensors, Tensors], Agreement]
-) -> Agreeing:
-    """Give an optimizer an algorithm, made of its parameters and those of them that get gradients."""
+    optimizer: torch.optim.Optimizer, comm: Comm, name: str, make: Callable[[Tensors, Tensors], Agreement], *,
+    reads_peers: bool = False,
+) -> Agreeing:  # fmt: skip
+    """Give an optimizer an algorithm, made of its parameters and those of them that get gradients.
+
+    ``reads_peers``: it reads the models of other ranks, from their host memory.
+    """
     _check(optimizer, comm)
     name = checked_name(name)
     said = _described(optimizer)
@@ -192,12 +205,13 @@ def agreeing(
     parameters = parameters_of(optimizer)
     if not is_elastic(comm):
         broadcast_parameters(parameters, comm, name=f"{name}/parameters")
-    agreement = make(parameters, trained_of(optimizer))
+    copies = needs_copies(parameters.values(), comm, reads_peers=reads_peers)
+    agreement = make(*(given_to(one, copies=copies) for one in (parameters, trained_of(optimizer))))
     if not is_elastic(comm):
         agreement.introduce().wait()
     own: Any = type(optimizer)
     made: Any = optimizer
-    made._exchange = StepExchange(optimizer, agreement)
+    made._exchange = StepExchange(optimizer, agreement, copies=copies)
     made.__class__ = type(own.__name__, (Agreeing, own), {"__module__": own.__module__})
     return made  # type: ignore[no-any-return]
 

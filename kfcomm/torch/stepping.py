@@ -7,13 +7,15 @@ algorithm runs on all ranks, and a step with infinite gradients updates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compiling import uncompiled
+from kfcomm.torch.memory import is_on_device
+from kfcomm.torch.reductions import is_elastic
 from kfcomm.torch.state import broadcast_optimizer_state
 from kfcomm.torch.steps import Closure, Withholding, hook_steps, mean_loss
 from kfcomm.train.agreement import Agreement
@@ -36,15 +38,17 @@ class StepExchange:
         agreement: the algorithm.
         met: called at the beginning of each step, see `Comparison`.
         driver: of the steps; None where nothing is guarded or adapted.
+        copies: the algorithm gets copies in host memory, see `needs_copies`.
     """
 
     syncs = True  # backward passes exchange nothing
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, agreement: Agreement, met: Callable[[], object] = lambda: None,
-        driver: StepDriver | None = None,
+        driver: StepDriver | None = None, *, copies: bool = False,
     ) -> None:  # fmt: skip
         self.agreement = agreement
+        self._copies = copies
         self._met = met
         self._driver = driver
         self._optimizer = optimizer
@@ -133,17 +137,18 @@ class StepExchange:
 
     def _begin(self) -> Pending[Tensors]:
         self._met()
-        return self.agreement.parameters(parameters_of(self._optimizer))
+        return self.agreement.parameters(given_to(parameters_of(self._optimizer), copies=self._copies))
 
     def _finish(self, model: Pending[Tensors] | None) -> None:
         """Exchange gradients, and put the resulting ones and the resulting model in their places."""
-        parameters, given = parameters_of(self._optimizer), gradients_of(self._optimizer)
+        parameters = parameters_of(self._optimizer)
+        given = given_to(gradients_of(self._optimizer), copies=self._copies)
         gradients = self.agreement.gradients(given).wait()
         of = dict(zip(parameters, each(self._optimizer), strict=True))
         for name, found in gradients.items():
             # An algorithm that leaves gradients alone returns the very tensors.
             if found is not given[name]:
-                of[name].grad = found
+                of[name].grad = found.to(of[name].device)
         if model is not None:
             put(model.wait(), parameters)
         if self.agreement.shares_gradients and not self._is_shared:
@@ -200,6 +205,21 @@ class ScaledSteps:
             self.is_infinite = not all(bool(one.isfinite().all()) for one in given)
         if self.is_infinite:
             self._withholding.begin()
+
+
+def needs_copies(parameters: Iterable[torch.Tensor], comm: Any, *, reads_peers: bool) -> bool:
+    """Whether an algorithm gets copies in host memory of a model that is on a device.
+
+    In an elastic job, since collectives of device memory do not survive the loss of a rank; of a model that is partly
+    in host memory, since a batch of arrays is not; and where ranks read each other's models (``reads_peers``).
+    """
+    places = {is_on_device(one) for one in parameters}
+    return True in places and (reads_peers or False in places or is_elastic(comm))
+
+
+def given_to(tensors: Tensors, *, copies: bool) -> Tensors:
+    """What an algorithm gets of these tensors."""
+    return {name: one.cpu() for name, one in tensors.items()} if copies else tensors
 
 
 def put(found: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -192,40 +192,54 @@ def test_gradients_of_several_streams_are_all_waited_for(streams: DeviceStreams)
     each(rank, 1)
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- through host memory
 
 
 @pytest.mark.usefixtures("streams")
-def test_algorithms_that_read_peers_host_memory_are_refused() -> None:
-    def rank(comm: Any) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match="'pair-averaging' reads models from the host memory of peers"):
-            kfcomm.torch.attach(model, optimizer, comm, algorithm="pair-averaging")
-        held = kfcomm.torch.attach(model, optimizer, comm)
-        with pytest.raises(ConfigError, match="takes none on a device; all others do"):
-            held.use("pair-averaging")
-        with pytest.raises(ConfigError, match="KFAC is for models in host memory"):
-            kfcomm.torch.KFAC(model, optimizer, comm)
+def test_models_that_peers_read_are_copied_to_host_memory() -> None:
+    def rank(comm: Any) -> Any:
+        model = filled(nn.Linear(2, 2), comm.rank)
+        held = kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), comm, algorithm="pair-averaging")
+        with torch.no_grad():
+            model.weight += comm.rank
+        for _ in range(12):
+            model(torch.ones(1, 2)).sum().backward()
+            held._method._optimizer.step()
+        held.use("ssgd")
+        return model.weight.detach()
 
-    each(rank)
+    first, second = each(rank)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.usefixtures("streams")
-def test_algorithms_in_an_elastic_job() -> None:
+@pytest.mark.parametrize(
+    "algorithm", ["ssgd", "adasum", Algorithm("sma", alpha=0.5), Algorithm("diloco", every=2)], ids=str
+)
+def test_elastic_job(algorithm: Any) -> None:
     with kfcomm.sync.init(elastic=True, device="none") as comm:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = ElasticSampler(8, batch=4)
-        with pytest.raises(ConfigError, match="'sma' takes a model in host memory in an elastic job"):
-            kfcomm.torch.attach(model, optimizer, comm, algorithm="sma", elastic=sampler)
-        held = kfcomm.torch.attach(model, optimizer, comm, elastic=sampler, monitor=True)
+        held = kfcomm.torch.attach(model, optimizer, comm, algorithm=algorithm, elastic=sampler, monitor=True)
         before = model.weight.detach().clone()
         for _ in held.steps(passes=1):
             optimizer.zero_grad()
             model(torch.ones(4, 2)).sum().backward()
             optimizer.step()
-        torch.testing.assert_close(model.weight.detach(), before - 0.1 * 4 * 2)
+        assert not torch.equal(model.weight.detach(), before)
+        if algorithm in ("ssgd", "adasum"):
+            torch.testing.assert_close(model.weight.detach(), before - 0.1 * 4 * 2)
+
+
+@pytest.mark.usefixtures("streams")
+def test_kfac_is_for_host_memory() -> None:
+    def rank(comm: Any) -> None:
+        model = nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match="KFAC is for models in host memory"):
+            kfcomm.torch.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+
+    each(rank, 1)
 
 
 @pytest.mark.usefixtures("streams")

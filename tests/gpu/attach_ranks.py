@@ -258,6 +258,8 @@ CASES: dict[str, Callable[[Any], float]] = {
     "diloco": lambda comm: beside_cpu(comm, algorithm=Algorithm("diloco", every=2)),
     "adasgd": lambda comm: beside_cpu(comm, algorithm=Algorithm("adasgd", after=2)),
     "local-adaalter": lambda comm: beside_cpu(comm, algorithm=Algorithm("local-adaalter", every=2)),
+    "sma, partly on the CPU": lambda comm: beside_cpu(comm, {"first": "cpu"}, algorithm="sma"),
+    "pair-averaging": lambda comm: 0.0 * beside_cpu(comm, algorithm="pair-averaging"),  # no two runs are alike
     "monitor": monitored,
     "late gradients": late_gradients,
     "late gradients, deferred": lambda comm: late_gradients(comm, defer=True, bucket_nbytes=1 << 18),

@@ -74,7 +74,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 CASES = [
     "plain", "small buckets", "deferred", "amp, clipped", "amp, deferred", "accumulated", "used sometimes",
     "re-entrant checkpoint", "checkpoint", "partly on the CPU", "partly on the CPU, re-entrant checkpoint", "adasum",
-    "powersgd", "topk", "factors", "sma", "diloco", "adasgd", "local-adaalter", "monitor", "late gradients",
+    "powersgd", "topk", "factors", "sma", "diloco", "adasgd", "local-adaalter",
+    "sma, partly on the CPU", "pair-averaging", "monitor", "late gradients",
     "late gradients, deferred", "no wait", "no wait, deferred", "no wait, monitored", "same memory", "void step",
     "raising pass",
 ]  # fmt: skip
