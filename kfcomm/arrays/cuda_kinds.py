@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arrays.cuda_repeats import CupyRepeat, TorchRepeat
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.devices.cuda import as_stream, load_cupy, working_on
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, checked, dtype_of, unsupported
 from kfcomm.arrays.host_kinds import check_strided, count_write, namespace_of
+from kfcomm.arrays.kinds import Repeat
 from kfcomm.errors import ConfigError, KfcommError
 
 
@@ -89,6 +91,10 @@ class CupyKind(CudaKind):
         """The device of ``x``, and what to pass instead to a verb that reads host memory."""
         return f"cuda:{x.device.id}", "x.get()"
 
+    def repeat(self, x: Any, gets: tuple[int, ...] | None, device: Device, *, in_place: bool) -> Repeat | None:
+        """Arrays like ``x``."""
+        return CupyRepeat(x, gets, device, in_place=in_place) if type(x) is load_cupy().ndarray else None
+
 
 class CudaTorchKind(CudaKind):
     """Dense `torch.Tensor` on CUDA. Gradients do not flow through a collective: results do not require them."""
@@ -98,6 +104,12 @@ class CudaTorchKind(CudaKind):
     def whereabouts(self, x: Any) -> tuple[str, str]:
         """The device of ``x``, and what to pass instead to a verb that reads host memory."""
         return str(x.device), "x.cpu()"
+
+    def repeat(self, x: Any, gets: tuple[int, ...] | None, device: Device, *, in_place: bool) -> Repeat | None:
+        """Tensors like ``x``; subclasses may mean something else by their memory."""
+        torch = sys.modules["torch"]
+        is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+        return TorchRepeat(x, gets, device, in_place=in_place) if is_plain else None
 
     def ordinal(self, x: Any) -> int:
         """The number of its device in torch."""

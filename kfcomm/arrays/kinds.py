@@ -110,6 +110,31 @@ class DeviceKind(Protocol):
         ...
 
 
+class Repeat(Protocol):
+    """Arrays of repeated calls that are like those of the first: read in one step, without a check that can be spared.
+
+    A kind may have ``repeat(x, gets, device, in_place)``, which makes one, or returns None: ``x`` is an array that was
+    read before, ``gets`` the shape of this rank's result (None if it gets none), ``in_place`` whether ``x`` itself may
+    take the result. Places in memory are in the form that ``transports.base.CollectiveBackend.prepared`` takes. Both
+    methods may raise anything: then all checks are to be made.
+    """
+
+    def stream(self) -> Any:
+        """Number of the stream on which the calling thread works now; None if a capture or a thread owns it."""
+        ...
+
+    def owner(self) -> Stream:
+        """The same stream in the form that the device takes, which keeps it alive."""
+        ...
+
+    def read(self, x: Any, out: Any) -> tuple[Any, Any, Any] | None:
+        """Places of the input and of the result, and the result, new unless ``out`` is given; None if not alike.
+
+        A new result is for the current stream.
+        """
+        ...
+
+
 class OnStream(NamedTuple):
     """An array with the caller's stream, which the blocking API reads on the caller's thread."""
 

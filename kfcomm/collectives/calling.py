@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.arrays.reduce import kernel, wire_dtype_of
-from kfcomm.collectives.compiled import NO_ARRAY, CompiledBarrier, CompiledCall, CompiledName
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledBarrier, CompiledCall, CompiledName
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import DeviceOrder
@@ -197,16 +197,27 @@ class VerbCalls:
             name = checked_name(name)
         compiled = group.compiled.get(name)
         if type(x) is not np.ndarray:
-            if type(compiled) is not CompiledCall:
-                return None
-            made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
-            return made if compiled.call(x, arguments, out, made) else None
+            return None if compiled is None else self._again_on_device(compiled, x, arguments, out, handle)
         if compiled is None:
             return self._when_agreed(x, name, arguments, out, handle) if group.waits else None
         if handle is None:
             handle = Handle(loop=group.engine.loop)
         operation = compiled.start(x, arguments, out, handle)
         return None if operation is None else named(handle, operation)
+
+    def _again_on_device(
+        self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None
+    ) -> Handle[Any] | None:
+        """As ``_again``, for an array that is not NumPy's."""
+        if not compiled.is_on_device:
+            return None
+        if handle is None:
+            handle = Handle(loop=self._group.engine.loop)
+        operation = compiled.start(x, arguments, out, handle)
+        if operation is not None:
+            handle._seq = operation.seq
+            return handle
+        return handle if cast("CompiledCall", compiled).call(x, arguments, out, handle) else None
 
     def _again_along(
         self, verb: Verb, x: Any, name: str | None, options: CallOptions, handle: Handle[Any] | None = None
@@ -222,11 +233,9 @@ class VerbCalls:
         if compiled is None:
             return None
         arguments = SPECS[verb].arguments(options.op, options.root)
-        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
         if type(x) is not np.ndarray:
-            if type(compiled) is not CompiledCall:
-                return None
-            return made if compiled.call(x, arguments, options.out, made) else None
+            return self._again_on_device(compiled, x, arguments, options.out, handle)
+        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
         operation = compiled.start(x, arguments, options.out, made)
         return None if operation is None else named(made, operation)
 

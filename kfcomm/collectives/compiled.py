@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.on_device.calls import CallPlan
+    from kfcomm.collectives.on_device.launches import Launched
     from kfcomm.collectives.on_device.verbs import DeviceVerbs
     from kfcomm.collectives.plans import Plan
 
-Begun: TypeAlias = "Operation | SlotUse | Over"
+Begun: TypeAlias = "Operation | SlotUse | Over | Launched"
 CompiledKey: TypeAlias = "str | tuple[str | None, str, bytes] | None"
 """Name of the calls of a cached plan; with name and digest of their strategy, if they have one of their own."""
 NO_ARRAY: Final = np.empty(0, np.uint8)
@@ -51,8 +52,12 @@ MAX_NAMES = 1 << 14
 
 
 class Compiled(ABC):
-    """Cached plan of the calls under one name; ``arguments`` and ``plan`` are those of the first use."""
+    """Cached plan of the calls under one name; ``arguments`` and ``plan`` are those of the first use.
 
+    ``is_on_device``: for arrays on devices.
+    """
+
+    is_on_device: ClassVar = False
     __slots__ = (
         "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "operation", "series",
         "timeout_s", "work",
@@ -240,21 +245,22 @@ class CompiledCall(Compiled):
     ``gets`` is the shape of this rank's result; None if it gets none.
     """
 
-    __slots__ = ("_devices", "_gets", "_plan")
+    is_on_device = True
+    __slots__ = ("_gets", "_plan", "devices")
 
     def __init__(
         self, group: Group, arguments: Arguments, plan: CallPlan, devices: DeviceVerbs, gets: Shape | None
     ) -> None:
         super().__init__(group, plan.order.key or None, arguments, plan.plan)
         self._plan = plan
-        self._devices = devices
+        self.devices = devices
         self._gets = gets
 
     def call(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any]) -> bool:
         """Begin a use with these arrays; return False, with nothing begun, if it is not like the first one."""
         if arguments != self._arguments:
             return False
-        devices, order = self._devices, self._plan.order
+        devices, order = self.devices, self._plan.order
         try:
             given = devices.given_again(x, out, order.kind, self._gets)
             if given is None:

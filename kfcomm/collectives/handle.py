@@ -13,6 +13,7 @@ from kfcomm.types import override
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from kfcomm.collectives.on_device.launches import Launched
     from kfcomm.collectives.receives import Receive
     from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation
@@ -113,7 +114,7 @@ class Handle(Unawaited, asyncio.Future[T]):
     # Neither is set from the start: an ``__init__`` of its own would double the time it takes to make a future.
     __slots__ = ("_seq", "operation")
 
-    operation: Operation | SlotUse | Over | Receive | None
+    operation: Operation | SlotUse | Over | Launched | Receive | None
     _listeners: list[Callable[[Any], object]] | None = None
 
     contributors: tuple[int, ...] | None = None
@@ -187,7 +188,7 @@ class Handle(Unawaited, asyncio.Future[T]):
             listener(self)
 
 
-def named(handle: Handle[T], operation: Operation | SlotUse | Over) -> Handle[T]:
+def named(handle: Handle[T], operation: Operation | SlotUse | Over | Launched) -> Handle[T]:
     """The handle of an operation that was posted under it."""
     handle._seq = operation.seq
     if not operation.is_over:

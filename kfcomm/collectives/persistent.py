@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
+from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledKey, CompiledUse
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, looked_at, named
@@ -31,6 +32,7 @@ from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Op, Seconds, Verb, override
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.on_device.launches import Launched
     from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation
 
@@ -137,7 +139,7 @@ class PersistentCollective(Generic[T]):
         never: Handle[T] = Handle(loop=comm._group.engine.loop)
         never.set_exception(ConfigError(f"{self._title} was never started"))
         looked_at(never)
-        self._latest: Handle[T] | Operation | SlotUse | Over = never
+        self._latest: Handle[T] | Operation | SlotUse | Over | Launched = never
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self._title}, {'not ' if self.done() else ''}in flight>"
@@ -199,7 +201,7 @@ def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None
     if any(given.get(option) is not None for option in ("timeout", "wire_dtype", "weight", "stream")):
         return None
     x = given.get("x", NO_ARRAY)
-    if type(x) is not np.ndarray:
+    if type(x) is not np.ndarray and not is_on_device(x):
         return None
     return x, spec.arguments(given.get("op"), given.get("root")), given.get("out")
 

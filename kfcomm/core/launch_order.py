@@ -107,6 +107,20 @@ class LaunchOrder(ABC):
             self._doubt(effects)
         self._advance(now_s, effects)
 
+    def take(self, key: str) -> bool:
+        """Give the next place to a use that is launched at once; False, with no effect, unless it is clear that it may.
+
+        That is so while a pass is followed, this key is next in it, and no use waits.
+        """
+        # Called for each repeated use: it says no more than needed, and ``arrived`` knows all the rest.
+        if self.mode is not Mode.FOLLOWING or self._waiting or self._ahead:
+            return False
+        order = self._pass
+        if order[(self._done - self._pass_begins) % len(order)] != key:
+            return False
+        self._done += 1
+        return True
+
     def withdraw(self, key: str, token: Any) -> None:
         """Withdraw a use that has arrived and failed, here and on all other ranks."""
         # No rank may have launched it: its place goes to the next use of the key, on all ranks alike.

@@ -74,7 +74,7 @@ class Deadlines:
 
     def _tick(self) -> None:
         begun_s = self._reactor.time()
-        self._engine.enter_all()
+        self._engine.enter_slots()  # what is launched on devices enters when it is late
         in_flight = cast("Collection[Operation]", list(self._engine.router.live.values()))
         due, next_s = look(in_flight, begun_s, self.stall_after_s)
         self._timer, self.next_s = None, NEVER

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kfcomm.common import do_nothing
 from kfcomm.core.calls import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, RESUME, VIOLATION
@@ -59,6 +59,16 @@ MismatchListener = Callable[[str, int], None]
 """Of one group: told the name and the number of what its ranks do not agree about."""
 
 
+class LaunchedUses(Protocol):
+    """Collectives on a device that have begun by themselves, and whose end the device is to tell."""
+
+    def operations(self) -> list[Operation]:
+        """Read-only views of them; for any thread."""
+
+    def enter(self) -> None:
+        """Make the router know them."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """Surroundings and settings of a session and its engine, which those of later epochs take over."""
@@ -85,6 +95,7 @@ class Engine:
     Attributes:
         control: the control plane; None in a world of one, and until it is there.
         observers: of every event, or None: an event without observers costs one test; set by ``observe``.
+        launches: collectives on the device that the router does not know.
         on_wait: called when this rank begins to wait for something.
         unusual: reasons why every post takes the full path: it may be refused, or its chunks are observed.
     """
@@ -109,6 +120,7 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
+        self.launches: list[LaunchedUses] = []
         self.links = LinkTable(connect, loop, reactor, self.router)
         self.slots = SlotTable(self.links, meter)
         self.recovery = LinkRecovery(self)
@@ -259,10 +271,18 @@ class Engine:
     def in_flight(self) -> list[Operation]:
         """Operations that are posted and not over, to be read; on any thread."""
         operations = [use.as_operation() for use in self.slots.uses()]
+        for launched in self.launches:
+            operations += launched.operations()
         return [*cast("Collection[Operation]", list(self.router.live.values())), *operations]
 
     def enter_all(self) -> None:
         """Make the router know all operations in flight."""
+        self.enter_slots()
+        for launched in self.launches:
+            launched.enter()
+
+    def enter_slots(self) -> None:
+        """Make the router know those in slots."""
         for use in self.slots.uses():
             use.enter()
 

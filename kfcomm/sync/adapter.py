@@ -200,7 +200,7 @@ HEAD = """\
 def {verb}(self, /, {parameters}, **options):
     is_held = [*map(getsignal, NUMBERS)] != (signals := self._driver.signals).harmless and signals.hold()
     try:
-        if {is_plain} and (compiled := self._inner._group.compiled.get(name)) is not None:
+        if {is_plain} and (compiled := self._inner._group.compiled.get(name)) is not None{is_alike}:
 """
 WAITS = """\
             outcome = self._driver.call(compiled.start, self._session, {x}, {arguments}, {out}, None)
@@ -245,13 +245,13 @@ def cached(long_form: Callable[P, T], spec: VerbSpec, *, is_awaited: bool) -> Ca
     # a handle has the error of a name that cannot be one
     tests = [
         "not options",
-        *(["type(x) is ndarray"] if "x" in takes else ()),
         *(() if is_awaited else ["type(name) is str"]),
     ]
     source = (HEAD + (WAITS if is_awaited else BEGINS) + TAIL).format(
         verb=long_form.__name__,
         parameters=", ".join(parameters),
         is_plain=" and ".join(tests),
+        is_alike=" and (type(x) is ndarray or compiled.is_on_device)" if "x" in takes else "",
         x="x" if "x" in takes else "NO_ARRAY",
         arguments=f"(verb, {', '.join(arguments)})" if arguments else "only_verb",
         out="out" if "out" in takes else None,

@@ -22,7 +22,7 @@ from kfcomm.testing.backend_results import ROOTED, Impossible, Launched, num_ele
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.testing.streams import SCHEDULER, FakeStream, poison
-from kfcomm.transports.base import Part
+from kfcomm.transports.base import Launch, Part
 from kfcomm.types import Op, Verb
 
 
@@ -282,6 +282,18 @@ class FakeBackend:
             self._num_launched += 1
             self._under_way[place] = launch
             stream.add(launch.attempt)
+
+    def prepared(
+        self, verb: Verb, sizes: tuple[int, int], dtype: np.dtype[Any], op: Op | None, root: int
+    ) -> Launch | None:
+        """Prepare a launch of one part; None for verbs that NCCL makes of several sends, as for its backend."""
+        if not sizes[0] or verb in (Verb.GATHER, Verb.ALL_TO_ALL):
+            return None
+
+        def launch(source: FakeArray, target: FakeArray | None, stream: FakeStream) -> None:
+            self.launch(verb, [Part(source, target)], op, root, stream)
+
+        return launch
 
     def ended(self, place: int) -> None:
         """Forget the n-th launch, which has ended or failed."""

@@ -39,11 +39,17 @@ class FakeKind:
         """``given`` itself.
 
         Raises:
-            ConfigError: it is a stream of another device.
+            ConfigError: it is a stream of another device, or captured.
         """
         if not isinstance(given, FakeStream) or given.device is not device:
             raise ConfigError(f"{given!r} is no stream of {device}")
+        if given.is_capturing:
+            raise ConfigError("a collective cannot be captured into a graph: call it outside of the capture")
         return given
+
+    def repeat(self, x: FakeArray, gets: tuple[int, ...] | None, device: FakeDevice, *, in_place: bool) -> FakeRepeat:
+        """Arrays of repeated calls that are like ``x``."""
+        return FakeRepeat(x, gets, device, in_place=in_place)
 
     def read(self, x: FakeArray, stream: FakeStream) -> tuple[FakeArray, np.dtype[Any]]:
         """The array itself, and its dtype.
@@ -89,6 +95,48 @@ class FakeKind:
     def _copy(source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
         copy = partial(np.copyto, target.memory, source.memory)
         source.device.run(stream, copy, reads=[source], writes=[target])
+
+
+class FakeRepeat:
+    """Fake arrays of repeated calls; implements `kfcomm.arrays.kinds.Repeat`. Places in memory are flat arrays."""
+
+    def __init__(self, x: FakeArray, gets: tuple[int, ...] | None, device: FakeDevice, *, in_place: bool) -> None:
+        self._form = (x.dtype, x.shape)
+        self._gets = gets
+        self._device = device
+        self._in_place = in_place
+
+    def stream(self) -> FakeStream | None:
+        """The stream on which the calling thread works now; None while it is captured."""
+        stream = self._device.current_stream
+        return None if stream.is_capturing else stream
+
+    def owner(self) -> FakeStream:
+        """The same stream."""
+        return self._device.current_stream
+
+    def read(self, x: Any, out: Any) -> tuple[FakeArray, FakeArray | None, FakeArray | None] | None:
+        """Flat views of both, and the result."""
+        if not self._is_like(x, self._form[1]):
+            return None
+        source = x.reshape(-1)
+        if self._gets is None:
+            return source, None, None
+        if out is None:
+            count = int(np.prod(self._gets))
+            target = self._device.empty(count, x.dtype, self._device.current_stream)
+            return source, target, target.reshape(self._gets)
+        if out is x:
+            if not self._in_place:
+                return None
+        elif not self._is_like(out, self._gets) or np.may_share_memory(out.memory, x.memory):
+            return None
+        out.version += 1
+        return source, out.reshape(-1), out
+
+    def _is_like(self, x: Any, shape: tuple[int, ...]) -> bool:
+        is_here = type(x) is FakeArray and x.device is self._device
+        return is_here and (x.dtype, x.shape) == (self._form[0], shape) and x.is_contiguous
 
 
 class FakeArray:

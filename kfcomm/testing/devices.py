@@ -138,6 +138,11 @@ class FakeDevice:
             raise mark.error
         return True
 
+    def is_capturing(self, stream: FakeStream) -> bool:
+        """Whether what is put on the stream now goes into a graph instead; see ``capture``."""
+        self.check_stream(stream)
+        return stream.is_capturing
+
     def notify(self, stream: FakeStream, done: Promise) -> None:
         """Implement `Device.notify`. Called in the thread that ends the last of the work, or at once."""
         self.check_stream(stream)

@@ -160,6 +160,7 @@ class FakeStream:
         is_urgent: as asked for.
         error: why an item of it failed, if one did.
         is_held: nothing on it is done.
+        is_capturing: a graph is being captured from it.
         known: how far it knows the streams to be, itself included.
     """
 
@@ -170,6 +171,7 @@ class FakeStream:
         self.is_urgent = is_urgent
         self.error: BaseException | None = None
         self.is_held = False
+        self.is_capturing = False
         self.known: Known = {}
         self._items: deque[tuple[Item, Known]] = deque()
         self._is_advancing = False

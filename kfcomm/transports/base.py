@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -293,6 +293,13 @@ class Part(NamedTuple):
     target: Flat | None
 
 
+Launch: TypeAlias = "Callable[[Any, Any, Any], None]"
+"""Puts a prepared collective on a stream: source, target and stream as ``arrays.kinds.Repeat`` gives them.
+
+The thread's current device is the backend's. Raises as ``CollectiveBackend.launch``.
+"""
+
+
 class CollectiveBackend(Protocol):
     """This rank's end of one group. Used by one thread at a time, but for ``abort``."""
 
@@ -309,6 +316,15 @@ class CollectiveBackend(Protocol):
         Raises:
             TransportError: the backend refuses; the group cannot be used any more.
         """
+
+    def prepared(
+        self, verb: Verb, sizes: tuple[int, int], dtype: np.dtype[Any], op: Op | None, root: int
+    ) -> Launch | None:
+        """Return a launch of one part, for calls that are repeated; None where only ``launch`` can do it.
+
+        ``sizes``: elements of source and target, 0 for a target that this rank does not have.
+        """
+        return None
 
     def failure(self) -> str | None:
         """Return an error that has occurred since, if any; polled now and then."""

@@ -31,7 +31,7 @@ import numpy as np
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
-from kfcomm.transports.base import CollectiveBackend, Part
+from kfcomm.transports.base import CollectiveBackend, Launch, Part
 from kfcomm.types import Op, Verb, override
 
 ABORT_PATIENCE_S: Final = 2.0
@@ -114,6 +114,42 @@ class NcclBackend(CollectiveBackend):
             except TransportError as error:
                 self._failure = str(error)
                 raise
+
+    @override
+    def prepared(
+        self, verb: Verb, sizes: tuple[int, int], dtype: np.dtype[Any], op: Op | None, root: int
+    ) -> Launch | None:
+        communicator = self._communicator
+        rooted: tuple[int, ...] = ()
+        match verb:
+            case Verb.ALL_REDUCE | Verb.REDUCE | Verb.REDUCE_SCATTER:
+                count = sizes[verb is Verb.REDUCE_SCATTER]
+                numbers: tuple[int, ...] = self._numbers(count, dtype.name, op)
+                rooted = (root,) if verb is Verb.REDUCE else ()
+                name = {Verb.ALL_REDUCE: "allReduce", Verb.REDUCE: "reduce"}.get(verb, "reduceScatter")
+            case Verb.ALL_GATHER | Verb.BROADCAST:
+                count = sizes[0]
+                numbers = self._bytes(count * dtype.itemsize)
+                rooted = (root,) if verb is Verb.BROADCAST else ()
+                name = "allGather" if verb is Verb.ALL_GATHER else "broadcast"
+            case _:  # a group of sends and receives
+                return None
+        if not count:
+            return None
+        call, rest, using = getattr(communicator, name), (*numbers, *rooted), self._using
+        reads_target = verb is Verb.BROADCAST and self._rank != root
+
+        def launch(source: int, target: int, pointer: int) -> None:
+            with using:
+                if self._is_over or self._failure is not None:
+                    self._check_usable()
+                try:
+                    call(target if reads_target else source, target, *rest, pointer)
+                except (RuntimeError, KeyError) as error:
+                    self._failure = _told(f"launch {verb}", error)
+                    raise TransportError(self._failure) from error
+
+        return launch
 
     @override
     def failure(self) -> str | None:
@@ -202,11 +238,11 @@ class NcclBackend(CollectiveBackend):
         source, target = part
         match verb:
             case Verb.ALL_REDUCE:
-                communicator.allReduce(_at(source), _at(target), *self._numbers(source, op), pointer)
+                communicator.allReduce(_at(source), _at(target), *self._numbers_of(source, op), pointer)
             case Verb.REDUCE:
-                communicator.reduce(_at(source), _at(target), *self._numbers(source, op), root, pointer)
+                communicator.reduce(_at(source), _at(target), *self._numbers_of(source, op), root, pointer)
             case Verb.REDUCE_SCATTER:
-                communicator.reduceScatter(_at(source), _at(target), *self._numbers(target, op), pointer)
+                communicator.reduceScatter(_at(source), _at(target), *self._numbers_of(target, op), pointer)
             case Verb.ALL_GATHER:
                 communicator.allGather(_at(source), _at(target), *self._bytes(source.nbytes), pointer)
             case Verb.BROADCAST:
@@ -246,17 +282,19 @@ class NcclBackend(CollectiveBackend):
         """Return the other ranks from the next one on, so that not all begin with the same."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
-    def _numbers(self, flat: Flat, op: Op | None) -> tuple[int, int, int]:
+    def _numbers_of(self, flat: Flat, op: Op | None) -> tuple[int, int, int]:
+        return self._numbers(flat.size, flat.dtype.name, op)
+
+    def _numbers(self, size: int, name: str, op: Op | None) -> tuple[int, int, int]:
         """Return count, type and op with which NCCL reduces an array of this size and dtype."""
-        name = flat.dtype.name
         if op not in _OPS or (name not in _NUMBERS and name not in _PAIRS):
             raise TransportError(f"NCCL does not reduce {name} by {op}")
         if op is Op.AVG and self._size == 1:
             op = Op.SUM  # equal for one rank; NCCL 2.28 omits the last of an odd number of float64
         operation = getattr(self._nccl, _OPS[op])
         if name in _PAIRS:
-            return 2 * flat.size, getattr(self._nccl, _PAIRS[name]), operation
-        return flat.size, getattr(self._nccl, _NUMBERS[name]), operation
+            return 2 * size, getattr(self._nccl, _PAIRS[name]), operation
+        return size, getattr(self._nccl, _NUMBERS[name]), operation
 
     def _bytes(self, nbytes: int) -> tuple[int, int]:
         """Return count and type with which NCCL moves so many bytes."""
@@ -285,7 +323,12 @@ def _explained(what: str) -> Iterator[None]:
     """Convert errors of NCCL and CUDA, both RuntimeErrors of CuPy, to `TransportError`."""
     try:
         yield
-    except RuntimeError as error:
-        raise TransportError(f"NCCL could not {what}: {error}") from error
-    except KeyError as error:  # CuPy has no words for a status that is newer than itself
-        raise TransportError(f"NCCL could not {what}: status {error} (NCCL_DEBUG=WARN prints more)") from error
+    except (RuntimeError, KeyError) as error:
+        raise TransportError(_told(what, error)) from error
+
+
+def _told(what: str, error: RuntimeError | KeyError) -> str:
+    """Return an error of NCCL or CUDA in words."""
+    if isinstance(error, KeyError):  # CuPy has no words for a status that is newer than itself
+        return f"NCCL could not {what}: status {error} (NCCL_DEBUG=WARN prints more)"
+    return f"NCCL could not {what}: {error}"

@@ -382,3 +382,31 @@ def test_sequence_without_repetition_takes_bounded_memory(monkeypatch) -> None:
     assert watched.names == list(range(8))
     watched = Cycles()
     assert [watched.add(number % 5) for number in range(10)] == [0] * 10  # a pass of five is too long
+
+
+def test_take_gives_the_next_place_only_while_a_pass_is_followed_and_nothing_waits() -> None:
+    leader, effects = launch_order(LEADER, 2), []
+    for key in "ab":
+        assert not leader.take(key)
+        leader.arrived(key, key, 0.0, effects)
+    assert not leader.take("a")  # it is not known yet that the pass is over
+    leader.arrived("a", "a", 0.0, effects)
+    assert leader.mode is Mode.FOLLOWING
+    assert [leader.take(key) for key in ("a", "b", "b", "a")] == [False, True, False, True]
+    leader.arrived("a", "a", 0.0, effects)
+    assert not leader.take("b")  # one waits: they are launched together
+    effects.clear()
+    leader.arrived("b", "b", 0.0, effects)
+    assert effects == [(LAUNCH, "b"), (LAUNCH, "a")]
+    assert leader.take("b")
+
+
+def test_take_leaves_places_of_the_first_pass_to_those_who_arrive() -> None:
+    follower, effects = launch_order(1, 2), []
+    for message in ((TOLD, 0, "a"), (TOLD, 0, "b"), (FIXED, 0, 2)):
+        follower.received(LEADER, message, 0.0, effects)
+    assert follower.mode is Mode.FOLLOWING
+    assert not follower.take("a")
+    for key in "ab":
+        follower.arrived(key, key, 0.0, effects)
+    assert follower.take("a")

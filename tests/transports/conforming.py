@@ -113,7 +113,8 @@ def _check_one(
     inputs = [[data(name, count * many, 100 * at + rank) for at, count in enumerate(sizes)] for rank in range(num)]
     launches = [_parts(rank, verb, index, root, num, inputs[index], in_place) for index, rank in enumerate(ranks)]
     for rank, parts in zip(ranks, launches, strict=True):
-        rank.backend.launch(verb, parts, op, root, rank.stream)
+        if len(parts) > 1 or not _launch_prepared(rank, verb, parts[0], op, root):
+            rank.backend.launch(verb, parts, op, root, rank.stream)
     for at in range(len(sizes)):
         wanted = expected(verb, op, root, [one[at] for one in inputs])
         for index, rank in enumerate(ranks):
@@ -124,6 +125,24 @@ def _check_one(
             if part.target is not part.source:
                 assert rank.get(part.source).tobytes() == inputs[index][at].tobytes(), where
         assert [rank.backend.failure() for rank in ranks] == [None] * num
+
+
+def _launch_prepared(rank: Rank, verb: Verb, part: Part, op: Op | None, root: int) -> bool:
+    """Launch one part as repeated calls do; False if the backend cannot prepare it."""
+    source, target = part
+    sizes = source.size, 0 if target is None else target.size
+    launch = rank.backend.prepared(verb, sizes, source.dtype, op, root)
+    if launch is None:
+        return False
+    launch(_place(source), _place(target), getattr(rank.stream, "ptr", rank.stream))
+    return True
+
+
+def _place(flat: Flat | None) -> Any:
+    """Flat memory as prepared launches take it: an address, or a fake array itself."""
+    if flat is None or not hasattr(flat, "data"):
+        return flat
+    return flat.data.ptr
 
 
 def _parts(

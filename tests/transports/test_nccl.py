@@ -273,6 +273,44 @@ def test_several_parts_are_one_group_and_empty_ones_are_left_out() -> None:
     assert bench.launch(Verb.GATHER, [Part(memory(0, "f4"), None)], root=1) == []
 
 
+@pytest.mark.parametrize(
+    ("verb", "op", "root", "call"),
+    [
+        (Verb.ALL_REDUCE, Op.SUM, -1, ("allReduce", 0x1000, 0x2000, 4, 7, 0, 0x57)),
+        (Verb.REDUCE, Op.MAX, 2, ("reduce", 0x1000, 0x2000, 4, 7, 2, 2, 0x57)),
+        (Verb.REDUCE_SCATTER, Op.AVG, -1, ("reduceScatter", 0x1000, 0x2000, 12, 7, 4, 0x57)),
+        (Verb.ALL_GATHER, None, -1, ("allGather", 0x1000, 0x2000, 16, 1, 0x57)),
+        (Verb.BROADCAST, None, 0, ("broadcast", 0x1000, 0x2000, 16, 1, 0, 0x57)),
+        (Verb.BROADCAST, None, 2, ("broadcast", 0x2000, 0x2000, 16, 1, 2, 0x57)),
+    ],
+)
+def test_prepared_launches(verb: Verb, op: Op | None, root: int, call: tuple[Any, ...]) -> None:
+    bench = Bench()
+    launch = bench.backend.prepared(verb, (4, 12), np.dtype("f4"), op, root)
+    assert launch is not None
+    for _ in range(2):
+        launch(0x1000, 0x2000, 0x57)
+    assert bench.communicator.log == [call] * 2
+    assert bench.backend.failure() is None
+    bench.communicator.fails[call[0]] = _raise(NcclError("no"))
+    for _ in range(2):
+        with pytest.raises(TransportError, match=f"NCCL could not launch {verb}: no"):
+            launch(0x1000, 0x2000, 0x57)
+    assert len(bench.communicator.log) == 3
+    assert bench.backend.failure() == f"NCCL could not launch {verb}: no"
+
+
+def test_launches_that_are_not_prepared() -> None:
+    bench = Bench()
+    assert bench.backend.prepared(Verb.GATHER, (4, 12), np.dtype("f4"), None, 0) is None
+    assert bench.backend.prepared(Verb.ALL_TO_ALL, (12, 12), np.dtype("f4"), None, -1) is None
+    assert bench.backend.prepared(Verb.ALL_REDUCE, (0, 0), np.dtype("f4"), Op.SUM, -1) is None
+    launch = bench.backend.prepared(Verb.ALL_REDUCE, (4, 4), np.dtype("f4"), Op.SUM, -1)
+    bench.backend.abort()
+    with pytest.raises(TransportError, match="aborted or closed"):
+        launch(0x1000, 0x2000, 0x57)  # type: ignore[misc]
+
+
 def test_streams_by_number() -> None:
     bench = Bench()
     bench.backend.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM, -1, 0x99)

@@ -86,6 +86,10 @@ class Device(Protocol):
         """
         ...
 
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether what is put on the stream now goes into a graph instead."""
+        ...
+
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, on a thread of the device, once all work that is on the stream now is done, or has failed.
 

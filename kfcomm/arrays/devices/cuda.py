@@ -279,6 +279,11 @@ class CudaDevice:
             raise TransportError(f"cuda:{self._ordinal}: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
 
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether a CUDA graph is being captured from it."""
+        with working_on(self._ordinal):
+            return bool(as_stream(stream).is_capturing())
+
     def notify(self, stream: Stream, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, on the thread that watches this stream, once all work that is on it now is done.
 

@@ -62,6 +62,10 @@ class HostDevice(Device):
         return np.empty(count, dtype)
 
     @override
+    def is_capturing(self, stream: Stream) -> bool:
+        return False
+
+    @override
     def pinned(self, nbytes: int) -> Array:
         return np.empty(nbytes, np.uint8)
 

@@ -25,19 +25,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
-from kfcomm.collectives.on_device.calls import DeviceCall, DevicePath
+from kfcomm.collectives.on_device.background import Timers, in_thread, on_thread
+from kfcomm.collectives.on_device.calls import CallPlan, DeviceCall, DevicePath
 from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
+from kfcomm.collectives.on_device.launches import CompiledLaunch, Launches
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.errors import CollectiveAborted, TransportError
@@ -45,8 +46,6 @@ from kfcomm.transports.base import BackendMaker, CollectiveBackend
 from kfcomm.types import override
 
 logger = logging.getLogger("kfcomm")
-
-T = TypeVar("T")
 
 FORM, ORDER, FAILED, ENDED = range(4)
 
@@ -85,6 +84,7 @@ class BackendPath(DevicePath):
     Attributes:
         state: see the table above.
         formation: how many backends the group has had before.
+        backend: that of this formation, once it is ready.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class BackendPath(DevicePath):
         self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._launch_due)
         self._stream: Any = None
         self._launcher: DeviceLauncher | None = None
+        self.backend: CollectiveBackend | None = None
         self._order = self._new_order()
         self._before: deque[DeviceCall] = deque()  # came while there was no formation
         self._waiting: dict[DeviceCall, None] = {}  # in the order, not launched
@@ -113,7 +114,8 @@ class BackendPath(DevicePath):
         self._failures = Failures(group, Ways(partial(self._say, FAILED), self._forbid, self._break, self._arrive_all))
         self._ended: set[int] = set()
         self._reason = ""
-        self._timers: dict[Callable[..., None], Any] = {}
+        self._timers = Timers(self._reactor)
+        self.launches: Launches = Launches(self, device, group.engine, group.timeout_s)
         # What is no call here, but of the host's memory, may be one elsewhere.
         group.engine.mismatch_listeners[group.view.id] = self.never_began
 
@@ -158,22 +160,27 @@ class BackendPath(DevicePath):
     def hurry(self) -> None:
         if self._to_watch:
             self._watch()
+        self.launches.watch()
 
     @override
     def close(self) -> None:
         self.state = BackedState.CLOSED
         self.group.engine.mismatch_listeners.pop(self.group.view.id, None)
         self._channel.close()
-        for timer in self._timers.values():
-            timer.cancel()
-        launcher, self._launcher = self._launcher, None
+        self.launches.enter()
+        self.launches.close()
+        self._timers.close()
+        launcher, self._launcher, self.backend = self._launcher, None, None
         if launcher is not None:
             launcher.close()
-            _on_thread(launcher.backend.abort if self._launched else launcher.backend.close)
+            on_thread(launcher.backend.abort if self._launched else launcher.backend.close)
 
     def _arrive(self, call: DeviceCall) -> None:
         self._waiting[call] = None
         effects: Effects = []
+        if self._size == 1:  # any order will do
+            self._perform([(LAUNCH, call)])
+            return
         self._order.arrived(self._key_of(call), call, self._reactor.time(), effects)
         self._perform(effects)
 
@@ -191,7 +198,7 @@ class BackendPath(DevicePath):
             else:
                 self._fail(f"{self.group.view.called(effect[1])} sent {effect[2]}")
         self._launch_due()
-        self._set_timer(self._order_timer, self._order.deadline_s())
+        self._timers.set(self._order_timer, self._order.deadline_s())
 
     def _launch_due(self) -> None:
         """Launch the calls whose turn has come, once all ranks have heard that."""
@@ -208,18 +215,17 @@ class BackendPath(DevicePath):
 
     def _has_launched(self, call: DeviceCall, mark: Mark, error: BaseException | None) -> None:
         if not self._to_watch:
-            self._set_timer(self._watch, self._reactor.time() + WATCH_AFTER_S)
+            self._timers.set(self._watch, self._reactor.time() + WATCH_AFTER_S)
         self._to_watch.append(call)
         if error is not None:
             call.failed(error)
             return
         call.enqueued(mark)
-        if self._look not in self._timers:
-            self._set_timer(self._look, self._reactor.time() + LOOK_EVERY_S)
+        self.look_later()
 
     def _watch(self) -> None:
         """Ask for a notice when the stream has passed every launch since the last such request."""
-        self._set_timer(self._watch, None)
+        self._timers.set(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
             self.device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
@@ -228,15 +234,55 @@ class BackendPath(DevicePath):
 
     def _completed(self, calls: list[DeviceCall], error: BaseException | None) -> None:
         """Note that the stream is past them."""
-        reason = str(error) if error is not None else self._failure()
+        reason = str(error) if error is not None else self.failure()
         for call in calls:
-            self._launched.pop(call, None)
-            if call.is_over:
-                continue
-            if reason:
-                call.failed(TransportError(f"{self.name}: {reason}"))
-            else:
-                call.done()
+            self.passed(call, reason)
+
+    # ---------------------------------------------------------------- uses that are launched at once
+
+    def order_key(self, plan: CallPlan) -> str:
+        """Key of such calls in the launch order."""
+        return _order_key(plan.order.key, plan.plan.signature, plan.memo)
+
+    def takes(self, name: CompiledLaunch) -> bool:
+        """Give the next use its place in the order if it may be launched now; else nothing has happened."""
+        launcher, failures, key, engine = self._launcher, self._failures, name.series.key, name.engine
+        # Any other call of the name, any failure and any loss needs the full path, which reports what is wrong.
+        if key.live or key.early or engine.unusual or engine.router.dead or name.devices.has_news:
+            return False
+        if self.state is not BackedState.READY or self._waiting or self._before or key.begun not in (None, name):
+            return False
+        if (
+            launcher is None
+            or launcher.num_under_way
+            or (failures.known and not failures.allow((key.name, key.next_seq)))
+        ):
+            return False
+        return self._size == 1 or self._order.take(name.order_key)
+
+    def entered(self, call: DeviceCall) -> None:
+        """Know a call that was launched as a use."""
+        self._launched[call] = None
+
+    def passed(self, call: DeviceCall, reason: str | None) -> None:
+        """End a launched call: the device has passed it, or has failed for this reason."""
+        self._launched.pop(call, None)
+        if call.is_over:
+            return
+        if reason:
+            call.failed(TransportError(f"{self.name}: {reason}"))
+        else:
+            call.done()
+
+    def launch_failed(self, call: DeviceCall, error: BaseException) -> None:
+        """Fail a call whose launch was refused, after it has taken its place."""
+        self._launched[call] = None
+        self._has_launched(call, None, error)
+
+    def look_later(self) -> None:
+        """Look soon whether the backend has failed, and whether uses are late."""
+        if self._look not in self._timers and self._fail not in self._timers:
+            self._timers.set(self._look, self._reactor.time() + min(LOOK_EVERY_S, self.launches.late_s))
 
     # ---------------------------------------------------------------- forming
 
@@ -245,7 +291,7 @@ class BackendPath(DevicePath):
             return
         self.state = BackedState.FORMING
         self._order = self._new_order()
-        self._in_thread(self._maker.identity, self._identified)
+        in_thread(self._reactor, self._maker.identity, self._identified)
 
     def _identified(self, identity: bytes | None, error: BaseException | None) -> None:
         if self.state is not BackedState.FORMING:
@@ -264,7 +310,7 @@ class BackendPath(DevicePath):
         if self._stream is None:
             self._stream = self.device.stream(urgent=True)
         connect = partial(self._maker.connect, identity, self._rank, self._size, self.device)
-        self._in_thread(connect, partial(self._connected, self.formation))
+        in_thread(self._reactor, connect, partial(self._connected, self.formation))
         self._is_ordering = True
         self._arrive_all()
 
@@ -275,12 +321,13 @@ class BackendPath(DevicePath):
     def _connected(self, formation: int, backend: CollectiveBackend | None, error: BaseException | None) -> None:
         if self.state is not BackedState.FORMING or formation != self.formation:
             if backend is not None:
-                _on_thread(backend.abort)
+                on_thread(backend.abort)
             if self.state is BackedState.ENDING and formation == self.formation:
                 self._end()
         elif backend is None:
             self._fail(str(error))
         else:
+            self.backend = backend
             self._launcher = DeviceLauncher(backend, self.device, self._stream, self._reactor, self._has_launched)
             self.state = BackedState.READY
             self._launch_due()
@@ -295,6 +342,7 @@ class BackendPath(DevicePath):
 
     def _forbid(self, use: Use) -> bool:
         """Forbid the launch of a failed use; return whether it has been launched."""
+        self.launches.enter()
         call = next((one for one in self._waiting if _use_of(one) == use), None)
         if call is not None and not any(one is call for one, _ in self._due):
             del self._waiting[call]
@@ -308,27 +356,28 @@ class BackendPath(DevicePath):
             return
         self.state, was = BackedState.ENDING, self.state
         self._is_ordering = False
-        self._set_timer(self._look, None)
-        self._set_timer(self._order_timer, None)
+        for what in (self._look, self._fail, self._order_timer):
+            self._timers.set(what, None)
         self._reason = f"{reason}, which ended what was in flight on {self.name}"
         logger.warning("%s: %s", self.group.view.called(self._rank), self._reason)
         self._due.clear()
+        self.launches.enter()
         waiting, self._waiting = self._waiting, {}
         self._abort(list(waiting))
-        self._set_timer(self._end, self._reactor.time() + (MEET_S if was is BackedState.FORMING else GRACE_S))
+        self._timers.set(self._end, self._reactor.time() + (MEET_S if was is BackedState.FORMING else GRACE_S))
 
     def _end(self) -> None:
         """End the backend, and with it launches that are not complete."""
         if self.state is not BackedState.ENDING:
             return
-        self._set_timer(self._end, None)
+        self._timers.set(self._end, None)
         self._abort(list(self._launched))
-        launcher, self._launcher = self._launcher, None
+        launcher, self._launcher, self.backend = self._launcher, None, None
         if launcher is None:
             self._is_ended()
         else:
             launcher.close()
-            self._in_thread(launcher.backend.abort, lambda *_: self._is_ended())
+            in_thread(self._reactor, launcher.backend.abort, lambda *_: self._is_ended())
 
     def _abort(self, calls: list[DeviceCall]) -> None:
         for call in calls:
@@ -392,57 +441,37 @@ class BackendPath(DevicePath):
 
     def _look(self) -> None:
         """Whether the backend has failed, while something is launched."""
-        self._timers.pop(self._look, None)
-        if self.state is not BackedState.READY or not self._launched:
+        self._timers.set(self._look, None)
+        if self.state is not BackedState.READY or not (self._launched or self.launches):
             return
-        reason = self._failure()
+        reason = self.failure()
         if reason is None:
-            self._set_timer(self._look, self._reactor.time() + LOOK_EVERY_S)
+            self.launches.enter_late()
+            self.look_later()
         else:
-            self._timers[self._look] = self._reactor.call_later(DOUBT_S, self._fail, f"{self.name} failed: {reason}")
+            self._timers.set(self._fail, self._reactor.time() + DOUBT_S, f"{self.name} failed: {reason}")
 
     # ---------------------------------------------------------------- shared
 
     def _key_of(self, call: DeviceCall) -> str:
-        """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
-        key: str | None = call.memo.get("")
-        if key is None:
-            digest = hashlib.blake2b(repr(tuple(call.signature)).encode(), digest_size=8).hexdigest()
-            key = call.memo[""] = f"{call.key}\0{digest}"
-        return key
+        return _order_key(call.key, call.signature, call.memo)
 
-    def _failure(self) -> str | None:
+    def failure(self) -> str | None:
+        """Reason why launched calls are not complete though the device has passed them."""
         return self._reason if self._launcher is None else self._launcher.backend.failure()
 
     def _new_order(self) -> LaunchOrder:
         return launch_order(self._rank, self._size, follows=self._follows)
 
-    def _set_timer(self, what: Callable[[], None], due_s: float | None) -> None:
-        timer = self._timers.pop(what, None)
-        if timer is not None:
-            timer.cancel()
-        if due_s is not None and self.state is not BackedState.CLOSED:
-            self._timers[what] = self._reactor.call_at(due_s, what)
-
-    def _in_thread(self, blocking: Callable[[], T], then: Callable[[T | None, BaseException | None], None]) -> None:
-        """Run something that may block for ever, and ``then(result, error)`` on the loop."""
-
-        def run() -> None:
-            result: T | None = None
-            failure: BaseException | None = None
-            try:
-                result = blocking()
-            except Exception as error:  # noqa: BLE001  handed on
-                failure = error
-            tell(self._reactor, then, result, failure)
-
-        _on_thread(run)
-
-
-def _on_thread(function: Callable[[], object]) -> None:
-    """Run on a daemon thread of its own."""
-    threading.Thread(target=function, name="kfcomm-backend", daemon=True).start()
-
 
 def _use_of(call: DeviceCall) -> Use:
     return call.key, call.head.seq
+
+
+def _order_key(key: str, signature: Iterable[Any], memo: dict[str, Any]) -> str:
+    """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
+    made: str | None = memo.get("")
+    if made is None:
+        digest = hashlib.blake2b(repr(tuple(signature)).encode(), digest_size=8).hexdigest()
+        made = memo[""] = f"{key}\0{digest}"
+    return made

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from kfcomm.arrays.devices import Device, Mark, SharingDevice, Stream
 from kfcomm.arrays.devices.host import PinnedPool
@@ -42,6 +42,9 @@ from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, Pe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.transports.base import BackendMaker, Part
 from kfcomm.types import Layout, Verb
+
+if TYPE_CHECKING:
+    from kfcomm.core.signature import Signature
 
 SLOTS_NBYTES = 64 << 10
 """Least message of device slots. A kernel waits for the time slice of its process, copies to the host and back do not:
@@ -95,6 +98,9 @@ class DevicePath(Protocol):
         """In a word, for signatures: ranks of a group take the same path."""
         ...
 
+    launches: Any = None
+    """`Launches` of cached names, on a path where that is possible."""
+
     def begin(self, call: DeviceCall) -> None:
         """Begin a call; called in the order of the program."""
 
@@ -138,8 +144,8 @@ class DeviceCall:
     takes_result = True
 
     __slots__ = (
-        "_buffers", "_ended", "_has_begun", "_plan", "device", "group", "handle", "head", "is_enqueued", "is_over",
-        "key", "kind", "memo", "parts", "plans", "priority", "ready", "signature", "stream",
+        "_buffers", "_ended", "_has_begun", "device", "group", "handle", "head", "is_enqueued", "is_over",
+        "key", "kind", "memo", "parts", "plan", "plans", "priority", "ready", "signature", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -155,7 +161,7 @@ class DeviceCall:
         self.priority = priority
         self.handle = handle
         self.is_over = self.is_enqueued = self._has_begun = False
-        self._plan = plan
+        self.plan = plan
         self._buffers = buffers
         self._ended = ended
 
@@ -169,7 +175,7 @@ class DeviceCall:
 
         ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
         """
-        group, plan = self.group, self._plan.plan
+        group, plan = self.group, self.plan.plan
         # To the runtime a call is an operation without chunks.
         self.head = head = Operation(_Ending(self), None, None, plan.work, priority=self.priority)
         head.nbytes = self._nbytes()
@@ -188,11 +194,28 @@ class DeviceCall:
         self._begin()
         return True
 
+    def enter(self, head: Operation, *, is_enqueued: bool) -> None:
+        """Become known to the runtime, as a use of a cached name that was launched, or refused, where it was called.
+
+        ``head``: its operation, which has no future yet.
+        """
+        self.head, collective = head, head.collective
+        head.future = _Ending(self)
+        series, router = collective.series, self.group.engine.router
+        if series.version != router.names.version:  # questions may have to be sent for it
+            signature = cast("Signature", series.signature)
+            collective.series = router.series(series.group, series.key.name, signature, series.program, series.sizes)
+        self.handle.seq = head.seq
+        if not is_enqueued:
+            self.handle.operation = head
+        self.is_enqueued, self._has_begun = is_enqueued, True
+        self.group.engine.enter(head)
+
     def _nbytes(self) -> int:
         return sum((one.source if one.target is None else one.target).nbytes for one in self.parts)
 
     def _begin(self) -> None:
-        path = self._plan.path
+        path = self.plan.path
         if self.is_over:
             path.never_began(self.key, self.handle.seq)
             return
@@ -235,7 +258,7 @@ class DeviceCall:
         late = None
         if error is not None:
             if self._has_begun:
-                self._plan.path.give_up(self)
+                self.plan.path.give_up(self)
             if not self.handle.done():
                 self.handle.set_exception(error)
             elif self.is_enqueued:
@@ -320,6 +343,11 @@ class Paths:
         """Note a failed call of this rank whose path is not known."""
         for path in self._made.values():
             path.never_began(key, seq)
+
+    @property
+    def num_launched(self) -> int:
+        """Uses of cached names that devices may not have passed."""
+        return sum(0 if path.launches is None else len(path.launches) for path in self._made.values())
 
     def hurry(self) -> None:
         """Speed up: a caller waits for calls to be over."""

@@ -63,6 +63,10 @@ class DeviceLauncher:
         stream: for all launches.
         reactor: gets the results of the thread.
         launched: called on the loop with each call, and the mark behind which its result is complete, or an error.
+
+    Attributes:
+        backend: as given.
+        num_under_way: launches on the thread, or waiting for it.
     """
 
     def __init__(
@@ -74,17 +78,17 @@ class DeviceLauncher:
         self._reactor = reactor
         self._launched = launched
         self._kinds: set[str] = set()
-        self._under_way = 0
+        self.num_under_way = 0
         self._queue: queue.SimpleQueue[DeviceCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def launch(self, call: DeviceCall, kind: str, *, alone: bool) -> None:
         """Make the next launch; after the first of a ``kind``, others of that kind do not block."""
-        if not self._under_way and (alone or kind in self._kinds):
+        if not self.num_under_way and (alone or kind in self._kinds):
             self._launched(call, *self._put(call))
             return
         self._kinds.add(kind)
-        self._under_way += 1
+        self.num_under_way += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kfcomm-launches", daemon=True)
             self._thread.start()
@@ -110,7 +114,7 @@ class DeviceLauncher:
             del call, mark, error  # this thread keeps no memory alive while it waits for the next one
 
     def _back(self, call: DeviceCall, mark: Mark, error: BaseException | None) -> None:
-        self._under_way -= 1
+        self.num_under_way -= 1
         self._launched(call, mark, error)
 
 
@@ -269,13 +273,17 @@ class Ways:
 
 
 class Failures:
-    """This rank's part of the decision; everything runs on the engine's loop."""
+    """This rank's part of the decision; everything runs on the engine's loop.
+
+    Attributes:
+        known: uses that have failed, as far as they are remembered.
+    """
 
     def __init__(self, group: Group, ways: Ways) -> None:
         self._group = group
         self._ways = ways
         self._leads = group.view.rank == LEADER
-        self._known: OrderedDict[Use, None] = OrderedDict()
+        self.known: OrderedDict[Use, None] = OrderedDict()
         self._undecided: set[Use] = set()  # here, until the outcome
         self._asked: dict[Use, set[int]] = {}  # by the leader: who has yet to answer
 
@@ -284,13 +292,17 @@ class Failures:
         """Whether this rank is to begin nothing for now."""
         return bool(self._undecided)
 
+    def allow(self, use: Use) -> bool:
+        """Whether this use may begin now."""
+        return not self._undecided and use not in self.known
+
     def knows(self, use: Use) -> bool:
         """Whether this use has failed."""
-        return use in self._known
+        return use in self.known
 
     def failed(self, use: Use, *, launched: bool) -> None:
         """Handle a failed call of this rank, or a failed backend, which counts as launched."""
-        if use in self._known and use not in self._asked:
+        if use in self.known and use not in self._asked:
             return
         self._know(use)
         self._undecided.add(use)
@@ -310,7 +322,7 @@ class Failures:
         kind, key, seq, *rest = said
         use = (str(key), int(seq))
         if self._leads and kind == REPORT:
-            if use not in self._known or use in self._asked:
+            if use not in self.known or use in self._asked:
                 self._know(use)
                 self._look(use, launched=bool(rest[0]) and is_current)
         elif self._leads and kind == ANSWER:
@@ -326,9 +338,9 @@ class Failures:
             self._ways.go_on()
 
     def _know(self, use: Use) -> None:
-        self._known[use] = None
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        self.known[use] = None
+        if len(self.known) > MAX_KNOWN:
+            self.known.popitem(last=False)
 
     # ---------------------------------------------------------------- the leader
 

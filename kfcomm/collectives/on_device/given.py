@@ -49,7 +49,7 @@ class GivenArrays:
             if stream is not None:
                 raise ConfigError("stream= is for arrays in the memory of a device")
             return adapt(x)
-        return adapt_device(x, self._own_device(), stream)
+        return adapt_device(x, self.own_device(), stream)
 
     def out(self, out: Any, like: AnyArray, shape: Shape) -> AnyOut | None:
         """The caller's memory for the result, if ``out`` was given."""
@@ -76,7 +76,7 @@ class GivenArrays:
             return NUMPY
         if not is_on_device(like):
             return host_kind_of(like)
-        array = adapt_device(like, self._own_device(), stream)
+        array = adapt_device(like, self.own_device(), stream)
         device = self.device_of(array)
         return Returned(array.kind, device, array.stream, self._paths.pool_of(device))
 
@@ -150,11 +150,16 @@ class GivenArrays:
         """The caller's memory for a result that is made in host memory, if ``out`` was given."""
         if out is None or not is_on_device(out):
             return None if out is None else adapt_out(out, shape, dtype)
-        device = self._own_device()
+        device = self.own_device()
         place = adapt_device_out(out, shape, dtype, device, stream)
         return OutOfHost(place, dtype, device, self._paths.pool_of(device))
 
-    def _own_device(self) -> Device:
+    def own_device(self) -> Device:
+        """The device of this rank.
+
+        Raises:
+            ConfigError: this rank has joined without one.
+        """
         if self._device is None:
             raise ConfigError(
                 f"{self._group.view.called(self._group.view.rank)} has joined without a device: {self._lack}"

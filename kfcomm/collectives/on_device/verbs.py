@@ -21,6 +21,7 @@ from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import CallPlan, DeviceBuffers, DeviceCall, DeviceOrder
 from kfcomm.collectives.on_device.given import AnyArray, AnyOut, GivenArrays
+from kfcomm.collectives.on_device.launches import CompiledLaunch
 from kfcomm.collectives.plans import PlanKey
 from kfcomm.collectives.specs import CallOptions, Shape
 from kfcomm.errors import ConfigError
@@ -46,6 +47,9 @@ class DeviceVerbs:
     """The device of one rank in one group, and the calls that are under way there.
 
     ``lack``: see `GivenArrays`. ``mixed``: some rank of the group has no device, where others do.
+
+    Attributes:
+        has_news: the next call has an error of an earlier one to raise.
     """
 
     def __init__(self, paths: Paths, lack: str) -> None:
@@ -58,7 +62,7 @@ class DeviceVerbs:
         self._live: set[DeviceCall] = set()
         self._latest: dict[str, DeviceCall] = {}  # of each name in use
         self._late: BaseException | None = None
-        self._is_told = False  # by a call
+        self.has_news = False
         self._waiters: dict[asyncio.Future[None], Callable[[DeviceCall], bool]] = {}
 
     def takes(self, x: Any, stream: Any) -> bool:
@@ -91,8 +95,8 @@ class DeviceVerbs:
                 the first such error, which causes the others. ``synchronize`` raises it again: later results are void
                 as well.
         """
-        if self._late is not None and not self._is_told:
-            self._is_told = True
+        if self._late is not None and self.has_news:
+            self.has_news = False
             raise self._late
         if wire_dtype is not None:
             raise ConfigError("wire_dtype is for arrays in host memory, in groups whose ranks all have theirs there")
@@ -131,7 +135,8 @@ class DeviceVerbs:
             call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
             if order.alike is not None and group.may_compile(call.plans):
                 key = group.compiled_key(order.key or None, order.strategy)
-                group.compiled[key] = CompiledCall(group, order.alike, plan, self, given[0].shape)
+                compiled = CompiledCall if plan.path.launches is None else CompiledLaunch
+                group.compiled[key] = compiled(group, order.alike, plan, self, given[0].shape)
 
         group.in_order(post)
         return made
@@ -168,10 +173,17 @@ class DeviceVerbs:
         self._latest[call.key] = call
         return call, earlier is None or earlier.is_enqueued or earlier.is_over
 
+    def known(self, plan: CallPlan, buffers: DeviceBuffers, handle: Handle[Any]) -> DeviceCall:
+        """A call that was launched, or refused, as a use of a cached name."""
+        call = DeviceCall(self._group, plan, buffers, handle, self._ended)
+        self._live.add(call)
+        self._latest.setdefault(call.key, call)
+        return call
+
     def given_again(self, x: Any, out: Any, kind: PlanKey, shape: Shape | None) -> Given | None:
         """An array for the next call under a cached name; None if it is another kind of array, or has news to raise."""
         array = self.arrays.read(x, None)
-        if array.dtype != kind.dtype or array.shape != kind.shape or (self._late is not None and not self._is_told):
+        if array.dtype != kind.dtype or array.shape != kind.shape or self.has_news:
             return None
         return None if isinstance(array, HostArray) and not self.mixed else self.given(array, shape, out)
 
@@ -197,19 +209,26 @@ class DeviceVerbs:
         self._live.discard(call)
         if self._latest.get(call.key) is call:
             del self._latest[call.key]
-        if late is not None and (self._late is None or self._is_told):
+        if late is not None and not self.has_news:
             mine = self._group.view.called(self._group.view.rank)
             logger.error("%s failed on %s after its handle was done: %s", call.title, mine, str(late))
-            self._late, self._is_told = late, False
+            self._late, self.has_news = late, True
+        self.settled()
+
+    def settled(self) -> None:
+        """Tell those who wait, if nothing that they wait for is left."""
         for waiter, counts in list(self._waiters.items()):
-            if waiter.done() or not any(map(counts, self._live)):
+            if waiter.done() or not self._are_under_way(counts):
                 del self._waiters[waiter]
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def _are_under_way(self, counts: Callable[[DeviceCall], bool]) -> bool:
+        return any(map(counts, self._live)) or self._paths.num_launched > 0
+
     def _wait(self, counts: Callable[[DeviceCall], bool]) -> asyncio.Future[None] | None:
         """Future done when all calls that count are over; None if they are."""
-        if not any(map(counts, self._live)):
+        if not self._are_under_way(counts):
             return None
         waiter: asyncio.Future[None] = self._group.engine.loop.create_future()
         self._waiters[waiter] = counts
@@ -225,6 +244,6 @@ class DeviceVerbs:
         waiter = self._wait(lambda _: True)
         if waiter is not None:
             await waiter
-        error, self._late = self._late, None
+        error, self._late, self.has_news = self._late, None, False
         if error is not None:
             raise error

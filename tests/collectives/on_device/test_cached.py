@@ -21,14 +21,17 @@ OURS = str(Path(kfcomm.__file__).parent)
 FAKES = str(Path(OURS) / "testing")
 ROUTES: dict[str, dict[str, Any]] = {"backend": {}, "staged": {"backend": ""}, "hierarchy": {"hosts": 2}}
 BUDGETS = {
-    ("backend", "all_reduce"): (1245, 54),
-    ("backend", "broadcast"): (1245, 54),
+    ("backend", "all_reduce"): (370, 8),
+    ("backend", "broadcast"): (374, 8),
     ("staged", "all_reduce"): (1952, 79),
     ("staged", "broadcast"): (1983, 78),
     ("hierarchy", "all_reduce"): (1647, 63),
 }
 """Bytecodes and calls of functions of this package from a call to its handle, fakes aside. Without a cached plan an
-all_reduce costs (2091, 90), (3179, 131) and (2495, 100)."""
+all_reduce costs (2091, 90), (3179, 131) and (2495, 100). To read an array of CuPy and its stream takes 70 more, and to
+call NCCL 30; what fakes do instead is not counted."""
+SETTLED_AFTER = 4
+"""Calls of all ranks between two waits for the device: the first one after that sets timers."""
 SLACK = 1.1
 """A call through shared memory may have to wake its parked loop, which takes 70 bytecodes."""
 MAX_CALLS = 100
@@ -85,8 +88,9 @@ async def test_a_repeated_device_call_costs_no_more_than_it_did(route: str, verb
                 cost, x = Cost(), world.array(comm, np.ones(256))
                 handles.append(cost.of(lambda comm=comm, x=x: CALLS[verb](comm, x)))
                 costs.append((cost.bytecodes, cost.calls))
-            for comm, handle in zip(world.comms, handles, strict=True):
-                await world.get(comm, handle)
+            await everywhere(handles, lambda handle: handle)
+            if len(costs) % (SETTLED_AFTER * size) == 0:
+                await everywhere(world.comms, lambda comm: comm.synchronize())
     assert is_within(), f"{least()} bytecodes and calls, where {budget} were enough"
     assert least()[0] < 0.75 * costs[0][0], f"{least()} bytecodes and calls, after {costs[0]} of the first call"
 
@@ -105,7 +109,7 @@ async def test_a_cached_plan_serves_other_values_streams_and_outs(route: str) ->
     async with device_world(4, **{"hosts": 1, **ROUTES[route]}) as world:
         await world.everywhere(summed(world, 1))
         first = plans(world)
-        assert all(type(plan) is CompiledCall for plan in first)
+        assert all(isinstance(plan, CompiledCall) for plan in first)
         for values in (2, 3):
             assert [one.tolist() for one in await world.everywhere(summed(world, values))] == [[4 * values, 6]] * 4
         outs = [world.array(comm, np.zeros(2)) for comm in world.comms]
@@ -199,4 +203,4 @@ async def test_unnamed_device_calls_share_one_plan() -> None:
     async with device_world(2) as world:
         for _ in range(3):
             await world.everywhere(lambda c: c.all_reduce(world.array(c, [1, c.rank])))
-        assert all(type(plan) is CompiledCall for plan in plans(world, None))
+        assert all(isinstance(plan, CompiledCall) for plan in plans(world, None))

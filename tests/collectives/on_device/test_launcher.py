@@ -12,7 +12,7 @@ import pytest
 
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.testing import FakeDevice, FakeFabric
-from kfcomm.transports.base import CollectiveBackend, Part
+from kfcomm.transports.base import CollectiveBackend, Launch, Part
 from kfcomm.types import Op, Verb
 from tests.collectives.on_device.worlds import DeviceWorld
 from tests.conformance import worlds
@@ -34,6 +34,9 @@ class Lazy:
             self._joined.add(verb)
             self._meetings[verb].wait(worlds.HANG_S)
         self._inner.launch(verb, parts, op, root, stream)
+
+    def prepared(self, verb: Verb, _: Any, __: Any, op: Op | None, root: int) -> Launch:
+        return lambda source, target, stream: self.launch(verb, [Part(source, target)], op, root, stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -1,0 +1,437 @@
+"""Repeated device calls that are launched at once: no operation, no marks, and one notice of the device for many.
+
+A cached name of a backend's path (`CompiledLaunch`) launches its next use where it is called, on the caller's own
+stream, if nothing is unusual: the array is like the first one, the launch order is known and this name is next, nothing
+waits or has failed. Any other use takes the full path. Such a use is one entry of a list until the device has passed
+it::
+
+    entry of `Launches`     becomes
+    ----------------------  ------------------------------------------------------------------------------------------
+    a use, launched         complete, with all before it on its stream, by one notice of the device; or a call of the
+                            full path, when it has to be known: a peer asks for it, is lost, or the device is late
+    a call that was a use   complete by the same notice, or failed as any call
+
+Its memory belongs to the caller's stream, as that of a kernel that the caller puts there: nothing keeps it alive. So
+the memory of an array must be free again in the order of the stream on which the array is used, as CuPy and torch have
+it for the stream on which it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
+
+from kfcomm.arrays.kinds import kind_of
+from kfcomm.collectives.compiled import NO_ARRAY, CompiledCall, CompiledUse
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.collectives.on_device import tell
+from kfcomm.collectives.on_device.calls import DeviceBuffers
+from kfcomm.collectives.slot_use import Over
+from kfcomm.collectives.specs import SPECS, Arguments, Shape
+from kfcomm.common import do_nothing
+from kfcomm.core.collective import Collective
+from kfcomm.engine.observer import BATCH
+from kfcomm.errors import TransportError
+from kfcomm.types import override
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices import Device, Stream
+    from kfcomm.arrays.kinds import Repeat
+    from kfcomm.collectives.compiled import Begun
+    from kfcomm.collectives.group import Group
+    from kfcomm.collectives.on_device.calls import CallPlan, DeviceCall
+    from kfcomm.collectives.on_device.verbs import DeviceVerbs
+    from kfcomm.engine.engine import Engine
+    from kfcomm.engine.operation import Operation
+    from kfcomm.transports.base import Launch
+    from kfcomm.transports.reactor import Timer
+
+WATCH_AFTER_S: Final = 20e-3
+"""How long uses are collected before the device is asked for a notice of them all, which costs two threads a turn.
+Nothing but statistics waits for that: callers have their results, and no memory is kept."""
+MAX_USES: Final = 1 << 10
+"""Uses on one stream that the device may not have passed; at each further one an event loop gets a turn."""
+LATE_S: Final = 0.25
+"""How long after the request for a notice a use is an ordinary call, with a deadline and questions to other ranks."""
+
+LaunchedUse: TypeAlias = "tuple[CompiledLaunch, int, float]"
+"""A cached name, the number of the use, and when it was posted."""
+
+
+class LaunchPath(Protocol):
+    """The path of the uses: what they need of it."""
+
+    backend: Any
+    """The present one, to which prepared launches belong; None without one."""
+    launches: Launches
+    """Uses that are launched."""
+
+    def order_key(self, plan: CallPlan) -> str:
+        """Key of such calls in the launch order."""
+
+    def takes(self, name: CompiledLaunch) -> bool:
+        """Whether a use may be launched now; then it has its place in the launch order."""
+
+    def failure(self) -> str | None:
+        """Reason why launched uses are not complete though the device has passed them."""
+
+    def entered(self, call: DeviceCall) -> None:
+        """Know a call that was launched as a use."""
+
+    def passed(self, call: DeviceCall, reason: str | None) -> None:
+        """End a call that was launched: the device has passed it, or has failed for this reason."""
+
+    def launch_failed(self, call: DeviceCall, error: BaseException) -> None:
+        """Fail a call whose launch was refused."""
+
+    def look_later(self) -> None:
+        """Look soon whether the backend has failed, and whether uses are late."""
+
+
+class StreamUses:
+    """The uses on one stream, in the order of their launches, up to the latest that the device has passed."""
+
+    __slots__ = ("asked", "asked_s", "first", "owner", "stream", "uses")
+
+    def __init__(self, stream: Any, owner: Stream) -> None:
+        self.stream = stream  # as `Repeat` gives it
+        self.owner = owner
+        self.uses: list[LaunchedUse | DeviceCall] = []
+        self.first = 0  # number of those before ``uses``
+        self.asked = 0  # of how many, from the first on, a notice was asked for
+        self.asked_s = 0.0
+
+    @property
+    def num(self) -> int:
+        """Launches so far."""
+        return self.first + len(self.uses)
+
+
+class Launches:
+    """The launched uses of one path, by stream.
+
+    Attributes:
+        current: those on the stream of the latest launch.
+        settled: called when some are complete; set by the verbs.
+    """
+
+    def __init__(self, path: LaunchPath, device: Device, engine: Engine, timeout_s: float) -> None:
+        self.current = StreamUses(None, None)
+        self.settled: Callable[[], None] = do_nothing
+        self.late_s = min(LATE_S, timeout_s / 8)
+        self._path = path
+        self._device = device
+        self._engine = engine
+        self._reactor = engine.reactor
+        self._streams: dict[Any, StreamUses] = {}
+        self._timer: Timer | None = None
+        engine.launches.append(self)
+
+    def __len__(self) -> int:
+        """Uses that the device may not have passed, and that are no calls."""
+        return sum(type(use) is tuple for one in self._streams.values() for use in one.uses)
+
+    def on(self, stream: Any, owner: Callable[[], Stream]) -> StreamUses:
+        """The uses on this stream, where the next launch is."""
+        found = self._streams.get(stream)
+        if found is None:
+            found = self._streams[stream] = StreamUses(stream, owner())
+        self.current = found
+        return found
+
+    def begin(self) -> None:
+        """Ask for a notice after a while: the first use is launched."""
+        if self._timer is None:
+            self._timer = self._reactor.call_later(WATCH_AFTER_S, self.watch)
+        self._path.look_later()
+
+    def watch(self) -> None:
+        """Ask for a notice of all uses."""
+        self._stop()
+        for one in list(self._streams.values()):
+            if one.num == one.asked:
+                continue
+            try:
+                if self._device.is_capturing(one.owner):  # it would be captured as well
+                    self.begin()
+                    continue
+                one.asked, one.asked_s = one.num, monotonic()
+                done = partial(tell, self._reactor, self._passed, one, one.num)
+                self._device.notify(one.owner, done)
+            except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
+                self._passed(one, one.num, error)
+
+    def enter(self) -> None:
+        """Make calls of all uses."""
+        for one in list(self._streams.values()):
+            self._enter(one, one.num)
+
+    def enter_name(self, name: CompiledLaunch) -> None:
+        """Make calls of the uses of one name."""
+        for one in list(self._streams.values()):
+            for at, use in enumerate(one.uses):
+                if type(use) is tuple and use[0] is name:
+                    one.uses[at] = name.entered(use[1], use[2])
+
+    def enter_late(self) -> None:
+        """Make calls of uses for which a notice is overdue."""
+        for one in list(self._streams.values()):
+            if monotonic() - one.asked_s >= self.late_s:
+                self._enter(one, one.asked)
+
+    def operations(self) -> list[Operation]:
+        """Read-only views of the uses as operations; for any thread."""
+        streams = list(self._streams.values())
+        uses = [use for one in streams for use in list(one.uses) if type(use) is tuple]
+        return [name.as_operation(seq, posted_s) for name, seq, posted_s in uses]
+
+    def close(self) -> None:
+        """Ask for nothing any more; what is launched has been entered."""
+        self._stop()
+        if self in self._engine.launches:
+            self._engine.launches.remove(self)
+
+    def _stop(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _enter(self, one: StreamUses, until: int) -> None:
+        for at in range(until - one.first):
+            use = one.uses[at]
+            if type(use) is tuple:
+                one.uses[at] = use[0].entered(use[1], use[2])
+
+    def _passed(self, one: StreamUses, number: int, error: BaseException | None) -> None:
+        """Note that a stream is past its first uses."""
+        reason = str(error) if error is not None else self._path.failure()
+        if reason:
+            self._enter(one, number)
+        count = max(0, number - one.first)
+        passed, one.uses[:count], one.first = one.uses[:count], [], one.first + count
+        self._settle(cast("list[LaunchedUse]", [use for use in passed if type(use) is tuple]))
+        for call in passed:
+            if type(call) is not tuple:
+                self._path.passed(cast("DeviceCall", call), reason)
+        if not one.uses:
+            self._streams.pop(one.stream, None)  # which may end now
+            if self.current is one:
+                self.current = StreamUses(None, None)
+        elif one.num > one.asked:
+            self.begin()
+        self.settled()
+
+    def _settle(self, uses: Sequence[LaunchedUse]) -> None:
+        """Record completions."""
+        engine, now_s = self._engine, monotonic()
+        ended = engine.recorder.ended
+        for name, seq, posted_s in uses:
+            ended.append((name.series, seq, posted_s, now_s, name.nbytes))
+            name.ended()
+        if len(ended) >= BATCH:
+            engine.recorder.settle()
+        if engine.observers is not None:
+            for name, seq, posted_s in uses:
+                engine.tell_done(name.as_operation(seq, posted_s))
+
+
+class Launched:
+    """A use that was launched, or whose launch was refused, in the place of an operation: over for its caller."""
+
+    __slots__ = ("_error", "_value", "seq")
+
+    is_over = True
+
+    def __init__(self, seq: int, value: Any, error: BaseException | None = None) -> None:
+        self.seq = seq
+        self._value = value
+        self._error = error
+
+    def done(self) -> bool:
+        """Whether its caller has the result."""
+        return True
+
+    def result(self) -> Any:
+        """The caller's result.
+
+        Raises:
+            CollectiveError: its launch was refused.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def cancel(self) -> bool:
+        """Return False: a launch cannot be taken back."""
+        return False
+
+    def give_up(self) -> None:
+        """Do nothing: a launch cannot be taken back."""
+
+
+class CompiledLaunch(CompiledCall):
+    """Cached plan of a name with arrays on a device, on a path that launches whole collectives.
+
+    Attributes:
+        order_key: in the launch order.
+        num_launched: uses that the device may not have passed, and that are no calls.
+    """
+
+    __slots__ = ("_backend", "_launch", "_path", "_repeat", "num_launched", "order_key")
+
+    def __init__(
+        self, group: Group, arguments: Arguments, plan: CallPlan, devices: DeviceVerbs, gets: Shape | None
+    ) -> None:
+        super().__init__(group, arguments, plan, devices, gets)
+        self._path = cast("LaunchPath", plan.path)
+        self._path.launches.settled = devices.settled
+        self.order_key = self._path.order_key(plan)
+        self._repeat: Repeat
+        self._launch: Launch
+        self._backend: Any = NO_ARRAY  # of that launch; at first no backend is the same
+        self.num_launched = 0
+        kind = plan.order.kind
+        self.nbytes = kind.dtype.itemsize * max(_size(kind.shape), _size(gets))
+
+    @override
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
+        if arguments != self._arguments:
+            return None
+        path = self._path
+        try:
+            if self._backend is not path.backend:
+                self._prepare(x, path.backend)
+            repeat = self._repeat
+            stream, found = repeat.stream(), repeat.read(x, out)
+        except Exception:  # noqa: BLE001  all checks find the same again, and tell the other ranks
+            return None
+        if found is None or stream is None or not path.takes(self):
+            if found is None:  # the arrays of this name may be of another library now
+                self._backend = NO_ARRAY
+            return None
+        key, engine = self.series.key, self.engine
+        seq = key.next_seq
+        key.next_seq = seq + 1
+        posted_s = monotonic()
+        try:
+            self._launch(found[0], found[1], stream)
+        except Exception as error:  # noqa: BLE001  of the device's libraries: it belongs to the call
+            return self._refused(seq, posted_s, error, handle)
+        launches = path.launches
+        current = launches.current
+        if current.stream != stream:
+            current = launches.on(stream, repeat.owner)
+        uses = current.uses
+        is_first = not uses
+        uses.append((self, seq, posted_s))
+        if is_first:
+            launches.begin()
+        self.num_launched += 1
+        key.begun = self
+        value = found[2]
+        if handle is None:
+            # ``Over`` says that nothing of the engine has moved; a timer has, at first.
+            return Launched(seq, value) if is_first else Over((value,))
+        if len(uses) < MAX_USES:
+            handle.set_result(value)
+        else:
+            if current.asked == current.first:
+                launches.watch()
+            engine.reactor.call_soon(_resolve, handle, value)
+        return Launched(seq, value)
+
+    @override
+    def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
+        return cast("CompiledUse", LaunchUse(self, x, arguments, out))
+
+    def enter(self) -> None:
+        """Make calls of its uses, which the router is asked about."""
+        self._path.launches.enter_name(self)
+
+    def entered(self, seq: int, posted_s: float) -> DeviceCall:
+        """Make a call of a use."""
+        done: Handle[Any] = Handle(loop=self.engine.loop)
+        done.set_result(None)
+        call = self._call(done)
+        self.ended()
+        call.enter(self.as_operation(seq, posted_s), is_enqueued=True)
+        self._path.entered(call)
+        return call
+
+    def as_operation(self, seq: int, posted_s: float) -> Operation:
+        """A view of a use as an operation."""
+        operation: Operation = self.operation(self, None, NO_ARRAY, NO_ARRAY, None)
+        stamp = self.group.plans.stamp
+        operation.collective = collective = Collective(self.series, seq, stamp, operation)
+        operation.posted_s = collective.heard_s = posted_s
+        operation.due_s = posted_s + self.first_s
+        return operation
+
+    def _call(self, handle: Handle[Any]) -> DeviceCall:
+        """A call without memory, which the caller's stream has."""
+        device = self.devices.arrays.own_device()
+        return self.devices.known(self._plan, DeviceBuffers(device, None, None, (), NoneType), handle)
+
+    def ended(self) -> None:
+        """Forget a use: the device has passed it, or it is a call."""
+        self.num_launched -= 1
+        if not self.num_launched and self.series.key.begun is self:
+            self.series.key.begun = None
+
+    def _refused(self, seq: int, posted_s: float, error: Exception, handle: Handle[Any] | None) -> Launched:
+        """Fail a use on all ranks: its launch was refused."""
+        made: Handle[Any] = Handle(loop=self.engine.loop) if handle is None else handle
+        call = self._call(made)
+        call.enter(self.as_operation(seq, posted_s), is_enqueued=False)
+        self._path.launch_failed(call, error if isinstance(error, TransportError) else TransportError(str(error)))
+        if handle is not None:
+            return Launched(seq, None)
+        looked_at(made)
+        return Launched(seq, None, made.exception())
+
+    def _prepare(self, x: Any, backend: Any) -> None:
+        """Prepare for arrays like this one, with a launch of the present backend.
+
+        Raises:
+            Exception: that is not possible.
+        """
+        kind, devices = self._plan.order.kind, self.devices
+        array = devices.arrays.read(x, None)
+        if array.dtype != kind.dtype or array.shape != kind.shape:
+            raise ValueError(x)
+        make: Callable[..., Repeat | None] = cast("Any", kind_of(x)).repeat  # if its kind has it
+        repeat = make(x, self._gets, devices.arrays.own_device(), in_place=SPECS[kind.verb].in_place)
+        sizes = (_size(array.shape), _size(self._gets))
+        launch = backend.prepared(kind.verb, sizes, array.dtype, kind.op, kind.root)
+        if repeat is None or launch is None:
+            raise ValueError(x)
+        self._repeat, self._launch, self._backend = repeat, launch, backend
+
+
+class LaunchUse:
+    """Cached plan together with arrays, for the starts of a persistent collective."""
+
+    __slots__ = ("_given", "_name")
+
+    def __init__(self, name: CompiledLaunch, x: Any, arguments: Arguments, out: Any) -> None:
+        self._name = name
+        self._given = x, arguments, out
+
+    def start(self, handle: Handle[Any] | None) -> Begun | None:
+        """Begin a use; return None, with nothing begun, if anything is unusual."""
+        return self._name.start(*self._given, handle)
+
+
+def _size(shape: Shape | None) -> int:
+    size = 1
+    for length in shape or ():
+        size *= length
+    return 0 if shape is None else size
+
+
+def _resolve(handle: Handle[Any], value: Any) -> None:
+    if not handle.done():
+        handle.set_result(value)
