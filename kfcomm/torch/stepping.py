@@ -218,7 +218,7 @@ def needs_copies(parameters: Iterable[torch.Tensor], comm: Any, *, reads_peers: 
 
 
 def given_to(tensors: Tensors, *, copies: bool) -> Tensors:
-    """What an algorithm gets of these tensors."""
+    """These tensors, or their copies in host memory."""
     return {name: one.cpu() for name, one in tensors.items()} if copies else tensors
 
 

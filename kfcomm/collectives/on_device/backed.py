@@ -87,6 +87,8 @@ class BackendPath(DevicePath):
         backend: that of this formation, once it is ready.
     """
 
+    compiled_type = CompiledLaunch
+
     def __init__(
         self, group: Group, device: Device, maker: BackendMaker, mailbox: Mailbox, *, follows: bool = True
     ) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from kfcomm.arrays.devices import Device, Mark, SharingDevice, Stream
 from kfcomm.arrays.devices.host import PinnedPool
 from kfcomm.arrays.devices.routes import Choice, Route
-from kfcomm.collectives.compiled import NO_ARRAY, Compiled
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledCall
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
@@ -100,6 +100,8 @@ class DevicePath(Protocol):
 
     launches: Any = None
     """`Launches` of cached names, on a path where that is possible."""
+    compiled_type: type[CompiledCall] = CompiledCall
+    """Of cached plans of its calls."""
 
     def begin(self, call: DeviceCall) -> None:
         """Begin a call; called in the order of the program."""

@@ -1,6 +1,6 @@
 """Marks on streams for which this rank waits: polled as shared memory is, and left to the device before a rest.
 
-A notice of the device (``Device.notify``) costs two threads a turn, of which the device's is woken by an interrupt. So
+A notice of the device (``Device.notify``) costs two threads a turn, and an interrupt wakes the device's. So
 marks are polled for as long as the driver of the reactor polls anyway (see ``transports.reactor``), and only before it
 rests is the device asked for one notice for each stream. A *lazy* mark is one that no call waits for: it is looked at
 whenever others are, and after a moment.

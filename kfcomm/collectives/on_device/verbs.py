@@ -16,12 +16,11 @@ import numpy as np
 
 from kfcomm.arrays import HostArray
 from kfcomm.arrays.on_device import DeviceArray, is_on_device
-from kfcomm.collectives.compiled import CompiledCall, first_of
+from kfcomm.collectives.compiled import first_of
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import CallPlan, DeviceBuffers, DeviceCall, DeviceOrder
 from kfcomm.collectives.on_device.given import AnyArray, AnyOut, GivenArrays
-from kfcomm.collectives.on_device.launches import CompiledLaunch
 from kfcomm.collectives.plans import PlanKey
 from kfcomm.collectives.specs import CallOptions, Shape
 from kfcomm.errors import ConfigError
@@ -135,8 +134,7 @@ class DeviceVerbs:
             call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
             if order.alike is not None and group.may_compile(call.plans):
                 key = group.compiled_key(order.key or None, order.strategy)
-                compiled = CompiledCall if plan.path.launches is None else CompiledLaunch
-                group.compiled[key] = compiled(group, order.alike, plan, self, given[0].shape)
+                group.compiled[key] = plan.path.compiled_type(group, order.alike, plan, self, given[0].shape)
 
         group.in_order(post)
         return made

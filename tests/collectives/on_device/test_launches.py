@@ -37,7 +37,7 @@ def called(world: DeviceWorld, comm: Any, name: str, value: float = 1, **options
 
 
 def num_launched(world: DeviceWorld) -> list[int]:
-    """Uses of each rank that were launched at once, and of which the device has not given notice."""
+    """Uses of each rank that were launched at once, without a notice of the device so far."""
     return [len(comm._paths._made[Route.BACKEND].launches) for comm in world.comms]
 
 

@@ -1,4 +1,4 @@
-"""Marks that a rank waits for: polled, left to the device before a rest, and looked at late where nobody waits."""
+"""Marks that a rank waits for: polled, left to the device before a rest, and looked at late where no call waits."""
 
 from __future__ import annotations
 
