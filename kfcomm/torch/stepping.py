@@ -218,7 +218,7 @@ def needs_copies(parameters: Iterable[torch.Tensor], comm: Any, *, reads_peers: 
 
 
 def given_to(tensors: Tensors, *, copies: bool) -> Tensors:
-    """These tensors, or their copies in host memory."""
+    """Return these tensors as an algorithm gets them."""
     return {name: one.cpu() for name, one in tensors.items()} if copies else tensors
 
 
