@@ -6,7 +6,7 @@ What is checked here was checked in full for the first call of a name; anything 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,10 @@ class CupyRepeat:
             return None
         return source, target, out
 
+    def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
+        """An array of CuPy stays where it is."""
+        return True
+
 
 class TorchRepeat:
     """Implements `kfcomm.arrays.kinds.Repeat` for `torch.Tensor` and `torch.nn.Parameter`; results are torch's own."""
@@ -135,6 +139,16 @@ class TorchRepeat:
         if not out.is_inference():
             self._written(out)
         return source, target, out
+
+    def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
+        """Whether no tensor was given other memory."""
+        if [x.data_ptr() for x in arrays] != places:
+            return False
+        if written:
+            for x in arrays:
+                if not x.is_inference():
+                    self._written(x)
+        return True
 
     def _is_like(self, x: Any, shape: tuple[int, ...]) -> bool:
         # A lazily negated tensor is of another value than its memory; so is a lazily conjugated one.

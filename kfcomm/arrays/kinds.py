@@ -11,6 +11,7 @@ when there may be such an array.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
@@ -132,6 +133,10 @@ class Repeat(Protocol):
 
         A new result is for the current stream.
         """
+        ...
+
+    def are_at(self, arrays: Sequence[Any], places: Sequence[Any], *, written: bool) -> bool:
+        """Whether arrays that were read before are where they were; ``written``: results are made there now."""
         ...
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,7 +31,7 @@ from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
 from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
-from kfcomm.collectives.specs import ALL_REDUCE, SPECS, CallOptions, VerbSpec
+from kfcomm.collectives.specs import ALL_REDUCE, SPECS, Arguments, CallOptions, VerbSpec
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op, Verb
@@ -44,6 +44,9 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 PACK_NBYTES = 1 << 16
 """Arrays up to this size are packed: copied twice, which costs less than a collective of their own."""
+
+MANY = "all_reduce_many"
+"""In place of a verb, in what calls of one name have in common."""
 
 LISTED_NBYTES = 1 << 15
 """What a signature lists of the arrays; of more it holds a digest."""
@@ -224,9 +227,12 @@ def post_units(
 
 def _begin_on_device(
     devices: DeviceVerbs, batch: Batch, units: Sequence[Unit], whole: Handle[Any],
-    gathered: Callable[[dict[str, Any]], Any], options: CallOptions,
+    gathered: Callable[[dict[str, Any]], Any], options: CallOptions, alike: Arguments | None = None,
 ) -> Handle[Any]:  # fmt: skip
-    """Begin a batch on devices, where a call may have any number of arrays; see ``post_units``."""
+    """Begin a batch on devices, where a call may have any number of arrays; see ``post_units``.
+
+    ``alike``: of a batch whose plan may be cached under its key, if it is one launch.
+    """
     found: dict[str, Any] = {}
     handles: list[Handle[Any]] = []
     for number, unit in enumerate(units):
@@ -236,7 +242,8 @@ def _begin_on_device(
         kind = PlanKey(batch.spec.verb, dtype, unit.shape, batch.ops[dtype], batch.root)
         first = handles[0] if handles else None
         order = DeviceOrder(
-            kind, batch.key(number), counts, batch.overlapping, first, strategy=options.strategy
+            kind, batch.key(number), counts, batch.overlapping, first, alike if len(units) == 1 else None,
+            options.strategy,
         )  # fmt: skip
         given = [Given(one.array, batch.shape_of(one) if batch.gets else None, one.out) for one in unit.items]
         handles.append(devices.begin(order, given, partial(_note, found, names), options))
@@ -253,6 +260,14 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
     name = checked_name(name)
+    if name is not None and options.is_plain and options.strategy is None:
+        again = group.compiled.get(many_key((name,)))
+        if again is not None:
+            handle: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
+            begun = again.start(arrays, (MANY, options.op), options.out, handle)
+            if begun is not None:
+                handle.seq = begun.seq
+                return handle
     names = names_of(arrays)  # sorted: mappings may list their arrays in unlike orders
     whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
     if not names:
@@ -260,6 +275,7 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
         return whole
     named = names if name is None else (name,)
     key, op, out = many_key(named), options.op, options.out
+    alike: Arguments | None = (MANY, op) if options.is_plain and isinstance(op, Hashable) else None
 
     def gathered(found: dict[str, Any]) -> Any:
         return {one: found[one] for one in arrays} if out is None else out
@@ -280,7 +296,7 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
         if on_device:  # those of one dtype travel as one, uncopied
             dtypes = sorted(ops, key=lambda dtype: dtype.name)
             units = [Unit(tuple(item for item in items if item.array.dtype == dtype)) for dtype in dtypes]
-            return _begin_on_device(devices, batch, units, whole, gathered, options)
+            return _begin_on_device(devices, batch, units, whole, gathered, options, alike)
 
     group.in_order(lambda: post_units(group, batch, whole, gathered, options))
     return whole

@@ -295,6 +295,16 @@ class FakeBackend:
 
         return launch
 
+    def prepared_group(self, verb: Verb, sizes: Sequence[int], dtype: np.dtype[Any], op: Op | None) -> Launch | None:
+        """Prepare a launch of several parts; None with parts without elements, as for NCCL."""
+        if not all(sizes):
+            return None
+
+        def launch(sources: list[FakeArray], targets: list[FakeArray], stream: FakeStream) -> None:
+            self.launch(verb, [Part(*part) for part in zip(sources, targets, strict=True)], op, -1, stream)
+
+        return launch
+
     def ended(self, place: int) -> None:
         """Forget the n-th launch, which has ended or failed."""
         del self._under_way[place]

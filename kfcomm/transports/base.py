@@ -326,6 +326,15 @@ class CollectiveBackend(Protocol):
         """
         return None
 
+    def prepared_group(self, verb: Verb, sizes: Sequence[int], dtype: np.dtype[Any], op: Op | None) -> Launch | None:
+        """Return a launch of several parts as one, for calls that are repeated; None where only ``launch`` can do it.
+
+        It takes lists of sources and targets. Where both are those of the launch before, it may replay that.
+
+        ``sizes``: elements of each source, and of each target.
+        """
+        return None
+
     def failure(self) -> str | None:
         """Return an error that has occurred since, if any; polled now and then."""
 

@@ -355,6 +355,7 @@ class Communicator(Persistent):
         if not timeout_s or timeout_s < 0:
             raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0")
         self._group.timeout_s = timeout_s
+        self._group.forget()  # cached plans have the former one
         self._mailbox.timeout_s = timeout_s
 
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:

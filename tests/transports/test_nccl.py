@@ -69,8 +69,32 @@ class Communicator:
         self._note("destroy")
 
 
+class Capture:
+    """A stream that captures what its communicator is asked, and the graph of it."""
+
+    ptr = 0xCA
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._log: list[Any] = []
+
+    def begin_capture(self) -> None:
+        self._cuda.made[-1].fails.get("begin_capture", lambda: None)()
+        self._log = self._cuda.made[-1].log
+        self._cuda.made[-1].log = []
+
+    def end_capture(self) -> Any:
+        communicator = self._cuda.made[-1]
+        captured, communicator.log = communicator.log, self._log
+        return SimpleNamespace(launch=lambda stream: communicator._note("graph", stream.ptr, *captured))
+
+
 class Cuda:
     """A fake of ``cupy.cuda``; its constants of NCCL are those of nccl.h."""
+
+    def Stream(self, *, non_blocking: bool) -> Capture:  # noqa: N802
+        assert non_blocking
+        return Capture(self)
 
     def __init__(self) -> None:
         self.made: list[Communicator] = []
@@ -309,6 +333,62 @@ def test_launches_that_are_not_prepared() -> None:
     bench.backend.abort()
     with pytest.raises(TransportError, match="aborted or closed"):
         launch(0x1000, 0x2000, 0x57)  # type: ignore[misc]
+
+
+def group_of(stream: int) -> list[Any]:
+    """Calls of the launch of two parts, of 4 and 2 elements."""
+    first = ("allReduce", 0x1000, 0x3000, 4, 7, 0, stream)
+    return [("groupStart",), first, ("allReduce", 0x2000, 0x4000, 2, 7, 0, stream), ("groupEnd",)]
+
+
+def test_prepared_groups_with_the_same_memory_become_a_graph() -> None:
+    bench = Bench(size=1)
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+    log = bench.communicator.log
+    launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    assert log == group_of(0x57)
+    for _ in range(2):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x58)
+    assert log[4:] == [("graph", 0x58, *group_of(0xCA))] * 2
+    launch([0x1000, 0x2000], [0x3000, 0x4444], 0x57)
+    launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    assert log[-4:] == group_of(0x57)
+    launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    assert log[-1] == ("graph", 0x57, *group_of(0xCA))
+    bench.backend.close()
+    with pytest.raises(TransportError, match="aborted or closed"):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+
+
+def test_prepared_groups_go_on_where_nothing_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(size=1)
+    bench.communicator.fails["begin_capture"] = _raise(RuntimeError("no"))
+    several = Bench()
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    for one in (bench, several):
+        launch = one.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+        assert launch is not None
+        for _ in range(3):
+            launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+        assert one.communicator.log == group_of(0x57) * 3
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    launch = several.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+    for _ in range(2):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    assert several.communicator.log[-1][0] == "graph"
+    assert bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 0), np.dtype("f4"), Op.SUM) is None
+    assert bench.backend.prepared_group(Verb.BROADCAST, (4, 2), np.dtype("f4"), None) is None
+
+
+def test_a_prepared_group_that_fails_ends_all() -> None:
+    bench = Bench()
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    bench.communicator.fails["groupEnd"] = _raise(NcclError("late"))
+    with pytest.raises(TransportError, match="NCCL could not launch all_reduce: late"):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)  # type: ignore[misc]
+    assert bench.backend.failure() == "NCCL could not launch all_reduce: late"
 
 
 def test_streams_by_number() -> None:

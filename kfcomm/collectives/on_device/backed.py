@@ -38,7 +38,7 @@ from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.background import Timers, in_thread, on_thread
 from kfcomm.collectives.on_device.calls import CallPlan, DeviceCall, DevicePath
 from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
-from kfcomm.collectives.on_device.launches import CompiledLaunch, Launches
+from kfcomm.collectives.on_device.launches import CompiledBatch, CompiledLaunch, Launches
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.errors import CollectiveAborted, TransportError
@@ -88,6 +88,7 @@ class BackendPath(DevicePath):
     """
 
     compiled_type = CompiledLaunch
+    batch_type = CompiledBatch
 
     def __init__(
         self, group: Group, device: Device, maker: BackendMaker, mailbox: Mailbox, *, follows: bool = True

@@ -101,7 +101,9 @@ class DevicePath(Protocol):
     launches: Any = None
     """`Launches` of cached names, on a path where that is possible."""
     compiled_type: type[CompiledCall] = CompiledCall
-    """Of cached plans of its calls."""
+    """Of cached plans of its calls with one array."""
+    batch_type: type[CompiledCall] | None = None
+    """The same of calls with several; None on a path where these have none."""
 
     def begin(self, call: DeviceCall) -> None:
         """Begin a call; called in the order of the program."""

@@ -23,6 +23,7 @@ from functools import partial
 from time import monotonic
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
+from weakref import ref
 
 from kfcomm.arrays.kinds import kind_of
 from kfcomm.collectives.compiled import NO_ARRAY, CompiledCall, CompiledUse
@@ -294,7 +295,7 @@ class CompiledLaunch(CompiledCall):
         self._backend: Any = NO_ARRAY  # of that launch; at first no backend is the same
         self.num_launched = 0
         kind = plan.order.kind
-        self.nbytes = kind.dtype.itemsize * max(_size(kind.shape), _size(gets))
+        self.nbytes = kind.dtype.itemsize * max(_size(kind.shape), _size(gets))  # of a batch ``gets`` is of one array
 
     @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
@@ -409,6 +410,75 @@ class CompiledLaunch(CompiledCall):
         if repeat is None or launch is None:
             raise ValueError(x)
         self._repeat, self._launch, self._backend = repeat, launch, backend
+
+
+class BatchRepeat:
+    """Mappings of arrays in repeated calls; implements `Repeat` with lists of places, in the order of the names."""
+
+    def __init__(self, repeats: dict[str, Repeat]) -> None:
+        self._repeats = list(repeats.items())
+        self._one = self._repeats[0][1]
+        self.stream, self.owner = self._one.stream, self._one.owner
+        self._latest: tuple[Any, ...] = ((), (), (), (), ())
+
+    def read(self, arrays: Any, out: Any) -> tuple[list[Any], list[Any], Any] | None:
+        """Places of the inputs and of the results, and the results by name, as the arrays are ordered."""
+        if out is not None:
+            # The same arrays are mostly given again: then nothing but their places can have changed.
+            names, given, outs, sources, targets = self._latest
+            if self._are(names, arrays, given) and self._are(names, out, outs):
+                one, inputs, results = self._one, [arrays[name] for name in names], [out[name] for name in names]
+                if one.are_at(inputs, sources, written=False) and one.are_at(results, targets, written=True):
+                    return sources, targets, out
+        if len(arrays) != len(self._repeats) or (out is not None and len(out) != len(self._repeats)):
+            return None
+        sources, targets, values = [], [], {}
+        for name, repeat in self._repeats:
+            found = repeat.read(arrays[name], None if out is None else out[name])
+            if found is None:
+                return None
+            source, target, values[name] = found
+            sources.append(source)
+            targets.append(target)
+        if out is None:
+            return sources, targets, {name: values[name] for name in arrays}
+        names = [name for name, _ in self._repeats]
+        given, outs = ([ref(some[name]) for name in names] for some in (arrays, out))
+        self._latest = (names, given, outs, sources, targets)
+        return sources, targets, out
+
+    @staticmethod
+    def _are(names: Sequence[str], arrays: Any, latest: Sequence[Any]) -> bool:
+        """Whether a mapping holds the arrays that it held then."""
+        if len(arrays) != len(latest) or not latest:
+            return False
+        return all(arrays[name] is one() for name, one in zip(names, latest, strict=True))
+
+
+class CompiledBatch(CompiledLaunch):
+    """Cached plan of a name of ``all_reduce_many`` whose arrays are all of one dtype: one launch."""
+
+    __slots__ = ()
+
+    @override
+    def _prepare(self, x: Any, backend: Any) -> None:
+        from kfcomm.collectives.batches import digest_of
+
+        order, devices = self._plan.order, self.devices
+        names = sorted(x)
+        arrays = [devices.arrays.read(x[name], None) for name in names]
+        if digest_of(names, arrays) != order.counts:
+            raise ValueError(x)
+        device = devices.arrays.own_device()
+        repeats: dict[str, Repeat | None] = {
+            name: cast("Any", kind_of(x[name])).repeat(x[name], array.shape, device, in_place=True)
+            for name, array in zip(names, arrays, strict=True)
+        }
+        kind = order.kind
+        launch = backend.prepared_group(kind.verb, [_size(array.shape) for array in arrays], kind.dtype, kind.op)
+        if launch is None or None in repeats.values():
+            raise ValueError(x)
+        self._repeat, self._launch, self._backend = cast("Repeat", BatchRepeat(cast("Any", repeats))), launch, backend
 
 
 class LaunchUse:

@@ -134,7 +134,9 @@ class DeviceVerbs:
             call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
             if order.alike is not None and group.may_compile(call.plans):
                 key = group.compiled_key(order.key or None, order.strategy)
-                group.compiled[key] = plan.path.compiled_type(group, order.alike, plan, self, given[0].shape)
+                compiled = plan.path.batch_type if order.counts else plan.path.compiled_type
+                if compiled is not None:
+                    group.compiled[key] = compiled(group, order.alike, plan, self, given[0].shape)
 
         group.in_order(post)
         return made

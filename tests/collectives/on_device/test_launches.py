@@ -375,6 +375,72 @@ async def test_a_full_call_amid_launched_ones() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_out_given", [False, True])
+async def test_mappings_of_one_dtype_are_one_launch_at_once(is_out_given: bool) -> None:
+    async with device_world(2) as world:
+        names = [f"g{number}" for number in range(6)]
+        for number in range(6):
+            xs = [{n: world.array(c, [number, c.rank, at]) for at, n in enumerate(names)} for c in world.comms]
+            outs = [{n: world.array(c, [0, 0, 0]) for n in reversed(names)} for c in world.comms]
+            for _ in range(3):  # the same arrays again
+                given = outs if is_out_given else [None, None]
+                handles = [comm.all_reduce_many(xs[comm.rank], "many", out=given[comm.rank]) for comm in world.comms]
+                results = await everywhere(handles, lambda handle: handle)
+                await everywhere(world.comms, lambda comm: comm.synchronize())
+                for result, x in zip(results, given if is_out_given else xs, strict=True):
+                    assert list(result) == list(x or ())
+                    for at, name in enumerate(names):
+                        assert result[name].get().tolist() == [2 * number, 1, 2 * at]
+        assert all(handle.seq == 17 for handle in handles)
+        assert {len(launched.sizes) for _, _, launched in world.fabric.launched} == {6}
+
+
+@pytest.mark.asyncio
+async def test_mappings_that_change() -> None:
+    async with device_world(2) as world:
+
+        def call(comm: Any, **shapes: int) -> Any:
+            return comm.all_reduce_many({n: world.array(comm, [1] * size) for n, size in shapes.items()}, "many")
+
+        for _ in range(3):
+            await everywhere(world.comms, lambda comm: call(comm, a=1, b=2))
+        for shapes in ({"a": 1, "b": 3}, {"a": 1, "c": 3}, {"a": 1}, {"a": 1, "b": 2}):
+            for _ in range(3):
+                results = await everywhere(world.comms, lambda comm, shapes=shapes: call(comm, **shapes))
+                await everywhere(world.comms, lambda comm: comm.synchronize())
+                for result in results:
+                    assert {n: one.get().tolist() for n, one in result.items()} == {
+                        n: [2] * s for n, s in shapes.items()
+                    }
+        errors = await ends(world.comms, lambda comm: call(comm, a=1, b=2 + comm.rank))
+        await ends(world.comms, lambda comm: comm.synchronize())
+        assert CollectiveMismatch in {type(error) for error in errors}
+        await world.works()
+
+
+@pytest.mark.asyncio
+async def test_persistent_mappings() -> None:
+    async with device_world(2) as world:
+        xs = [{"a": world.array(comm, [1, 2]), "b": world.array(comm, [3])} for comm in world.comms]
+        inits = [comm.all_reduce_many_init(xs[comm.rank], "many", out=xs[comm.rank]) for comm in world.comms]
+        for number in range(1, 6):
+            await everywhere(world.comms, lambda comm: inits[comm.rank].start())
+            await everywhere(world.comms, lambda comm: comm.synchronize())
+            assert [x["b"].get().tolist() for x in xs] == [[3 * 2**number]] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_new_timeout_holds_for_names_in_use() -> None:
+    async with device_world(2) as world:
+        await learned(world)
+        world.comms[0].set_timeout(0.3)
+        assert_kinds(await ends(world.comms[:1], lambda c: world.get(c, called(world, c, "a"))), CollectiveTimeout)
+        await ends(world.comms[1:], lambda comm: called(world, comm, "a"))
+        world.comms[0].set_timeout(worlds.HANG_S)
+        await world.works()
+
+
+@pytest.mark.asyncio
 async def test_persistent_starts_are_launched_at_once() -> None:
     async with device_world(2) as world:
         xs = [world.array(comm, [1, 2]) for comm in world.comms]
