@@ -12,6 +12,7 @@ import linecache
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -83,7 +84,12 @@ def _read_parts(x: Any) -> Any:
 
 
 def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _read(x) for name, x in arrays.items()}
+    """Of arrays on devices the verb reads the stream itself: it is called on the caller's thread."""
+    return (
+        dict(arrays)
+        if any(map(is_on_device, islice(arrays.values(), 1)))
+        else {name: _read(x) for name, x in arrays.items()}
+    )
 
 
 def _read_object(value: Any) -> Any:

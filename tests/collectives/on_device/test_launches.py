@@ -522,6 +522,27 @@ def test_blocking_calls() -> None:
     assert blocking(main) == [expected] * 2
 
 
+def test_blocking_mappings() -> None:
+    def main(comm: Any, device: FakeDevice) -> list[Any]:
+        xs = {name: device.array(np.ones(2, np.float32)) for name in "ab"}
+        outs = {name: device.array(np.ones(2, np.float32)) for name in "ab"}
+        stream = device.stream()
+        with device.working_on(stream):
+            for _ in range(3):
+                comm.all_reduce_many(xs, "many", out=outs)
+                comm.all_reduce_many_async(xs, "others").wait()
+            comm.synchronize()
+            for own in own_streams(device):
+                device.hold(own)
+            comm.all_reduce_many(xs, "many", out=outs)
+            comm.all_reduce_many_async(xs, "others").wait()
+            comm.synchronize()
+            device.release()
+            return [outs[name].get().tolist() for name in "ab"]
+
+    assert blocking(main) == [[[2, 2]] * 2] * 2
+
+
 def test_a_blocking_call_whose_launch_is_refused() -> None:
     def main(comm: Any, device: FakeDevice) -> Any:
         for _ in range(4):
