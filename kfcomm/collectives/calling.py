@@ -197,7 +197,15 @@ class VerbCalls:
             name = checked_name(name)
         compiled = group.compiled.get(name)
         if type(x) is not np.ndarray:
-            return None if compiled is None else self._again_on_device(compiled, x, arguments, out, handle)
+            if compiled is None or not compiled.is_on_device:
+                return None
+            # As in ``_again_on_device``, without a frame of its own.
+            made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+            launched = compiled.start(x, arguments, out, made)
+            if launched is not None:
+                made._seq = launched.seq
+                return made
+            return made if cast("CompiledCall", compiled).call(x, arguments, out, made) else None
         if compiled is None:
             return self._when_agreed(x, name, arguments, out, handle) if group.waits else None
         if handle is None:

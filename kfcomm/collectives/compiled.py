@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.on_device.calls import CallPlan
-    from kfcomm.collectives.on_device.launches import Launched
+    from kfcomm.collectives.on_device.repeated import Launched
     from kfcomm.collectives.on_device.verbs import DeviceVerbs
     from kfcomm.collectives.plans import Plan
 

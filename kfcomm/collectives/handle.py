@@ -13,7 +13,7 @@ from kfcomm.types import override
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from kfcomm.collectives.on_device.launches import Launched
+    from kfcomm.collectives.on_device.repeated import Launched
     from kfcomm.collectives.receives import Receive
     from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation

@@ -32,7 +32,7 @@ from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Op, Seconds, Verb, override
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.on_device.launches import Launched
+    from kfcomm.collectives.on_device.repeated import Launched
     from kfcomm.collectives.slot_use import Over, SlotUse
     from kfcomm.engine.operation import Operation
 

@@ -23,10 +23,8 @@ Blocking calls of the backend are made on threads of their own, since they may b
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -34,13 +32,14 @@ from typing import Any
 from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.background import Timers, in_thread, on_thread
-from kfcomm.collectives.on_device.calls import CallPlan, DeviceCall, DevicePath
+from kfcomm.collectives.on_device.calls import DeviceCall, DevicePath
 from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
-from kfcomm.collectives.on_device.launches import CompiledBatch, CompiledLaunch, Launches
+from kfcomm.collectives.on_device.launches import Launches
+from kfcomm.collectives.on_device.ordering import CallOrder, OrderWays, key_of
+from kfcomm.collectives.on_device.repeated import CompiledBatch, CompiledLaunch
 from kfcomm.core.collective import name_of
-from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
+from kfcomm.core.launch_order import LEADER
 from kfcomm.errors import CollectiveAborted, TransportError
 from kfcomm.transports.base import BackendMaker, CollectiveBackend
 from kfcomm.types import override
@@ -53,9 +52,6 @@ GRACE_S = 0.5
 """How long launched calls have to complete when another has failed: those that every rank has launched will."""
 MEET_S = 5.0
 """How long a backend that is still being formed is waited for then; what comes of it later is ended at once."""
-WATCH_AFTER_S = 1e-3
-"""How long launches are collected before the device is asked for one notice of them all: a notice costs two threads a
-turn, and only a caller of ``hurry`` needs it sooner."""
 LOOK_EVERY_S = 0.25
 DOUBT_S = 1.0
 """From the first sign of a failure of the backend until it counts: a peer that died is better told by its name."""
@@ -100,24 +96,19 @@ class BackendPath(DevicePath):
         self._reactor = group.engine.reactor
         self.device = device
         self._maker = maker
-        self._follows = follows
-        self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._launch_due)
+        self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._go_on)
         self._stream: Any = None
         self._launcher: DeviceLauncher | None = None
         self.backend: CollectiveBackend | None = None
-        self._order = self._new_order()
         self._before: deque[DeviceCall] = deque()  # came while there was no formation
-        self._waiting: dict[DeviceCall, None] = {}  # in the order, not launched
-        self._due: deque[tuple[DeviceCall, int]] = (
-            deque()
-        )  # of these, those whose turn has come, and the news to hear before
         self._launched: dict[DeviceCall, None] = {}
-        self._to_watch: list[DeviceCall] = []  # of these, those of whose end nobody has asked to hear
         self._is_ordering = False
         self._failures = Failures(group, Ways(partial(self._say, FAILED), self._forbid, self._break, self._arrive_all))
         self._ended: set[int] = set()
         self._reason = ""
         self._timers = Timers(self._reactor)
+        ways = OrderWays(self._is_ready, self._launch, partial(self._say, ORDER), self._fail)
+        self._order = CallOrder(group.view, self._channel, self._timers, self._reactor, ways, follows=follows)
         self.launches: Launches = Launches(self, device, group.engine, group.timeout_s)
         # What is no call here, but of the host's memory, may be one elsewhere.
         group.engine.mismatch_listeners[group.view.id] = self.never_began
@@ -139,7 +130,7 @@ class BackendPath(DevicePath):
         if self._failures.knows(_use_of(call)):
             call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=name_of(call.key)))
         elif self._is_ordering and not self._failures.hold:
-            self._arrive(call)
+            self._order.arrive(call)
         else:
             self._before.append(call)
             self._form_if_wanted()
@@ -149,7 +140,7 @@ class BackendPath(DevicePath):
         # What is launched stays, with its memory, until its stream is past it.
         if call in self._before:
             self._before.remove(call)
-        elif call not in self._waiting and call not in self._launched:
+        elif call not in self._order.waiting and call not in self._launched:
             return  # what failed before has ended it
         self._failures.failed(_use_of(call), launched=self._forbid(_use_of(call)))
 
@@ -161,8 +152,6 @@ class BackendPath(DevicePath):
 
     @override
     def hurry(self) -> None:
-        if self._to_watch:
-            self._watch()
         self.launches.watch()
 
     @override
@@ -178,74 +167,26 @@ class BackendPath(DevicePath):
             launcher.close()
             on_thread(launcher.backend.abort if self._launched else launcher.backend.close)
 
-    def _arrive(self, call: DeviceCall) -> None:
-        self._waiting[call] = None
-        effects: Effects = []
-        if self._size == 1:  # any order will do
-            self._perform([(LAUNCH, call)])
-            return
-        self._order.arrived(self._key_of(call), call, self._reactor.time(), effects)
-        self._perform(effects)
+    def _is_ready(self) -> bool:
+        return self.state is BackedState.READY
 
-    def _perform(self, effects: Effects) -> None:
-        unheard = -1
-        for effect in effects:
-            tag = effect[0]
-            if tag == LAUNCH:
-                self._due.append((effect[1], unheard))
-            elif tag == TELL:
-                unheard = self._channel.batch
-                self._say(ORDER, effect[1])
-            elif tag == ASK:
-                self._say(ORDER, effect[1], LEADER)
-            else:
-                self._fail(f"{self.group.view.called(effect[1])} sent {effect[2]}")
-        self._launch_due()
-        self._timers.set(self._order_timer, self._order.deadline_s())
-
-    def _launch_due(self) -> None:
-        """Launch the calls whose turn has come, once all ranks have heard that."""
-        # After a launch its caller may block this loop by waiting for the device, which waits for the other ranks:
-        # they must know the order by then.
-        while self.state is BackedState.READY and self._due and self._channel.is_heard(self._due[0][1]):
-            self._launch(self._due.popleft()[0])
+    def _go_on(self) -> None:
+        self._order.launch_due()
 
     def _launch(self, call: DeviceCall) -> None:
         if self._launcher is not None:
-            del self._waiting[call]
             self._launched[call] = None
-            self._launcher.launch(call, self._key_of(call), alone=self._size == 1)
+            self._launcher.launch(call, key_of(call), alone=self._size == 1)
 
     def _has_launched(self, call: DeviceCall, mark: Mark, error: BaseException | None) -> None:
-        if not self._to_watch:
-            self._timers.set(self._watch, self._reactor.time() + WATCH_AFTER_S)
-        self._to_watch.append(call)
+        self.launches.put(call, self._stream)
         if error is not None:
             call.failed(error)
             return
         call.enqueued(mark)
         self.look_later()
 
-    def _watch(self) -> None:
-        """Ask for a notice when the stream has passed every launch since the last such request."""
-        self._timers.set(self._watch, None)
-        calls, self._to_watch = self._to_watch, []
-        try:
-            self.device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
-        except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
-            self._completed(calls, error)
-
-    def _completed(self, calls: list[DeviceCall], error: BaseException | None) -> None:
-        """Note that the stream is past them."""
-        reason = str(error) if error is not None else self.failure()
-        for call in calls:
-            self.passed(call, reason)
-
     # ---------------------------------------------------------------- uses that are launched at once
-
-    def order_key(self, plan: CallPlan) -> str:
-        """Key of such calls in the launch order."""
-        return _order_key(plan.order.key, plan.plan.signature, plan.memo)
 
     def takes(self, name: CompiledLaunch) -> bool:
         """Give the next use its place in the order if it may be launched now; else nothing has happened."""
@@ -253,15 +194,12 @@ class BackendPath(DevicePath):
         # Any other call of the name, any failure and any loss needs the full path, which reports what is wrong.
         if key.live or key.early or engine.unusual or engine.router.dead or name.devices.has_news:
             return False
-        if self.state is not BackedState.READY or self._waiting or self._before or key.begun not in (None, name):
+        if self.state is not BackedState.READY or launcher is None or launcher.num_under_way or self._before:
             return False
-        if (
-            launcher is None
-            or launcher.num_under_way
-            or (failures.known and not failures.allow((key.name, key.next_seq)))
-        ):
+        if key.begun not in (None, name) or (failures.known and not failures.allow((key.name, key.next_seq))):
             return False
-        return self._size == 1 or self._order.take(name.order_key)
+        order = self._order
+        return not order.waiting and (self._size == 1 or order.known.take(name.order_key))
 
     def entered(self, call: DeviceCall) -> None:
         """Know a call that was launched as a use."""
@@ -293,7 +231,7 @@ class BackendPath(DevicePath):
         if self._rank != LEADER or self.state is not BackedState.IDLE or not self._before:
             return
         self.state = BackedState.FORMING
-        self._order = self._new_order()
+        self._order.renew()
         in_thread(self._reactor, self._maker.identity, self._identified)
 
     def _identified(self, identity: bytes | None, error: BaseException | None) -> None:
@@ -319,7 +257,7 @@ class BackendPath(DevicePath):
 
     def _arrive_all(self) -> None:
         while self._is_ordering and not self._failures.hold and self._before:
-            self._arrive(self._before.popleft())
+            self._order.arrive(self._before.popleft())
 
     def _connected(self, formation: int, backend: CollectiveBackend | None, error: BaseException | None) -> None:
         if self.state is not BackedState.FORMING or formation != self.formation:
@@ -333,7 +271,7 @@ class BackendPath(DevicePath):
             self.backend = backend
             self._launcher = DeviceLauncher(backend, self.device, self._stream, self._reactor, self._has_launched)
             self.state = BackedState.READY
-            self._launch_due()
+            self._order.launch_due()
 
     # ---------------------------------------------------------------- breaking, and beginning anew
 
@@ -346,10 +284,8 @@ class BackendPath(DevicePath):
     def _forbid(self, use: Use) -> bool:
         """Forbid the launch of a failed use; return whether it has been launched."""
         self.launches.enter()
-        call = next((one for one in self._waiting if _use_of(one) == use), None)
-        if call is not None and not any(one is call for one, _ in self._due):
-            del self._waiting[call]
-            self._order.withdraw(self._key_of(call), call)
+        call = next((one for one in self._order.waiting if _use_of(one) == use), None)
+        if call is not None and self._order.withdraw(call):
             return False
         return call is not None or any(_use_of(one) == use for one in self._launched)
 
@@ -359,14 +295,12 @@ class BackendPath(DevicePath):
             return
         self.state, was = BackedState.ENDING, self.state
         self._is_ordering = False
-        for what in (self._look, self._fail, self._order_timer):
+        for what in (self._look, self._fail):
             self._timers.set(what, None)
         self._reason = f"{reason}, which ended what was in flight on {self.name}"
         logger.warning("%s: %s", self.group.view.called(self._rank), self._reason)
-        self._due.clear()
         self.launches.enter()
-        waiting, self._waiting = self._waiting, {}
-        self._abort(list(waiting))
+        self._abort(self._order.stop())
         self._timers.set(self._end, self._reactor.time() + (MEET_S if was is BackedState.FORMING else GRACE_S))
 
     def _end(self) -> None:
@@ -428,19 +362,12 @@ class BackendPath(DevicePath):
             self._failures.hear(sender, body, is_current=formation == self.formation)
         elif kind == FORM and sender == LEADER and self.state is BackedState.IDLE:
             self.formation = formation
-            self._order = self._new_order()
+            self._order.renew()
             self._connect(body)
         elif kind == ENDED and self._rank == LEADER and formation == self.formation:
             self._has_ended(sender)
         elif kind == ORDER and formation == self.formation and self._is_ordering:
-            effects: Effects = []
-            self._order.received(sender, body, self._reactor.time(), effects)
-            self._perform(effects)
-
-    def _order_timer(self) -> None:
-        effects: Effects = []
-        self._order.handle_timer(self._reactor.time(), effects)
-        self._perform(effects)
+            self._order.hear(sender, body)
 
     def _look(self) -> None:
         """Whether the backend has failed, while something is launched."""
@@ -456,25 +383,10 @@ class BackendPath(DevicePath):
 
     # ---------------------------------------------------------------- shared
 
-    def _key_of(self, call: DeviceCall) -> str:
-        return _order_key(call.key, call.signature, call.memo)
-
     def failure(self) -> str | None:
         """Reason why launched calls are not complete though the device has passed them."""
         return self._reason if self._launcher is None else self._launcher.backend.failure()
 
-    def _new_order(self) -> LaunchOrder:
-        return launch_order(self._rank, self._size, follows=self._follows)
-
 
 def _use_of(call: DeviceCall) -> Use:
     return call.key, call.head.seq
-
-
-def _order_key(key: str, signature: Iterable[Any], memo: dict[str, Any]) -> str:
-    """Key in the launch order: the name and a digest of the signature, so unlike calls never launch together."""
-    made: str | None = memo.get("")
-    if made is None:
-        digest = hashlib.blake2b(repr(tuple(signature)).encode(), digest_size=8).hexdigest()
-        made = memo[""] = f"{key}\0{digest}"
-    return made

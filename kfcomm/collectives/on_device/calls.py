@@ -98,8 +98,7 @@ class DevicePath(Protocol):
         """In a word, for signatures: ranks of a group take the same path."""
         ...
 
-    launches: Any = None
-    """`Launches` of cached names, on a path where that is possible."""
+    launches: Any = None  # `Launches` of cached names, on a path where that is possible
     compiled_type: type[CompiledCall] = CompiledCall
     """Of cached plans of its calls with one array."""
     batch_type: type[CompiledCall] | None = None

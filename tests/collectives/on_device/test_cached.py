@@ -21,8 +21,8 @@ OURS = str(Path(kfcomm.__file__).parent)
 FAKES = str(Path(OURS) / "testing")
 ROUTES: dict[str, dict[str, Any]] = {"backend": {}, "staged": {"backend": ""}, "hierarchy": {"hosts": 2}}
 BUDGETS = {
-    ("backend", "all_reduce"): (370, 8),
-    ("backend", "broadcast"): (374, 8),
+    ("backend", "all_reduce"): (364, 7),
+    ("backend", "broadcast"): (368, 7),
     ("staged", "all_reduce"): (1952, 79),
     ("staged", "broadcast"): (1983, 78),
     ("hierarchy", "all_reduce"): (1647, 63),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays.devices.routes import Route
-from kfcomm.collectives.on_device import backed, launches
+from kfcomm.collectives.on_device import backed, launches, ordering
 from kfcomm.core.launch_order import launch_order
 from kfcomm.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.testing import FakeDevice, FakeFabric, run_threads, sync_world
@@ -22,6 +22,12 @@ from tests.conformance import worlds
 from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
 NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is not asked for notices of uses, unless somebody waits."""
+    monkeypatch.setattr(launches, "WATCH_AFTER_S", worlds.HANG_S)
 
 
 async def learned(world: DeviceWorld, names: tuple[str, ...] = NAMES) -> None:
@@ -51,6 +57,7 @@ def own_streams(device: FakeDevice) -> list[Any]:
     return [stream for stream in device.streams if stream.is_urgent]
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [1, 2, 4])
 async def test_a_repeated_use_runs_on_the_callers_stream_and_is_done_at_once(size: int) -> None:
@@ -69,6 +76,7 @@ async def test_a_repeated_use_runs_on_the_callers_stream_and_is_done_at_once(siz
         assert num_launched(world) == [0] * size
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.asyncio
 async def test_all_uses_are_counted() -> None:
     async with device_world(2) as world:
@@ -440,14 +448,17 @@ async def test_a_new_timeout_holds_for_names_in_use() -> None:
         await world.works()
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.asyncio
 async def test_persistent_starts_are_launched_at_once() -> None:
     async with device_world(2) as world:
         xs = [world.array(comm, [1, 2]) for comm in world.comms]
         inits = [comm.all_reduce_init(xs[comm.rank], "k", out=xs[comm.rank]) for comm in world.comms]
-        for _ in range(4):
+        for _ in range(3):
             await everywhere(world.comms, lambda comm: inits[comm.rank].start())
-        assert num_launched(world) != [0, 0]
+        await everywhere(world.comms, lambda comm: comm.synchronize())
+        await everywhere(world.comms, lambda comm: inits[comm.rank].start())
+        assert num_launched(world) == [1, 1]
         await everywhere(world.comms, lambda comm: comm.synchronize())
         assert [x.get().tolist() for x in xs] == [[16, 32]] * 2
 
@@ -474,7 +485,7 @@ async def outcomes(world: DeviceWorld, comm: Any, names: list[str], wrong: str, 
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_programs_amid_failures(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backed, "GRACE_S", 0.05)
-    monkeypatch.setattr(backed, "launch_order", partial(launch_order, patience_s=0.02))
+    monkeypatch.setattr(ordering, "launch_order", partial(launch_order, patience_s=0.02))
     rng, names = random.Random(seed), [f"key {number}" for number in range(5)]
     async with device_world(2, timeout_s=0.5, tombstones=True) as world:
         for number in range(12):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives.on_device import backed, calls, hierarchy, slots, staged
+from kfcomm.collectives.on_device import backed, calls, hierarchy, ordering, slots, staged
 from kfcomm.core.launch_order import launch_order
 from kfcomm.errors import CollectiveError, KfcommError
 from kfcomm.testing import FakeDevice
@@ -42,7 +42,7 @@ def small_and_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(staged.StagedPath.__init__.__kwdefaults__, "segment_nbytes", 48)
     monkeypatch.setattr(calls, "SLOTS_NBYTES", 48)  # of some calls
     monkeypatch.setattr(backed, "GRACE_S", 0.05)
-    monkeypatch.setattr(backed, "launch_order", partial(launch_order, patience_s=0.02))
+    monkeypatch.setattr(ordering, "launch_order", partial(launch_order, patience_s=0.02))
 
 
 @dataclass
@@ -221,10 +221,9 @@ def under_way(world: DeviceWorld) -> list[str]:
                     failures = path._failures
                     held |= {
                         "before": path._before,
-                        "ordered": path._waiting,
-                        "due": path._due,
+                        "ordered": path._order.waiting,
                         "launched": path._launched,
-                        "to watch": path._to_watch,
+                        "on streams": path.launches._streams,
                         "undecided": failures._undecided,
                         "asked": failures._asked,
                         "said": path._channel._outbox,
