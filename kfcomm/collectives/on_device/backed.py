@@ -33,7 +33,7 @@ from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device.background import Timers, in_thread, on_thread
-from kfcomm.collectives.on_device.calls import DeviceCall, DevicePath
+from kfcomm.collectives.on_device.calls import DeviceCall, DevicePath, is_enqueued
 from kfcomm.collectives.on_device.formation import Channel, DeviceLauncher, Failures, Use, Ways
 from kfcomm.collectives.on_device.launches import Launches
 from kfcomm.collectives.on_device.ordering import CallOrder, OrderWays, key_of
@@ -191,8 +191,11 @@ class BackendPath(DevicePath):
     def takes(self, name: CompiledLaunch) -> bool:
         """Give the next use its place in the order if it may be launched now; else nothing has happened."""
         launcher, failures, key, engine = self._launcher, self._failures, name.series.key, name.engine
-        # Any other call of the name, any failure and any loss needs the full path, which reports what is wrong.
-        if key.live or key.early or engine.unusual or engine.router.dead or name.devices.has_news:
+        # Any other call of the name, any failure and any loss needs the full path, which reports what is wrong. A call
+        # that is launched is none: else a name whose uses follow each other quickly would never leave the full path.
+        if key.live and not all(map(is_enqueued, key.live.values())):
+            return False
+        if key.early or engine.unusual or engine.router.dead or name.devices.has_news:
             return False
         if self.state is not BackedState.READY or launcher is None or launcher.num_under_way or self._before:
             return False

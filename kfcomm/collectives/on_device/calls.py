@@ -36,7 +36,7 @@ from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.plans import Plan, PlanKey, Planner
 from kfcomm.collectives.specs import Arguments
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.collective import Collective, GroupView, shown
 from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
 from kfcomm.strategies import AnyStrategy
@@ -272,10 +272,10 @@ class DeviceCall:
 class _Ending:
     """In place of a future: an operation tells its call how it ended."""
 
-    __slots__ = ("_call", "operation")
+    __slots__ = ("call", "operation")
 
     def __init__(self, call: DeviceCall) -> None:
-        self._call = call
+        self.call = call
         self.operation: Operation | None = None
 
     def done(self) -> bool:
@@ -284,11 +284,17 @@ class _Ending:
 
     def set_result(self, _: Any) -> None:
         """Handle the completion of the operation."""
-        self._call.over(None)
+        self.call.over(None)
 
     def set_exception(self, error: BaseException) -> None:
         """Handle the failure of the operation."""
-        self._call.over(error)
+        self.call.over(error)
+
+
+def is_enqueued(collective: Collective) -> bool:
+    """Whether this is a device call whose caller has the result, though the device may not have made it."""
+    ending = cast("Operation", collective.driver).future
+    return type(ending) is _Ending and ending.call.is_enqueued
 
 
 def cause_of(error: BaseException, call: DeviceCall) -> Cause:

@@ -78,6 +78,24 @@ async def test_a_repeated_use_runs_on_the_callers_stream_and_is_done_at_once(siz
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.asyncio
+async def test_uses_that_follow_quickly_are_launched_at_once() -> None:
+    async with device_world(1) as world:
+        (comm,) = world.comms
+        await called(world, comm, "others")
+        await comm.synchronize()
+        for stream in own_streams(world.devices[0]):
+            world.devices[0].hold(stream)
+        await called(world, comm, "a")
+        handles = [called(world, comm, "a", value) for value in (2, 3)]
+        assert num_launched(world) == [2]
+        world.devices[0].release()
+        await comm.synchronize()
+        assert [handle.result().get().tolist() for handle in handles] == [[2, 0], [3, 0]]
+        assert counts(comm, ["a"]) == [3]
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.asyncio
 async def test_all_uses_are_counted() -> None:
     async with device_world(2) as world:
         await learned(world)
