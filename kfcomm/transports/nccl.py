@@ -21,13 +21,12 @@ Names are matched above: every rank launches the same in the same order.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any, Final
+from weakref import WeakSet
 
 import numpy as np
 
@@ -35,9 +34,8 @@ from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import CollectiveBackend, Launch, Part
+from kfcomm.transports.nccl_graphs import Replayed
 from kfcomm.types import Op, Verb, override
-
-logger = logging.getLogger("kfcomm")
 
 ABORT_PATIENCE_S: Final = 2.0
 """Grace for a launch under way, which may wait for a rank that never comes, before it is aborted regardless."""
@@ -92,56 +90,6 @@ class Nccl:
         return NcclBackend(self._cuda, communicator, rank, size, device)
 
 
-class Replayed:
-    """Launches that become a CUDA graph when they come twice with the same memory, and are captured anew with other.
-
-    ``put``: puts a launch with these sources and targets on a stream.
-    """
-
-    def __init__(self, cuda: Any, put: Launch) -> None:
-        self._cuda = cuda
-        self._put = put
-        self._latest: tuple[list[int], list[int]] = ([], [])
-        self._graph: Any = None
-        self._stream: Any = None
-        self._on: Any = None
-        self._is_possible = True
-
-    def launch(self, sources: list[int], targets: list[int], pointer: int) -> None:
-        """Launch, or replay the latest launch."""
-        if sources != self._latest[0] or targets != self._latest[1]:
-            self._latest, self._graph = (sources, targets), None
-        elif self._graph is None and self._is_possible:
-            self._graph = self._captured()
-        if self._graph is None:
-            self._put(sources, targets, pointer)
-            return
-        if self._on is None or self._on.ptr != pointer:
-            self._on = SimpleNamespace(ptr=pointer)
-        self._graph.launch(self._on)
-
-    def drop(self) -> None:
-        """Replay no more: NCCL does not end while a graph of it is there."""
-        self._graph, self._is_possible = None, False
-
-    def _captured(self) -> Any:
-        """Return a graph of the latest launch; None where CUDA or NCCL cannot capture."""
-        if self._stream is None:
-            self._stream = self._cuda.Stream(non_blocking=True)
-        graph = None
-        try:
-            self._stream.begin_capture()
-            try:
-                self._put(*self._latest, self._stream.ptr)
-            finally:
-                graph = self._stream.end_capture()
-        except Exception as error:  # noqa: BLE001  launches go on as they are
-            self._is_possible = False
-            logger.info("launches of NCCL are not captured into a CUDA graph: %s", error)
-            return None
-        return graph
-
-
 class NcclBackend(CollectiveBackend):
     """NCCL communicator of one rank."""
 
@@ -156,7 +104,7 @@ class NcclBackend(CollectiveBackend):
         self._ending = Lock()  # held for an instant
         self._is_over = False
         self._using = Lock()  # held for as long as NCCL takes
-        self._graphs: list[Replayed] = []
+        self._graphs: WeakSet[Replayed] = WeakSet()  # those of launches that are still in use
 
     @override
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
@@ -221,7 +169,7 @@ class NcclBackend(CollectiveBackend):
 
         graph = Replayed(self._cuda, put) if self._may_capture() else None
         if graph is not None:
-            self._graphs.append(graph)
+            self._graphs.add(graph)
 
         def launch(sources: list[int], targets: list[int], pointer: int) -> None:
             with self._using:
@@ -280,7 +228,7 @@ class NcclBackend(CollectiveBackend):
         return is_first
 
     def _drop_graphs(self) -> None:
-        for graph in self._graphs:
+        for graph in list(self._graphs):
             graph.drop()
 
     def _check_usable(self) -> None:

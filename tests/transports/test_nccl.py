@@ -5,11 +5,13 @@ NCCL's own behaviour is in ``tests/gpu/test_nccl.py``.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -86,7 +88,20 @@ class Capture:
     def end_capture(self) -> Any:
         communicator = self._cuda.made[-1]
         captured, communicator.log = communicator.log, self._log
-        return SimpleNamespace(launch=lambda stream: communicator._note("graph", stream.ptr, *captured))
+        graph = Graph(communicator, captured)
+        self._cuda.graphs.add(graph)
+        return graph
+
+
+class Graph:
+    """What was captured."""
+
+    def __init__(self, communicator: Communicator, captured: list[Any]) -> None:
+        self._communicator = communicator
+        self._captured = captured
+
+    def launch(self, stream: Any) -> None:
+        self._communicator._note("graph", stream.ptr, *self._captured)
 
 
 class Cuda:
@@ -99,6 +114,7 @@ class Cuda:
     def __init__(self) -> None:
         self.made: list[Communicator] = []
         self.current: list[int] = []
+        self.graphs: WeakSet[Graph] = WeakSet()
         self.nccl = SimpleNamespace(
             available=True,
             NcclError=NcclError,
@@ -361,7 +377,34 @@ def test_prepared_groups_with_the_same_memory_become_a_graph() -> None:
         launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
 
 
-def test_prepared_groups_go_on_where_nothing_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_ends_with_its_launch() -> None:
+    bench = Bench(size=1)
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+    for _ in range(2):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    assert len(bench.cuda.graphs) == 1
+    del launch  # as where the arrays of a name change
+    gc.collect()
+    assert len(bench.cuda.graphs) == 0
+
+
+@pytest.mark.parametrize("ending", ["close", "abort"])
+def test_nccl_ends_after_its_graphs(ending: str) -> None:
+    bench = Bench(size=1)
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+    for _ in range(2):
+        launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
+    left: list[int] = []
+    bench.communicator.fails["abort" if ending == "abort" else "destroy"] = lambda: left.append(len(bench.cuda.graphs))
+    getattr(bench.backend, ending)()
+    assert left == [0]
+
+
+def test_prepared_groups_go_on_where_nothing_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(size=1)
     bench.communicator.fails["begin_capture"] = _raise(RuntimeError("no"))
     several = Bench()
@@ -372,6 +415,7 @@ def test_prepared_groups_go_on_where_nothing_can_be_captured(monkeypatch: pytest
         for _ in range(3):
             launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
         assert one.communicator.log == group_of(0x57) * 3
+    assert caplog.text.count("not replayed as a CUDA graph: NCCL could not capture it: no") == 1
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     launch = several.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
     assert launch is not None

@@ -1,0 +1,64 @@
+"""Launches of NCCL that are repeated with the same memory, as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kfcomm.transports.base import Launch
+
+logger = logging.getLogger("kfcomm")
+
+
+class Replayed:
+    """Launches that become a CUDA graph when they come twice with the same memory, and are captured anew with other.
+
+    ``put``: puts a launch with these sources and targets on a stream.
+    """
+
+    def __init__(self, cuda: Any, put: Launch) -> None:
+        self._cuda = cuda
+        self._put = put
+        self._latest: tuple[list[int], list[int]] = ([], [])
+        self._graph: Any = None
+        self._stream: Any = None
+        self._on: Any = None
+        self._is_possible = True
+
+    def launch(self, sources: list[int], targets: list[int], pointer: int) -> None:
+        """Launch, or replay the latest launch."""
+        if sources != self._latest[0] or targets != self._latest[1]:
+            self._latest, self._graph = (sources, targets), None
+        elif self._graph is None and self._is_possible:
+            self._graph = self._captured()
+        if self._graph is None:
+            self._put(sources, targets, pointer)
+            return
+        if self._on is None or self._on.ptr != pointer:
+            self._on = SimpleNamespace(ptr=pointer)
+        self._graph.launch(self._on)
+
+    def drop(self) -> None:
+        """Replay no more: NCCL does not end while a graph of it is there."""
+        self._graph, self._is_possible = None, False
+
+    def _captured(self) -> Any:
+        """Return a graph of the latest launch; None where CUDA or NCCL cannot capture."""
+        if self._stream is None:
+            self._stream = self._cuda.Stream(non_blocking=True)
+        graph = None
+        try:
+            self._stream.begin_capture()
+            try:
+                self._put(*self._latest, self._stream.ptr)
+            finally:
+                graph = self._stream.end_capture()
+        except Exception as error:  # noqa: BLE001  launches go on as they are
+            self._is_possible = False
+            logger.warning(
+                "a batch is launched each time, not replayed as a CUDA graph: NCCL could not capture it: %s", error
+            )
+            return None
+        return graph
