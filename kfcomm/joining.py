@@ -177,7 +177,7 @@ class Init:
                 from kfcomm.monitor.timeline import Timeline
 
                 Timeline.of(session, settings.timeline)
-            serving.attend(session, settings, comm.statistics)
+            serving.attend(session, settings, comm)
         except BaseException:
             await session.close()
             raise

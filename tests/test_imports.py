@@ -22,6 +22,8 @@ UNUSED = (
     "kfcomm.collectives.on_device.backed",
     "kfcomm.collectives.on_device.staged",
     "kfcomm.arrays.devices.cuda",
+    "kfcomm.monitor.answers",
+    "kfcomm.monitor.dashboard",
     "kfcomm.monitor.doctor",
     "kfcomm.monitor.findings",
     "kfcomm.launch",
@@ -142,7 +144,8 @@ def test_the_launcher_imports_nothing_of_what_its_ranks_do() -> None:
         "kfcomm.engine",
         "kfcomm.engine.session",
     }
-    assert not {name for name in modules if name.startswith(("kfcomm.bench", "kfcomm.simulate", "kfcomm.probe"))}
+    others = ("kfcomm.bench", "kfcomm.simulate", "kfcomm.probe", "kfcomm.monitor.dashboard", "kfcomm.launch.dashboard")
+    assert not {name for name in modules if name.startswith(others)}
 
 
 def test_the_library_of_http_is_imported_after_the_ranks_were_started() -> None:

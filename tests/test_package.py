@@ -54,6 +54,7 @@ def test_the_wheel_holds_the_package_once(built: Path) -> None:
     assert {name.parts[0] for name in names} == {"kfcomm", f"kfcomm-{kfcomm.__version__}.dist-info"}
     assert Counter(name for name in names if name.suffix == ".py") == Counter(modules())
     assert PurePosixPath("kfcomm/py.typed") in names
+    assert PurePosixPath("kfcomm/monitor/dashboard/static/vendor/LICENSE") in names
 
 
 def test_the_sdist_holds_the_package_once(built: Path) -> None:

@@ -292,7 +292,7 @@ class Adaptation:
     def _log(self, decision: Decision, level: int) -> None:
         # all ranks decide the same: the other ranks' lines would only repeat those of rank 0
         logger.log(level if self.comm.rank == 0 else logging.DEBUG, "%s", decision)
-        for observer in self.comm._session.engine.observers or ():
+        for observer in self.comm._session.engine.all_observers():
             observer.instant("decision", policy=decision.policy, what=decision.what, why=decision.why)
 
     # ---------------------------------------------------------------- ranks that change

@@ -138,6 +138,9 @@ class Meetings:
         if table is None:
             return
         host.metrics = await self._metrics(table, observed)
+        meter = self.place.comm._session.engine.meter
+        if meter is not None:
+            meter.gauges.update(host.metrics.numbers)
         # Requests of the step before come first: after_step below sees their effect.
         done = await self._follow(table, {})
         for runner in self._runners:

@@ -119,6 +119,15 @@ class StepMetrics:
         known = [one for one in self.observed.get(name, ()) if one is not None]
         return fmean(known) if known else math.nan
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Means of what was observed, and the hyperparameters that are numbers: the gauges of a step."""
+        given = self.hyperparameters
+        rest = {"batch_size": given.batch_size, "learning_rate": given.learning_rate}
+        rest |= {name: one.value for name, one in given.free.items()}
+        known = {name: float(value) for name, value in rest.items() if isinstance(value, (int, float))}
+        return {name: self.mean(name) for name in self.observed} | known
+
     @cached_property
     def own_s(self) -> tuple[float, ...]:
         """Seconds in which the rank had no collective under way: its computing, its input, its sleep."""

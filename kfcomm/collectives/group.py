@@ -300,7 +300,7 @@ class Group:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             self.plans = self._generations.plans(strategy, operation.seq + 1)
             self._transition = None
-        for observer in self.engine.observers or ():
+        for observer in self.engine.all_observers():
             observer.swapped(strategy.name, self.plans.generation, self.view.size, error)
         self._resume()
         if not verdict.done():
@@ -355,7 +355,7 @@ class Group:
         if self._waiting is None:
             self.compiled = plans.compiled
         self.engine.router.names.renew()  # as for ``hold``: plans that were found before must not be used
-        for observer in self.engine.observers or ():
+        for observer in self.engine.all_observers():
             observer.swapped(strategy.name, generation, self.view.size, None)
 
     @property

@@ -105,6 +105,10 @@ BATCH = 256
 
 Event: TypeAlias = tuple[float, str, str, int, str]
 """Seconds of the monotonic clock, what happened, name, number of the use, detail."""
+MAX_NEWS = 200
+
+News: TypeAlias = tuple[float, str, str, str]
+"""Seconds of the wall clock, kind of event, what happened, why."""
 Ended: TypeAlias = "tuple[Series, int, float, float, int]"
 """A collective that is complete: its series, number of the use, when posted, when complete, bytes: see
 ``Operation.nbytes``."""
@@ -116,14 +120,18 @@ class Recorder(Observer):
     A collective is recorded once, when it is complete, with the time of its post; those in flight know theirs. Ended
     collectives are settled in batches: then the meter tallies them, too. Any thread may read. Times are kept by the
     monotonic clock, and reported by the wall clock as it is when they are read.
+
+    ``news`` are rare events of the whole job: losses, changes of the ranks or of the strategy, decisions of policies.
+    They pass into the next epoch.
     """
 
-    __slots__ = ("_in_flight", "_kept", "_lock", "_meter", "_notes", "ended")
+    __slots__ = ("_in_flight", "_kept", "_lock", "_meter", "_notes", "ended", "news")
 
     def __init__(self, in_flight: Callable[[], list[Operation]], meter: Meter | None = None) -> None:
         self.ended: deque[Ended] = deque()
         self._kept: deque[Ended] = deque(maxlen=MAX_EVENTS)
         self._notes: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.news: deque[News] = deque(maxlen=MAX_NEWS)
         self._in_flight = in_flight
         self._meter = meter
         self._lock = Lock()
@@ -161,6 +169,30 @@ class Recorder(Observer):
     @override
     def lost(self, rank: int, reason: str) -> None:
         self.note("lost", f"rank {rank}", -1, reason)
+        self._tell("lost", f"rank {rank}", reason)
+
+    @override
+    def left(self, rank: int) -> None:
+        self._tell("left", f"rank {rank}")
+
+    @override
+    def swapped(self, strategy: str, generation: int, size: int, error: BaseException | None) -> None:
+        if error is None:
+            self._tell("strategy", strategy)
+        else:
+            self._tell("strategy refused", strategy, str(error) or type(error).__name__)
+
+    @override
+    def joined(self, epoch: int, rank: int, size: int) -> None:
+        self._tell("epoch", f"epoch {epoch}: {size} ranks")
+
+    @override
+    def instant(self, name: str, /, **details: Any) -> None:
+        why = str(details.pop("why", ""))
+        self._tell(name, ": ".join(map(str, details.values())), why)
+
+    def _tell(self, kind: str, what: str, why: str = "") -> None:
+        self.news.append((time.time(), kind, what, why))
 
     def last(self) -> str:
         """The latest event in words."""

@@ -287,7 +287,8 @@ class Session(ControlEvents, StatusSource):
         follower._retiring |= self._retiring
         follower.engine.observe(tuple(one for one in observers or () if one.outlives_epoch))
         follower.where = self.where
-        for observer in follower.engine.observers or ():
+        follower.engine.recorder.news = self.engine.recorder.news
+        for observer in follower.engine.all_observers():
             observer.joined(follower.epoch, follower.rank, follower.layout.size)
         self._follower = follower
         self.lag.stop()

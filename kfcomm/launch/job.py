@@ -69,6 +69,7 @@ class RunOptions:
     color: bool | None = None  # whether prefixes are coloured; None to decide by terminal and ``NO_COLOR``
     settings: Mapping[str, str] = field(default_factory=dict)  # variables for the ranks, by full name
     name: str | None = None  # of the job; None for that of the program
+    dashboard: bool = False  # whether to serve a live page
 
     def mark(self) -> str:
         """Return a new name of a job on this host: the given one, or the program's, and a number by chance.

@@ -112,6 +112,11 @@ async def _run_ranks(job: LaunchJob, store: Store, settings: Settings, display: 
                 if isinstance(launcher.role, PrimaryRole):
                     answer = functools.partial(_answer, job, launcher.role)
                     await rooms.enter_async_context(LauncherRequests(job.mark, answer, job.options.command))
+                observer = None
+                if job.options.dashboard:
+                    from kfcomm.launch.dashboard import served  # no other job needs it
+
+                    observer = await rooms.enter_async_context(served(job.mark, streams.say))
                 async with asyncio.TaskGroup() as tasks:
                     launcher.start = starter.start
                     launcher.say = lambda text: _spawn(tasks, streams.say(text))
@@ -127,6 +132,8 @@ async def _run_ranks(job: LaunchJob, store: Store, settings: Settings, display: 
                 await streams.finish(verdict)
                 if (summary := _summary(verdict, job, launcher.ranks.children)) is not None:
                     await streams.say(summary)
+                if observer is not None:
+                    observer.end(summary or "all ranks have ended")
                 await output.finish()
         finally:
             await starter.guardian.finish()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kfcomm.monitor.statistics import (
         KeyStatistics,
         PeerStatistics,
+        RecentEvent,
         Statistics,
         StepStatistics,
         StrategyStatistics,
@@ -21,10 +22,18 @@ else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         dict.fromkeys(
-            ("KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"),
+            ("KeyStatistics", "PeerStatistics", "RecentEvent", "Statistics", "StepStatistics", "StrategyStatistics"),
             "kfcomm.monitor.statistics",
         )
         | {"TcpPath": "kfcomm.transports.tcp_path"},
     )
 
-__all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics", "TcpPath"]
+__all__ = [
+    "KeyStatistics",
+    "PeerStatistics",
+    "RecentEvent",
+    "Statistics",
+    "StepStatistics",
+    "StrategyStatistics",
+    "TcpPath",
+]

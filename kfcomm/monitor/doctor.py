@@ -66,13 +66,18 @@ def _read(path: str) -> list[Record]:
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON: {error}") from error
     try:
-        return [_record(one) for one in (content if isinstance(content, list) else [content])]
+        return [checked_record(one) for one in (content if isinstance(content, list) else [content])]
     except (KeyError, ValueError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path}: is no dump of kfcomm: {what}") from error
 
 
-def _record(one: Any) -> Record:
+def checked_record(one: Any) -> Record:
+    """A dump's record, decoded from JSON, if it is one.
+
+    Raises:
+        KeyError, ValueError: it is something else, or of another version.
+    """
     if not isinstance(one, dict) or "format" not in one:
         raise ValueError("it has no format")
     if one["format"] != FORMAT:

@@ -1,8 +1,9 @@
 """The statistics of running jobs, for their user on the same host: each rank answers, and can be found.
 
 A rank with monitoring on listens at an abstract Unix socket (Linux alone has them), whose name holds the user, the job
-and the rank; ``jobs`` reads the names from /proc/net/unix. A connection gets the statistics of the rank's world as
-one line of JSON, and the end of the connection. Nothing is left of the name when the process is gone, however it went.
+and the rank; ``jobs`` reads the names from /proc/net/unix. A connection asks with one byte (see `Question`), and gets
+one line of JSON and the end of the connection: the statistics of the rank's world, if it asks for nothing else. The
+name is gone with the process, however that ended.
 
 Invariants: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
 """
@@ -18,9 +19,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfcomm.common import sockets
 from kfcomm.common.sizes import shortened
@@ -39,6 +41,18 @@ MAX_COMMAND = 60
 _MAX_JOB_LETTERS = 32
 _RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
 _numbers = count()
+
+
+class Question(Enum):
+    """Requests that a rank answers."""
+
+    STATISTICS = b"?"
+    FIGURES = b"f"
+    """Statistics without names, whose cost does not depend on how many names there are."""
+    DUMP = b"d"
+    """A record of ``monitor.dumps``."""
+    GRAPHS = b"g"
+    """Hosts of the ranks, and the graphs of the strategy in force."""
 
 
 class Job(NamedTuple):
@@ -108,13 +122,26 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
     return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
 
 
-def read(job: Job) -> list[Statistics]:
+def read(job: Job, question: Question = Question.STATISTICS) -> list[Statistics]:
     """Statistics of the ranks of a job on this host, by rank, without those that have ended meanwhile.
 
     Takes as long as the slowest rank takes to answer, ``PATIENCE_S`` at most for each.
     """
-    answers = [_ask(name) for _, name in job.sockets]
+    answers = [_statistics(name, question) for _, name in job.sockets]
     return [answer for answer in answers if answer is not None]
+
+
+def answer_of(name: str, question: Question) -> Any:
+    """Decoded answer at one of a job's sockets; None if it has ended, does not answer, or answers with something else.
+
+    Takes ``PATIENCE_S`` at most.
+    """
+    try:
+        answer = ask(name, question.value, PATIENCE_S)
+        return None if not answer else json.loads(answer)
+    except (OSError, ValueError) as error:
+        logger.debug("no answer from %s: %s", name, error)
+        return None
 
 
 def job_name(job: str | None, store: str | None) -> str:
@@ -123,8 +150,11 @@ def job_name(job: str | None, store: str | None) -> str:
     return re.sub(r"[^\w.]+", "-", name.removeprefix("http://"), flags=re.ASCII)[:_MAX_JOB_LETTERS]
 
 
-def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attendant | None:
-    """Answer for a rank from now on; None where the system cannot do that: the rank works all the same."""
+def attend(job: str, rank: int, answer: Callable[[bytes], Any]) -> Attendant | None:
+    """Answer for a rank from now on; None where the system cannot do that: the rank works all the same.
+
+    ``answer`` returns JSON-able values for the value of a `Question`; it raises ConfigError if it cannot.
+    """
     if sys.platform != "linux":
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -138,19 +168,19 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
         return None
 
     def serve(sock: socket.socket) -> None:
-        if credentials_of(sock).is_same_user and sock.recv(1):
+        if credentials_of(sock).is_same_user and (question := sock.recv(1)):
             with contextlib.suppress(ConfigError):  # the program has turned its meter off meanwhile
-                sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
+                sock.sendall(json.dumps(answer(question)).encode() + b"\n")
 
     return Attendant(listener, serve, "kfcomm-live")
 
 
-def _ask(name: str) -> Statistics | None:
+def _statistics(name: str, question: Question) -> Statistics | None:
     from kfcomm.monitor.statistics import Statistics  # here: this is done by those who watch, not by a rank
 
+    answer = answer_of(name, question)
     try:
-        answer = ask(name, b"?", PATIENCE_S)
-        return None if answer is None else Statistics.from_json(json.loads(answer))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return None if answer is None else Statistics.from_json(answer)
+    except (ValueError, TypeError, KeyError) as error:
         logger.debug("no statistics from %s: %s", name, error)
         return None

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.common.sockets import FLOOD_PAUSE_S
 from kfcomm.core.auth import Unauthenticated
@@ -20,7 +20,6 @@ from kfcomm.rendezvous.settings import Settings
 if TYPE_CHECKING:
     from kfcomm.engine.meter import Meter
     from kfcomm.engine.session import Session
-    from kfcomm.monitor.statistics import Statistics
 
 
 MAX_AT_ONCE = 8
@@ -178,8 +177,8 @@ def load() -> None:
     from kfcomm.monitor import live  # noqa: F401
 
 
-def attend(session: Session, settings: Settings, statistics: Callable[[], Statistics]) -> None:
-    """Let others read the statistics of a session, until it is closed.
+def attend(session: Session, settings: Settings, comm: Any) -> None:
+    """Let others read the statistics of a world, until its session is closed; ``comm`` is its communicator.
 
     Raises:
         ConfigError: the metrics port cannot be used.
@@ -198,9 +197,14 @@ def attend(session: Session, settings: Settings, statistics: Callable[[], Statis
         address = choose_address(settings.interface, towards)
         # A rank that joins later has the port of its uid, which no other rank has or had.
         local_rank = session.layout.local_rank(session.rank) if settings.join is None else settings.join
-        session.services.append(metrics.attend(address, settings.metrics_port, local_rank, meter, statistics))
+        session.services.append(metrics.attend(address, settings.metrics_port, local_rank, meter, comm.statistics))
     from kfcomm.monitor import live  # here, since it imports this module
 
-    found = live.attend(live.job_name(settings.job, settings.store), session.rank, statistics)
+    def answer(question: bytes) -> Any:
+        from kfcomm.monitor.answers import answer_to  # when the first one asks
+
+        return answer_to(question, comm)
+
+    found = live.attend(live.job_name(settings.job, settings.store), session.rank, answer)
     if found is not None:
         session.services.append(found)

@@ -24,6 +24,7 @@ class RankChange:
     sent_rate: float = 0.0  # bytes per second, over all links
     received_rate: float = 0.0
     waited_s: Mapping[int, float] | None = None  # seconds for which it has waited for each peer, since the last look
+    socket: str = ""  # name at which it answers
 
     @property
     def waits_for(self) -> int | None:
@@ -144,8 +145,8 @@ class JobWatcher:
         last = None if before is None else before.last
         if now is not None:
             # Counters begin anew with each epoch.
-            return _Process(now.rank, now, last if last is not None and last.epoch == now.epoch else None)
-        return _Process(rank if before is None else before.rank, None, last)
+            return _Process(now.rank, now, last if last is not None and last.epoch == now.epoch else None, name)
+        return _Process(rank if before is None else before.rank, None, last, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class _Process:
     rank: int  # as it says, or said last
     now: Statistics | None  # what it says; None if it does not answer
     before: Statistics | None  # what it said last, in the same epoch
+    socket: str = ""
 
     @property
     def last(self) -> Statistics | None:
@@ -171,7 +173,7 @@ class _Process:
     def change(self) -> RankChange:
         now, before, passed_s = self.now, self.before, self.passed_s
         if now is None:
-            return RankChange(None)
+            return RankChange(None, socket=self.socket)
         calls = _calls(now) - (0 if before is None else _calls(before))
         return RankChange(
             now=now,
@@ -179,6 +181,7 @@ class _Process:
             sent_rate=sum(peer.send_rate for peer in now.peers),
             received_rate=sum(peer.receive_rate for peer in now.peers),
             waited_s=_less(_waited(now), {} if before is None else _waited(before)),
+            socket=self.socket,
         )
 
 

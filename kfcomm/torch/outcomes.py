@@ -75,5 +75,5 @@ class Outcomes:
         decision = Decision(number, GuardSteps.__name__, what, evidence)
         self.decisions.append(decision)
         logger.log(logging.WARNING if self._comm.rank == 0 else logging.DEBUG, "%s", decision)
-        for observer in self._comm._session.engine.observers or ():
+        for observer in self._comm._session.engine.all_observers():
             observer.instant("decision", policy=decision.policy, what=what, why=decision.why)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kfcomm.train.parameter_server import ParameterServer, shards
     from kfcomm.train.peers import Peers, RoundRobin
     from kfcomm.train.pollux import Observation, Shape, Throughput, best_shape, fit, goodput
-    from kfcomm.train.procedure import Pending, Procedure, call, carried
+    from kfcomm.train.procedure import Pending, Procedure, call, carried, report
     from kfcomm.train.rules import towards
     from kfcomm.train.training import Training
     from kfcomm.train.trees import Tree, copied, leaves, mapped, rebuilt
@@ -64,7 +64,7 @@ else:  # type checkers would take any name for one that is there
         "parameter_server": ("ParameterServer", "shards"),
         "peers": ("Peers", "RoundRobin"),
         "pollux": ("Observation", "Shape", "Throughput", "best_shape", "fit", "goodput"),
-        "procedure": ("Pending", "Procedure", "call", "carried"),
+        "procedure": ("Pending", "Procedure", "call", "carried", "report"),
         "training": ("Training",),
         "rules": ("towards",),
         "trees": ("Tree", "copied", "leaves", "mapped", "rebuilt"),
@@ -80,6 +80,6 @@ __all__ = [
     "Observation", "PairAveraging", "ParameterServer", "Peers", "Pending", "Procedure", "RoundRobin", "Shape",
     "SynchronousSGD", "Throughput", "Training", "Tree", "all_reduce_numbers", "best_shape", "call", "carried",
     "copied", "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance", "lars_rate", "leaves", "mapped",
-    "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "shards", "swapped",
-    "takes_factors", "towards",
+    "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "rebuilt", "report", "shards",
+    "swapped", "takes_factors", "towards",
 ]  # fmt: skip

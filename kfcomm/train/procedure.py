@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 
 def report(comm: Comm, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
-    """Show the latest value of each figure, as ``noise_scale``, where monitoring is on; units are for the timeline."""
+    """Show the latest value of each figure of training, such as ``loss`` or ``noise_scale``, where monitoring is on.
+
+    They are in ``statistics().gauges``, at the Prometheus endpoint, in ``kfcomm top``, on the dashboard and in the
+    timeline. It costs no message. Any thread may call it.
+
+    Args:
+        comm: communicator of either interface.
+        values: numbers by name; those of other names stay.
+        units: for the timeline, by name.
+    """
     engine = comm._session.engine
     if engine.meter is not None:
         engine.meter.gauges.update(values)

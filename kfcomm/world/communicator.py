@@ -486,6 +486,10 @@ class Communicator(Persistent):
         """Record of this process's latest calls and waits, fit for JSON; written to ``path`` if given."""
         return snapshot(self._session, path)
 
+    @property
+    def _latest(self) -> Communicator:
+        return self if self._follower is None else self._follower._latest
+
     def statistics(self) -> Statistics:
         """Counts and times so far: bytes by peer and link, calls by key, waits by rank.
 

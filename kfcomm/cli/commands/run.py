@@ -139,6 +139,7 @@ from kfcomm.transports.registry import TRANSPORT_NAMES
     metavar="all|none|RANK",
     help="Which ranks get what this command reads.",
 )
+@click.option("--dashboard", is_flag=True, help="Serve a live page of the ranks on this host while they run.")
 @click.option("-m", "is_module", is_flag=True, help="COMMAND is a module of Python, with its arguments.")
 @click.option("--color/--no-color", default=None, help="Colour prefixes by rank; on a terminal by default.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -180,6 +181,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         color=given["color"],
         settings=_settings(given),
         name=given["name"],
+        dashboard=given["dashboard"],
     )
     for line in misspelt(os.environ):
         click.echo(f"kfcomm: warning: {line}", err=True)
