@@ -1,129 +1,19 @@
-"""Headless Chromium for a test, driven by its DevTools protocol; without Chromium the test is skipped, or fails."""
+"""Chromium for a test of a page."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import contextlib
-import json
 import os
-import shutil
-from collections.abc import AsyncIterator
-from itertools import count
-from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
 
+from bench import chromium
+
 REQUIRE = "KFCOMM_REQUIRE_CHROMIUM"
-OPTIONS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-extensions",
-    "--remote-debugging-port=0",
-)  # fmt: skip
 
 
-def program() -> str:
-    """Path of Chromium; without it the test is skipped, or fails if Chromium is required."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+def needed() -> None:
+    """Skip the test without Chromium; fail it if Chromium is required."""
+    if chromium.program() is None:
         if os.environ.get(REQUIRE, "0") not in ("", "0"):
             pytest.fail(f"needs Chromium, and {REQUIRE} is set")
         pytest.skip("needs Chromium")
-    return found
-
-
-class Page:
-    """A page, and the errors that it has logged: exceptions, messages to the console, requests that failed."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-        self._numbers = count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self.errors: list[str] = []
-
-    async def hear(self) -> None:
-        """Take the browser's messages until it hangs up."""
-        async for message in self._socket:
-            told = json.loads(message.data)
-            if (answer := self._answers.pop(told.get("id", 0), None)) is not None:
-                answer.set_result(told)
-            elif told.get("method") == "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["params"]["exceptionDetails"]))
-            elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
-                self.errors.append(json.dumps(told["params"]["entry"]))
-            elif told.get("method") == "Runtime.consoleAPICalled" and told["params"]["type"] in ("error", "assert"):
-                self.errors.append(json.dumps(told["params"]["args"]))
-
-    async def call(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol."""
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json({"id": number, "method": method, "params": params})
-        told = await answer
-        assert "error" not in told, told
-        return told["result"]
-
-    async def value(self, script: str) -> Any:
-        """Value of an expression; of a promise, its result."""
-        options = {"awaitPromise": True, "returnByValue": True}
-        told = await self.call("Runtime.evaluate", expression=script, **options)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
-
-    async def until(self, script: str) -> Any:
-        """Value of an expression, once it is true."""
-        return await self.value(
-            "new Promise((done) => { const look = () => { let value = null; "
-            f"try {{ value = ({script}); }} catch (error) {{}} "
-            "if (value) done(value); else setTimeout(look, 20); }; look(); })"
-        )
-
-    async def picture(self) -> bytes:
-        """PNG of the viewport."""
-        told = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(told["data"])
-
-
-@contextlib.asynccontextmanager
-async def page(
-    url: str, folder: Path, size: tuple[int, int] = (1400, 1200), *, dark: bool = False
-) -> AsyncIterator[Page]:
-    """A page in a browser of its own, whose files are in ``folder``."""
-    options = [*OPTIONS, f"--window-size={size[0]},{size[1]}", f"--user-data-dir={folder / 'chromium'}"]
-    log = folder / "chromium.log"
-    with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(program(), *options, stderr=stderr, stdout=stderr)
-    try:
-        port_file = folder / "chromium" / "DevToolsActivePort"
-        while not port_file.exists() or port_file.read_text().count("\n") < 1:
-            assert process.returncode is None, log.read_text()
-            await asyncio.sleep(0.02)
-        port = port_file.read_text().split()[0]
-        async with aiohttp.ClientSession() as client:
-            async with client.put(f"http://127.0.0.1:{port}/json/new?about:blank") as made:
-                target = await made.json()
-            async with client.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                found = Page(socket)
-                hearing = asyncio.create_task(found.hear())
-                for domain in ("Runtime", "Log", "Page"):
-                    await found.call(f"{domain}.enable")
-                metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-                await found.call("Emulation.setDeviceMetricsOverride", **metrics)
-                scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-                await found.call("Emulation.setEmulatedMedia", features=scheme)
-                await found.call("Page.navigate", url=url)
-                try:
-                    yield found
-                finally:
-                    with contextlib.suppress(ConnectionError):
-                        await socket.send_json({"id": 0, "method": "Browser.close"})
-                    await hearing
-    finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                await process.wait()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

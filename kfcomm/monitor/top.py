@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -91,7 +92,7 @@ class JobChange:
 
 
 class JobWatcher:
-    """Looks at one job, again and again."""
+    """Looks at one job, again and again; ``pool`` is for asking its ranks, without one each look makes its own."""
 
     def __init__(
         self,
@@ -99,10 +100,12 @@ class JobWatcher:
         *,
         find: Callable[[], Sequence[Job]] = live.jobs,
         read: Callable[[Job], Sequence[Statistics]] = live.read,
+        pool: Executor | None = None,
     ) -> None:
         self.job = job
         self._find = find
         self._read = read
+        self._pool = pool
         self._met: dict[str, _Process] = {}
         self._size = self._epoch = 0
 
@@ -135,7 +138,8 @@ class JobWatcher:
     def _ask(self, job: Job) -> Iterable[tuple[tuple[int, str], Statistics | None]]:
         """All ranks at once: one that is stopped holds up no other."""
         one_by_one = [Job(job.name, (socket,)) for socket in job.sockets]
-        with ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-top") as pool:
+        own = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-top")
+        with own if self._pool is None else nullcontext(self._pool) as pool:
             said = pool.map(self._read, one_by_one)
             return [(socket, next(iter(answers), None)) for socket, answers in zip(job.sockets, said, strict=True)]
 

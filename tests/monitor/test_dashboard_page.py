@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import chromium
 from kfcomm.monitor.dashboard.frames import figures, names
 from kfcomm.monitor.dashboard.serving import STATIC, Address, served
 from kfcomm.monitor.dashboard.watching import JobObserver
 from kfcomm.monitor.live import Job
 from kfcomm.monitor.statistics import KeyStatistics, PeerStatistics, Statistics
 from kfcomm.monitor.top import JobWatcher
-from tests import chromium
+from tests.chromium import needed
 from tests.launch.launched import command, environ
 from tests.monitor.test_dashboard import job
 
@@ -32,7 +33,7 @@ STATE = "document.querySelector('#state').textContent"
 @contextlib.asynccontextmanager
 async def shown(name: str, folder: Path) -> AsyncIterator[chromium.Page]:
     """The page of a job; it logs no error."""
-    chromium.program()
+    needed()
     async with served(JobObserver(name), Address(port=0)) as url, chromium.page(url, folder) as page:
         yield page
         assert page.errors == []
@@ -40,7 +41,7 @@ async def shown(name: str, folder: Path) -> AsyncIterator[chromium.Page]:
 
 @pytest.mark.asyncio
 async def test_page_shows_a_job_live_and_a_killed_rank_within_two_seconds(tmp_path: Path) -> None:
-    chromium.program()
+    needed()
     with job(tmp_path, "--keep-going", size=3) as (_, name, pids):
         async with shown(name, tmp_path) as page:
             await page.until(f"{STATE} === 'runs' && document.querySelectorAll('.flow').length >= 3")
@@ -63,7 +64,7 @@ async def test_page_shows_a_job_live_and_a_killed_rank_within_two_seconds(tmp_pa
 
 @pytest.mark.asyncio
 async def test_page_names_the_rank_that_hangs_and_its_line(tmp_path: Path) -> None:
-    chromium.program()
+    needed()
     with job(tmp_path) as (_, name, _):
         async with shown(name, tmp_path) as page:
             await page.until(f"{STATE} === 'runs'")
@@ -77,7 +78,7 @@ async def test_page_names_the_rank_that_hangs_and_its_line(tmp_path: Path) -> No
 
 @pytest.mark.asyncio
 async def test_page_of_a_job_that_ends_says_so_and_why(tmp_path: Path) -> None:
-    chromium.program()
+    needed()
     program = "import time, kfcomm\nwith kfcomm.sync.init() as comm:\n time.sleep(2 + comm.rank)\n raise SystemExit(3)"
     options = ("run", "-n", "2", "--dashboard", sys.executable, "-c", program)
     pipe = asyncio.subprocess.PIPE
@@ -125,7 +126,7 @@ class Source:
 
 @pytest.mark.asyncio
 async def test_ten_thousand_names_and_64_ranks_stay_fluid(tmp_path: Path) -> None:
-    chromium.program()
+    needed()
     observer = JobObserver("no such job", begins=True)
     async with served(observer, Address(port=0)) as url, chromium.page(url, tmp_path) as page:
         wide, long = Source(64, 0).watcher(), Source(1, 10_000).watcher()

@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,9 @@ class JobObserver:
         """Observe. Ranks are asked on other threads: one that is stopped takes seconds to be given up."""
         # At once, and not one after the other: a rank that is stopped holds up none of the others.
         loops = [self._look_at_figures(), self._look_at_names(), self._look_at_waits()]
-        with ThreadPoolExecutor(len(loops), thread_name_prefix="kfcomm-dashboard") as pool:
-            self._pool = pool
+        named = partial(ThreadPoolExecutor, thread_name_prefix="kfcomm-dashboard")
+        with named(len(loops)) as looking, named(MAX_AT_ONCE) as asking:
+            self._looking, self._asking = looking, asking
             async with asyncio.TaskGroup() as tasks:
                 for one in loops:
                     tasks.create_task(one)
@@ -155,12 +156,12 @@ class JobObserver:
             self.feed.publish("figures", self._frame | {"ended": True})
 
     async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._looking, partial(work, *arguments))
 
     # ---------------------------------------------------------------- figures
 
     async def _look_at_figures(self) -> None:
-        watcher = JobWatcher(self.job, read=partial(live.read, question=Question.FIGURES))
+        watcher = JobWatcher(self.job, read=partial(live.read, question=Question.FIGURES), pool=self._asking)
         while not self.has_ended.is_set():
             began_s = time.monotonic()
             change: JobChange = await self._in_thread(watcher.look)
@@ -220,7 +221,7 @@ class JobObserver:
     # ---------------------------------------------------------------- names and waits
 
     async def _look_at_names(self) -> None:
-        watcher = JobWatcher(self.job)
+        watcher = JobWatcher(self.job, pool=self._asking)
         is_first = True
         while not self.has_ended.is_set():
             pause_s = IDLE_S
@@ -241,7 +242,7 @@ class JobObserver:
                 continue
             frame = frames.NOTHING_WAITS
             if any(one.longest_wait_s > WAITS_AFTER_S for one in change.answers):
-                records = await self._in_thread(_dumps, change)
+                records = await self._in_thread(_dumps, change, self._asking)
                 if records:
                     frame = frames.waits(diagnose(records))
             self.feed.publish("waits", frame)
@@ -259,13 +260,11 @@ async def _until(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-def _dumps(change: JobChange) -> list[Record]:
+def _dumps(change: JobChange, pool: Executor) -> list[Record]:
     """Dumps of the ranks that answer, of one epoch."""
     sockets = [one.socket for one in change.ranks.values() if one.now is not None]
-    with ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-dashboard-dumps") as pool:
-        answers = list(pool.map(partial(live.answer_of, question=Question.DUMP), sockets))
     records = []
-    for answer in answers:
+    for answer in pool.map(partial(live.answer_of, question=Question.DUMP), sockets):
         with contextlib.suppress(KeyError, ValueError):  # of another version
             records.append(checked_record(answer))
     sizes = Counter(record["size"] for record in records)

@@ -46,7 +46,7 @@ function layOut(count) {
   if (byHost.size === 1) {
     radius = count > 40 ? 11 : count > 20 ? 13 : 17;
     const ry = HEIGHT / 2 - radius - 12;
-    around(count, WIDTH / 2, HEIGHT / 2, count > 12 ? WIDTH / 2 - 60 : ry * 1.6, ry, (i, at) => { places[i] = at; });
+    around(count, WIDTH / 2, HEIGHT / 2, WIDTH / 2 - (count > 12 ? 40 : 110), ry, (i, at) => { places[i] = at; });
     return;
   }
   const columns = Math.ceil(Math.sqrt(byHost.size * 1.8)), rows = Math.ceil(byHost.size / columns);

@@ -102,11 +102,12 @@ function drawAlarms() {
   const silent = figures.ranks.filter((one) => !one.answers).map((one) => one.rank);
   const end = events.findLast((one) => one.kind === "end");
   if (figures.ended) lines.push(`the job has ended${end ? `: ${end.what}` : ""}`);
-  if (figures.gone.length) lines.push(`gone: ${inWords(figures.gone)}`);
+  const reasons = events.filter((one) => one.kind === "lost" && figures.gone.some((rank) => one.what === `rank ${rank}`)).map((one) => one.why);
+  if (figures.gone.length) lines.push([`gone: ${inWords(figures.gone)}`, ...new Set(reasons)].slice(0, 4).join("; "));
   if (silent.length && !figures.ended) lines.push(`no answer: ${inWords(silent)} (stopped, or of another version of kfcomm)`);
   if (isLost && !figures.ended) lines.push("the server of this page does not answer: it has ended, or its host is out of reach; trying again");
   const box = byId("alarms");
-  if (box.innerText !== lines.join("\n")) box.replaceChildren(...lines.map((text) => element("div", { text })));
+  if ([...box.children].map((one) => one.textContent).join("\n") !== lines.join("\n")) box.replaceChildren(...lines.map((text) => element("div", { text })));
 }
 
 function drawTiles() {
@@ -119,12 +120,12 @@ function drawTiles() {
     [`${figures.ranks.length} of ${figures.size}`, elsewhere > 0 ? `ranks here, ${elsewhere} on other hosts` : "ranks here"],
     [figures.strategy || "?", figures.epoch ? `strategy, epoch ${figures.epoch}` : "strategy"],
     [calls, "collectives/s"],
-    [`${size(sum("sent"))}/s`, "sent"],
-    [slow == null ? "–" : `rank ${slow}`, "waited for most"],
+    [size(sum("sent")), "sent/s"],
+    [slow == null ? "–" : `rank ${slow}`, "slowest"],
     [rate(sum("in_flight")), "calls in flight"],
     [span(most("longest")), "longest wait"],
-    [span(most("lag")), "loop lag at most"],
-    [size(sum("rss")), "memory of the ranks"],
+    [span(most("lag")), "loop lag"],
+    [size(sum("rss")), "memory"],
     [rate(sum("fds")), "descriptors"],
   ];
   const box = byId("tiles");

@@ -1,0 +1,186 @@
+"""Cost of the dashboard, and pictures of it for the documentation, from a job of this host.
+
+    python -m bench.dashboard                        16 ranks, 5 updates a second: processor time, bytes, first paint
+    python -m bench.dashboard --pictures docs/howto  two pictures: a job at work, and one with a dead rank
+
+Needs Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+from PIL import Image
+
+from bench import chromium
+
+PROGRAM = """
+import math, random, sys, time
+import numpy as np, kfcomm
+from kfcomm.train import report
+kind = sys.argv[1]
+with kfcomm.sync.init() as comm:
+    layers = {f"grad/{i}": np.ones(1000 * 4 ** (i % 4), np.float32) for i in range(6)}
+    step = 0
+    while True:
+        for name, x in layers.items():
+            try:
+                comm.all_reduce(x, name=name)
+            except kfcomm.PeerLost:
+                time.sleep(1000)
+        loss = 2.3 * math.exp(-step / 150) + 0.1 * random.random()
+        values = {"loss": loss, "noise_scale": 40 + 30 * math.log1p(step), "batch_size": 512, "learning_rate": 0.1}
+        report(comm, values)
+        step += 1
+        if kind == "pictures" and step == 100:
+            comm.set_strategy("ring")
+        time.sleep((0.05 if kind == "pictures" else 0.3) + (0.02 if comm.rank == 2 else 0))
+"""
+TICKS = os.sysconf("SC_CLK_TCK")
+SETTLE_S, PERIOD_S, WORK_S, NUM_PAIRS = 2.0, 6.0, 15.0, 3
+RESOURCES = "performance.getEntriesByType('resource')"
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Job:
+    """A job with its dashboard, a process of its own."""
+
+    def __init__(self, size: int, kind: str, folder: Path) -> None:
+        self.size, self.kind, self._folder = size, kind, folder / "model"
+        self._folder.mkdir()
+        (self._folder / "train.py").write_text(PROGRAM)
+        self.ranks: list[int] = []
+
+    async def __aenter__(self) -> Self:
+        pipe = asyncio.subprocess.PIPE
+        kfcomm = (sys.executable, "-m", "kfcomm")
+        run = ("run", "-n", str(self.size), "--keep-going", "python", "train.py", self.kind)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environ = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.run = await asyncio.create_subprocess_exec(*kfcomm, *run, cwd=self._folder, env=environ)
+        while True:
+            dashboard = (*kfcomm, "dashboard", "train", "--port", "0")
+            self.server = await asyncio.create_subprocess_exec(*dashboard, stdout=pipe, stderr=pipe)
+            assert self.server.stdout is not None  # noqa: S101
+            if found := re.search(r"http\S+", (await self.server.stdout.readline()).decode()):
+                break
+            await self.server.wait()
+        self.url = found[0]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in (self.server, self.run):
+            process.send_signal(signal.SIGINT)
+            await process.wait()
+
+    async def pids(self, page: chromium.Page) -> list[int]:
+        """Processes of the ranks, by rank."""
+        await page.until(f"document.querySelectorAll('#ranks tbody tr').length === {self.size}")
+        rows = "[...document.querySelectorAll('#ranks tbody tr')]"
+        told = await page.value(f"{rows}.map((row) => row.cells[1].textContent)")
+        return [int(pid) for pid in told]
+
+
+async def measure(size: int) -> None:
+    """Print what a reader costs, from periods with one and without, by turns."""
+    found: dict[tuple[str, bool], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with Job(size, "figures", Path(folder)) as job:
+            # A browser on this machine would take the time of the ranks: once the page is measured, only its messages
+            # are read.
+            async with chromium.page(job.url, Path(folder)) as page:
+                pids = await job.pids(page)
+                nbytes = await page.value(f"{RESOURCES}.reduce((sum, one) => sum + one.decodedBodySize, 0)")
+                paint_ms = await page.until("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+                print(f"page: {nbytes:,} bytes beside its HTML; first paint after {paint_ms:.0f} ms")
+            for turn in range(2 * NUM_PAIRS):
+                is_read = turn % 2 == 0
+                async with _reader(job.url, is_read):
+                    await asyncio.sleep(SETTLE_S)
+                    before = cpu_s(job.server.pid), sum(map(cpu_s, pids)), time.monotonic()
+                    await asyncio.sleep(PERIOD_S)
+                    passed_s = time.monotonic() - before[2]
+                    for what, used_s in (
+                        ("server", cpu_s(job.server.pid) - before[0]),
+                        ("rank", (sum(map(cpu_s, pids)) - before[1]) / size),
+                    ):
+                        found.setdefault((what, is_read), []).append(used_s / passed_s)
+    for what in ("server", "rank"):
+        pairs = list(zip(found[what, True], found[what, False], strict=True))
+        more = statistics.median(one - other for one, other in pairs)
+        read, unread = (statistics.median(found[what, kind]) for kind in (True, False))
+        print(f"{what}: {read:.2%} of a core with a reader, {unread:.2%} without; median of pairs {more:+.2%}")
+
+
+@contextlib.asynccontextmanager
+async def _reader(url: str, is_there: bool) -> AsyncIterator[None]:
+    if not is_there:
+        yield
+        return
+
+    async def read() -> None:
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}events") as response:
+            async for _ in response.content.iter_any():
+                pass
+
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+async def pictures(folder: Path) -> None:
+    """Write pictures of a job of eight ranks at work, and after the death of one."""
+    with tempfile.TemporaryDirectory() as name:
+        own = Path(name)
+        async with Job(8, "pictures", own) as job, chromium.page(job.url, own, (1180, 1250)) as page:
+            await page.call("Emulation.setScrollbarsHidden", hidden=True)
+            pids = await job.pids(page)
+            await page.until("document.querySelector('#events').textContent.includes('ring')")
+            await asyncio.sleep(WORK_S)
+            _write(folder / "dashboard.png", await page.picture())
+            os.kill(pids[5], signal.SIGKILL)
+            await page.until("document.querySelectorAll('.rank.gone').length")
+            await page.until("document.querySelector('#events').textContent.includes('SIGKILL')")
+            await asyncio.sleep(SETTLE_S)
+            _write(folder / "dashboard-death.png", await page.picture())
+
+
+def _write(path: Path, picture: bytes) -> None:
+    """Write a PNG of few colours."""
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    asyncio.run(measure(given.ranks) if given.pictures is None else pictures(given.pictures))
+
+
+if __name__ == "__main__":
+    main()
