@@ -30,10 +30,18 @@ export function showGraphs(given, redraw) {
   }
 }
 
+// Evenly along an ellipse: equal angles would crowd its ends.
 function around(count, cx, cy, rx, ry, put) {
-  for (let i = 0; i < count; i++) {
-    const angle = (2 * Math.PI * i) / count - Math.PI / 2;
-    put(i, count === 1 ? [cx, cy] : [cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)]);
+  if (count === 1) { put(0, [cx, cy]); return; }
+  const STEPS = 720, points = [], lengths = [0];
+  for (let i = 0; i <= STEPS; i++) {
+    const angle = (2 * Math.PI * i) / STEPS - Math.PI / 2;
+    points.push([cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)]);
+    if (i) lengths.push(lengths[i - 1] + Math.hypot(points[i][0] - points[i - 1][0], points[i][1] - points[i - 1][1]));
+  }
+  for (let i = 0, at = 0; i < count; i++) {
+    while (lengths[at] < (lengths[STEPS] * i) / count) at++;
+    put(i, points[at]);
   }
 }
 
@@ -81,6 +89,7 @@ function redrawFixed(count) {
       if (!seen.has(key)) layers.edges.append(drawn("path", { class: "edge", d: curve(edge).d }));
       seen.add(key);
     }
+    layers.edges.setAttribute("stroke-opacity", seen.size > 150 ? Math.max(0.15, 60 / seen.size) : 1);
   }
   document.querySelectorAll("#rules button").forEach((button, number) => button.classList.toggle("on", number === rule));
 }
@@ -117,7 +126,7 @@ export function drawGraph(figures, waits) {
     path.firstChild.textContent = `rank ${one.edge[0]} → rank ${one.edge[1]} over ${one.kind}: ${size(one.rate)}/s`;
   });
   const large = flows.filter((one) => one.rate > 0.02 * most);
-  const labelled = large.length <= MAX_LABELS ? large : large.sort((a, b) => b.rate - a.rate).slice(0, 12);
+  const labelled = large.length <= MAX_LABELS && count <= 20 ? large : large.sort((a, b) => b.rate - a.rate).slice(0, 6);
   reuse(layers.labels, labelled.length, () => drawn("text", { class: "label" })).forEach((text, i) => {
     const { at } = curve(labelled[i].edge);
     text.setAttribute("x", at[0].toFixed(1));
