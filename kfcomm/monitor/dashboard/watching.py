@@ -190,10 +190,10 @@ class JobObserver:
         before, now = self._change, time.time()
         if before is None:
             return
-        for kind, ranks in (
-            ("gone", set(change.gone) - set(before.gone)),
-            ("came", change.ranks.keys() - before.ranks.keys()),
-        ):
+        came = change.ranks.keys() - before.ranks.keys()
+        # At the beginning of a job they come one by one.
+        is_later = any(answer.epoch for answer in change.answers)
+        for kind, ranks in (("gone", set(change.gone) - set(before.gone)), ("came", came if is_later else set())):
             if ranks:
                 self._log.note(RecentEvent(now, kind, ranks_in_words(ranks), ""))
         if change.has_ended:

@@ -7,6 +7,9 @@ const MAX_LABELS = 40;
 let places = [], radius = 16, laidOut = "", rule = null, graphs = null;
 
 svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+const arrow = drawn("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto" },
+  drawn("path", { class: "head-wait", d: "M0 0.6 L8 4 L0 7.4 z" }));
+svg.append(drawn("defs", {}, arrow));
 const layers = Object.fromEntries(["hosts", "edges", "flows", "waits", "ranks", "labels"].map((name) => {
   const layer = drawn("g", { id: `graph-${name}` });
   svg.append(layer);
@@ -139,7 +142,7 @@ export function drawGraph(figures, waits) {
     for (const { rank } of wait.waiting) for (const { rank: missing } of wait.missing) pairs.set(`${rank},${missing}`, [rank, missing]);
   }
   const waiting = [...pairs.values()].filter(([a, b]) => places[a] && places[b]).slice(0, 200);
-  reuse(layers.waits, waiting.length, () => drawn("path", { class: "waiting" })).forEach((path, i) => path.setAttribute("d", curve(waiting[i], -0.16).d));
+  reuse(layers.waits, waiting.length, () => drawn("path", { class: "waiting", "marker-end": "url(#arrow)" })).forEach((path, i) => path.setAttribute("d", curve(waiting[i], -0.16).d));
 
   const known = new Map(figures.ranks.map((one) => [one.rank, one]));
   const slow = slowest(figures);

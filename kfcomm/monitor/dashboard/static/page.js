@@ -5,6 +5,7 @@ import { addTimeline, drawTimeline, markTimeline, pastTimeline } from "./timelin
 import { restyle, showMarks, showPast, showTraining } from "./training.js";
 import { clock, element, ranks as inWords, rate, size, span } from "./words.js";
 
+const MAX_FINDINGS = 2;
 const BAD = new Set(["lost", "gone", "strategy refused", "end"]);
 const byId = (id) => document.getElementById(id);
 let figures = null, waits = { waits: [], findings: [] }, names = null, events = [], isDue = false, isLost = false, smooth = {};
@@ -186,7 +187,8 @@ function showWaits() {
     return;
   }
   const places = (list) => list.map((text) => element("div", { kind: "at", text }));
-  const found = waits.findings.map((one) => element("div", { kind: `finding ${one.kind === "under way" ? "" : "bad"}`, text: one.text }));
+  const found = waits.findings.slice(0, MAX_FINDINGS).map((one) => element("div", { kind: `finding ${one.kind === "under way" ? "" : "bad"}`, text: one.text }));
+  if (waits.findings.length > MAX_FINDINGS) found.push(element("div", { kind: "calm", text: `and ${waits.findings.length - MAX_FINDINGS} more findings` }));
   const calls = waits.waits.map((wait) => {
     const lines = [element("div", {}, element("b", { text: wait.title }), ` for ${wait.waited} s`)];
     if (wait.waiting.length) {
