@@ -1,7 +1,7 @@
 """Cost of the dashboard, and pictures of it for the documentation, from a job of this host.
 
     python -m bench.dashboard                        16 ranks, 5 updates a second: processor time, bytes, first paint
-    python -m bench.dashboard --pictures docs/howto  two pictures: a job at work, and one with a dead rank
+    python -m bench.dashboard --pictures docs/howto  pictures: a job at work, a dead rank, a hang
 
 Needs Chromium.
 """
@@ -45,10 +45,12 @@ with kfcomm.sync.init() as comm:
         loss = 2.3 * math.exp(-step / 150) + 0.1 * random.random()
         values = {"loss": loss, "noise_scale": 40 + 30 * math.log1p(step), "batch_size": 512, "learning_rate": 0.1}
         report(comm, values)
+        if kind == "hang" and comm.rank == 3 and step == 40:
+            comm.barrier("checkpoint")
         step += 1
         if kind == "pictures" and step == 100:
             comm.set_strategy("ring")
-        time.sleep((0.05 if kind == "pictures" else 0.3) + (0.02 if comm.rank == 2 else 0))
+        time.sleep((0.3 if kind == "figures" else 0.05) + (0.02 if comm.rank == 2 else 0))
 """
 TICKS = os.sysconf("SC_CLK_TCK")
 SETTLE_S, PERIOD_S, WORK_S, NUM_PAIRS = 2.0, 6.0, 15.0, 3
@@ -152,20 +154,30 @@ async def _reader(url: str, is_there: bool) -> AsyncIterator[None]:
 
 
 async def pictures(folder: Path) -> None:
-    """Write pictures of a job of eight ranks at work, and after the death of one."""
+    """Write pictures of a job of eight ranks at work, after the death of one, and when one calls something else."""
+    async with _shown("pictures", 1250) as (page, pids):
+        await page.until("document.querySelector('#events').textContent.includes('ring')")
+        await asyncio.sleep(WORK_S)
+        _write(folder / "dashboard.png", await page.picture())
+        os.kill(pids[5], signal.SIGKILL)
+        await page.until("document.querySelectorAll('.rank.gone').length")
+        await page.until("document.querySelector('#events').textContent.includes('SIGKILL')")
+        await asyncio.sleep(SETTLE_S)
+        _write(folder / "dashboard-death.png", await page.picture())
+    async with _shown("hang", 640) as (page, _):
+        await page.until("document.querySelectorAll('#waits .wait').length > 1")
+        await asyncio.sleep(SETTLE_S)
+        _write(folder / "dashboard-hang.png", await page.picture())
+
+
+@contextlib.asynccontextmanager
+async def _shown(kind: str, height: int) -> AsyncIterator[tuple[chromium.Page, list[int]]]:
+    """Page of a job of eight ranks, and their processes."""
     with tempfile.TemporaryDirectory() as name:
         own = Path(name)
-        async with Job(8, "pictures", own) as job, chromium.page(job.url, own, (1180, 1250)) as page:
+        async with Job(8, kind, own) as job, chromium.page(job.url, own, (1180, height)) as page:
             await page.call("Emulation.setScrollbarsHidden", hidden=True)
-            pids = await job.pids(page)
-            await page.until("document.querySelector('#events').textContent.includes('ring')")
-            await asyncio.sleep(WORK_S)
-            _write(folder / "dashboard.png", await page.picture())
-            os.kill(pids[5], signal.SIGKILL)
-            await page.until("document.querySelectorAll('.rank.gone').length")
-            await page.until("document.querySelector('#events').textContent.includes('SIGKILL')")
-            await asyncio.sleep(SETTLE_S)
-            _write(folder / "dashboard-death.png", await page.picture())
+            yield page, await job.pids(page)
 
 
 def _write(path: Path, picture: bytes) -> None:
