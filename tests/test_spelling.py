@@ -51,7 +51,7 @@ def test_anything_may_be_wrong(wrong: object) -> None:
         ("tls mkae x", "Did you mean kfcomm tls make?"),
         ("timeline sumary x", "Did you mean kfcomm timeline summary?"),
         ("run --stratgy ring -n 2 true", "--strategy"),
-        ("run -n 2 --transport tpc true", "did you mean 'tcp'?"),
+        ("run -n 2 --transport tcpp true", "did you mean 'tcp'?"),
         ("run -n 2 --device cdua true", "did you mean 'cuda'?"),
         ("run -n 2 --strategy rign true", "did you mean ring?"),
         ("run -n 2 --strategy ring,star true", "only one is wanted here"),
@@ -100,7 +100,7 @@ def test_option_names_of_other_commands_are_accepted_with_a_note(arguments: str,
 
 @pytest.mark.parametrize(
     ("name", "value", "suggestion"),
-    [("transport", "tpc", "tcp"), ("traceback", "fulll", "full"), ("device", "cdua", "cuda")],
+    [("transport", "tcpp", "tcp"), ("traceback", "fulll", "full"), ("device", "cdua", "cuda")],
 )
 def test_settings_suggest(name: str, value: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}='{value}' .*; did you mean '{suggestion}'\?$"):

@@ -98,7 +98,7 @@ async def test_a_timeout_of_nothing_still_asks_the_others() -> None:
 @pytest.mark.asyncio
 async def test_the_default_timeout_is_the_communicators() -> None:
     async with world(2, timeout_s=SHORT_S) as comms:
-        with pytest.raises(CollectiveTimeout, match=r"within 0\.[01] s"):
+        with pytest.raises(CollectiveTimeout, match=r"within \d\.\d s"):
             await comms[0].barrier("k")
         with pytest.raises(CollectiveTimeout, match="tag 5"):
             await comms[0].recv(1, 5)

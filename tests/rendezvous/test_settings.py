@@ -102,10 +102,10 @@ def test_invalid_device_is_refused(choice: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORT_NAMES)
-def test_nccl_leaves_the_links_as_they_are(transport: str) -> None:
+def test_transports_of_devices_leave_the_links_as_they_are(transport: str) -> None:
     settings = detect({"KFCOMM_TRANSPORT": transport})
     assert settings.transport == transport
-    assert settings.links == ("auto" if transport == "nccl" else transport)
+    assert settings.links == ("auto" if transport in ("nccl", "ipc") else transport)
 
 
 def test_arguments_come_first() -> None:
