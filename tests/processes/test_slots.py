@@ -15,7 +15,7 @@ from tests.processes.stage import World, do, start, unjoined
 
 SIZE, VICTIM = 3, 1
 LONG = 1 << 15
-"""Elements: 128 KiB of float32, which do not go through the host."""
+"""Elements: 128 KiB of float32."""
 
 
 @contextmanager
@@ -23,6 +23,7 @@ def sharing(**settings: str) -> Iterator[World]:
     """The ranks of one job, which share a device."""
     with unjoined(SIZE, **settings) as world:
         assert world.do(slot_devices.join) == ["device slots"] * SIZE
+        world.do(slot_roles.all_sizes)
         yield world
 
 

@@ -46,7 +46,7 @@ from kfcomm.types import Layout, Verb
 if TYPE_CHECKING:
     from kfcomm.core.signature import Signature
 
-SLOTS_NBYTES = 64 << 10
+SLOTS_NBYTES = 1 << 20
 """Least message of device slots. A kernel waits for the time slice of its process, copies to the host and back do not:
 below this size these and a slot of the host take less time."""
 
