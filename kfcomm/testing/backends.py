@@ -253,9 +253,11 @@ class FakeBackend:
         rank: in the group.
         device: of this rank.
         is_open: neither closed nor aborted.
+        note: as tests set it.
     """
 
     def __init__(self, group: _Group, rank: int, device: FakeDevice) -> None:
+        self.note = ""
         self.group = group
         self.rank = rank
         self.device = device

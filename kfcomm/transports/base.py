@@ -303,6 +303,9 @@ The thread's current device is the backend's. Raises as ``CollectiveBackend.laun
 class CollectiveBackend(Protocol):
     """This rank's end of one group. Used by one thread at a time, but for ``abort``."""
 
+    note: str = ""
+    """What it cannot do here, in words; empty if there is nothing to say."""
+
     def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
         """Put one collective on the stream; several parts are launched as one.
 

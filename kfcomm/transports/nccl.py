@@ -167,8 +167,10 @@ class NcclBackend(CollectiveBackend):
                 for source, target, (count, kind, operation) in zip(sources, targets, numbers, strict=True):
                     call(source, target, count, kind, operation, pointer)
 
-        graph = Replayed(self._cuda, put) if self._may_capture() else None
-        if graph is not None:
+        graph = Replayed(self._cuda, put, self._cannot_capture) if self._may_capture() else None
+        if graph is None:
+            self._cannot_capture("several ranks need NCCL_GRAPH_REGISTER=0")
+        else:
             self._graphs.add(graph)
 
         def launch(sources: list[int], targets: list[int], pointer: int) -> None:
@@ -181,6 +183,9 @@ class NcclBackend(CollectiveBackend):
                     raise TransportError(self._failure) from error
 
         return launch
+
+    def _cannot_capture(self, reason: str) -> None:
+        self.note = f"batches are launched without a CUDA graph: {reason}"
 
     def _may_capture(self) -> bool:
         # Where NCCL registers the memory of captured launches, ranks exchange it, so all would have to capture at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,15 @@ logger = logging.getLogger("kfcomm")
 class Replayed:
     """Launches that become a CUDA graph when they come twice with the same memory, and are captured anew with other.
 
-    ``put``: puts a launch with these sources and targets on a stream.
+    Args:
+        cuda: see `Nccl`.
+        put: puts a launch with these sources and targets on a stream.
+        failed: called with the reason why nothing can be captured.
     """
 
-    def __init__(self, cuda: Any, put: Launch) -> None:
+    def __init__(self, cuda: Any, put: Launch, failed: Callable[[str], None]) -> None:
         self._cuda = cuda
+        self._failed = failed
         self._put = put
         self._latest: tuple[list[int], list[int]] = ([], [])
         self._graph: Any = None
@@ -57,6 +62,7 @@ class Replayed:
                 graph = self._stream.end_capture()
         except Exception as error:  # noqa: BLE001  launches go on as they are
             self._is_possible = False
+            self._failed(f"NCCL could not capture one: {error}")
             logger.warning(
                 "a batch is launched each time, not replayed as a CUDA graph: NCCL could not capture it: %s", error
             )

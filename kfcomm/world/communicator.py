@@ -145,7 +145,8 @@ class Communicator(Persistent):
     @property
     def route(self) -> Choice | None:
         """Route of device memory in this group, with the reason; None where no rank has a device."""
-        return self._session.route_of(self._group.view.members)
+        choice, note = self._session.route_of(self._group.view.members), self._paths.note
+        return choice if choice is None or not note else choice._replace(because=f"{choice.because}; {note}")
 
     def _take_devices(self, view: GroupView) -> tuple[Paths, DeviceVerbs]:
         """Ways for arrays in the memory of devices."""

@@ -415,6 +415,7 @@ def test_prepared_groups_go_on_where_nothing_can_be_captured(
         for _ in range(3):
             launch([0x1000, 0x2000], [0x3000, 0x4000], 0x57)
         assert one.communicator.log == group_of(0x57) * 3
+        assert one.backend.note.startswith("batches are launched without a CUDA graph: ")
     assert caplog.text.count("not replayed as a CUDA graph: NCCL could not capture it: no") == 1
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     launch = several.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)

@@ -354,6 +354,12 @@ class Paths:
             path.never_began(key, seq)
 
     @property
+    def note(self) -> str:
+        """What a backend in use cannot do here, in words."""
+        backends = (getattr(path, "backend", None) for path in self._made.values())
+        return "; ".join(one.note for one in backends if one is not None and one.note)
+
+    @property
     def num_launched(self) -> int:
         """Uses of cached names that devices may not have passed."""
         return sum(0 if path.launches is None else len(path.launches) for path in self._made.values())

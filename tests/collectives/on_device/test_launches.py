@@ -418,6 +418,9 @@ async def test_mappings_of_one_dtype_are_one_launch_at_once(is_out_given: bool) 
                     for at, name in enumerate(names):
                         assert result[name].get().tolist() == [2 * number, 1, 2 * at]
         assert all(handle.seq == 17 for handle in handles)
+        comm = world.comms[0]
+        comm._paths._made[Route.BACKEND].backend.note = "batches are launched plainly"
+        assert str(comm.route).endswith("on one host; batches are launched plainly")
         assert {len(launched.sizes) for _, _, launched in world.fabric.launched} == {6}
 
 
