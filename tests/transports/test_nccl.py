@@ -6,6 +6,7 @@ NCCL's own behaviour is in ``tests/gpu/test_nccl.py``.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -400,6 +401,29 @@ def test_nccl_ends_after_its_graphs(ending: str) -> None:
     bench.communicator.fails["abort" if ending == "abort" else "destroy"] = lambda: left.append(len(bench.cuda.graphs))
     getattr(bench.backend, ending)()
     assert left == [0]
+
+
+def test_memory_that_changes_all_the_time_is_not_captured() -> None:
+    bench = Bench(size=1)
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+
+    def num_graphs(times: int) -> int:
+        """Replays of so many launches with memory that no launch had before."""
+        bench.communicator.log.clear()
+        target = next(targets)
+        for _ in range(times):
+            launch([0x1000, 0x2000], [target, 0x4000], 0x57)
+        return sum(call[0] == "graph" for call in bench.communicator.log)
+
+    targets = itertools.count(0x10000, 0x100)
+    assert [num_graphs(1) for _ in range(9)] == [0] * 9
+    assert [num_graphs(2) for _ in range(6)] == [1, 1, 1, 0, 0, 0]
+    targets = itertools.count(0x90000, 0x100)
+    bench = Bench(size=1)
+    launch = bench.backend.prepared_group(Verb.ALL_REDUCE, (4, 2), np.dtype("f4"), Op.SUM)
+    assert launch is not None
+    assert [num_graphs(70) for _ in range(5)] == [69] * 5
 
 
 def test_prepared_groups_go_on_where_nothing_can_be_captured(
