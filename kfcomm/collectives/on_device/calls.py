@@ -46,9 +46,9 @@ from kfcomm.types import Layout, Verb
 if TYPE_CHECKING:
     from kfcomm.core.signature import Signature
 
-SLOTS_NBYTES = 1 << 20
-"""Least message of device slots. A kernel waits for the time slice of its process, copies to the host and back do not:
-below this size these and a slot of the host take less time."""
+SLOTS_NBYTES = 512 << 10
+"""Least message of device slots, for each rank of the group. A kernel waits for the time slice of its process, copies to
+the host and back do not: below this size these and a slot of the host take less time."""
 
 Ended: TypeAlias = "Callable[[DeviceCall, BaseException | None], None]"
 
@@ -385,7 +385,7 @@ class Paths:
             return Route.STAGED
         if choice.route is Route.SLOTS:
             nbytes = math.prod(kind.shape) * kind.dtype.itemsize
-            return Route.SLOTS if nbytes >= SLOTS_NBYTES else Route.STAGED
+            return Route.SLOTS if nbytes >= SLOTS_NBYTES * self.group.view.size else Route.STAGED
         if maker is None:
             return Route.STAGED
         if not maker.supports(kind.verb, kind.dtype, kind.op):

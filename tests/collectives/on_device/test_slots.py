@@ -260,7 +260,7 @@ async def test_ranks_whose_strategies_have_another_generation() -> None:
 
 @pytest.mark.asyncio
 async def test_small_calls_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "SLOTS_NBYTES", 4 * LONG)
+    monkeypatch.setattr(calls, "SLOTS_NBYTES", 2 * LONG)  # of each rank
     async with slots_world(2) as world:
         for _ in range(3):
             assert_sums(world, await ended(world, begun(world, count=LONG - 1)))
