@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from kfcomm.core.signature import Signature
 
 SLOTS_NBYTES = 512 << 10
-"""Least message of device slots, for each rank of the group. A kernel waits for the time slice of its process, copies to
-the host and back do not: below this size these and a slot of the host take less time."""
+"""Least message of device slots, for each rank of the group. A kernel waits for the time slice of its process; copies
+to the host and back do not, so that below this size these and a slot of the host take less time."""
 
 Ended: TypeAlias = "Callable[[DeviceCall, BaseException | None], None]"
 
