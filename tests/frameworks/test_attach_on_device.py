@@ -56,9 +56,11 @@ class Net(nn.Module):
         return self.last(self.sometimes(x).tanh() if branch else x)
 
 
-def trained(comm: Any, *, lr: float = 0.05, momentum: float = 0.9, **options: Any) -> list[Any]:
+def trained(comm: Any, *, lr: float = 0.05, momentum: float = 0.9, guard: bool = False, **options: Any) -> list[Any]:
     """Parameters and buffers after some steps."""
     model = Net()
+    if guard:
+        options["policies"] = [GuardSteps(warmup=2)]
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     held = kfcomm.torch.attach(model, optimizer, comm, bucket_nbytes=2000, **options)
     for step in range(STEPS):
@@ -81,7 +83,7 @@ def trained(comm: Any, *, lr: float = 0.05, momentum: float = 0.9, **options: An
         {"compression": Compression("powersgd", rank=2)},
         {"compression": Compression("topk", share=0.3)},
         {"compression": "factors"},
-        {"policies": [GuardSteps(warmup=2)]},
+        {"guard": True},
         {"algorithm": Algorithm("sma", alpha=0.3)},
         {"algorithm": Algorithm("adasgd", after=3)},
         {"algorithm": Algorithm("diloco", every=2)},
