@@ -21,7 +21,7 @@ import psutil
 # into a report instead of a hang.
 PATIENCE_S = 60.0
 # A thread that stays, such as a store's for all tests of a module, closes its connections in its own time.
-CLOSING_S = 10.0
+CLOSING_S = 30.0
 LOOK_S = 0.02
 
 WATCHED = ("socket:", "pipe:", "/memfd:", "anon_inode:")
