@@ -6,8 +6,11 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
-from collections.abc import AsyncIterator
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -79,43 +82,61 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def page(
-    url: str, folder: Path, size: tuple[int, int] = (1400, 1200), *, dark: bool = False
-) -> AsyncIterator[Page]:
-    """A page in a browser of its own, whose files are in ``folder``."""
-    options = [*OPTIONS, f"--window-size={size[0]},{size[1]}", f"--user-data-dir={folder / 'chromium'}"]
-    log = folder / "chromium.log"
-    with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(program() or "chromium", *options, stderr=stderr, stdout=stderr)
+async def page(url: str, size: tuple[int, int] = (1400, 1200), *, dark: bool = False) -> AsyncIterator[Page]:
+    """A page in a browser of its own, which leaves no files."""
+    options = [*OPTIONS, f"--window-size={size[0]},{size[1]}"]
+    async with _browser(options) as port, aiohttp.ClientSession() as client:
+        async with client.put(f"http://127.0.0.1:{port}/json/new?about:blank") as made:
+            target = await made.json()
+        async with client.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            found = Page(socket)
+            hearing = asyncio.create_task(found.hear())
+            for domain in ("Runtime", "Log", "Page"):
+                await found.call(f"{domain}.enable")
+            metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+            await found.call("Emulation.setDeviceMetricsOverride", **metrics)
+            scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+            await found.call("Emulation.setEmulatedMedia", features=scheme)
+            await found.call("Page.navigate", url=url)
+            try:
+                yield found
+            finally:
+                with contextlib.suppress(ConnectionError):
+                    await socket.send_json({"id": 0, "method": "Browser.close"})
+                await hearing
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    # A short path: the browser makes a socket in it, and the path of one has at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="kfcomm-"))
     try:
-        port_file = folder / "chromium" / "DevToolsActivePort"
-        while not port_file.exists() or port_file.read_text().count("\n") < 1:
-            assert process.returncode is None, log.read_text()  # noqa: S101
-            await asyncio.sleep(0.02)
-        port = port_file.read_text().split()[0]
-        async with aiohttp.ClientSession() as client:
-            async with client.put(f"http://127.0.0.1:{port}/json/new?about:blank") as made:
-                target = await made.json()
-            async with client.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                found = Page(socket)
-                hearing = asyncio.create_task(found.hear())
-                for domain in ("Runtime", "Log", "Page"):
-                    await found.call(f"{domain}.enable")
-                metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-                await found.call("Emulation.setDeviceMetricsOverride", **metrics)
-                scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-                await found.call("Emulation.setEmulatedMedia", features=scheme)
-                await found.call("Page.navigate", url=url)
-                try:
-                    yield found
-                finally:
-                    with contextlib.suppress(ConnectionError):
-                        await socket.send_json({"id": 0, "method": "Browser.close"})
-                    await hearing
+        yield folder
     finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                await process.wait()
-        if process.returncode is None:
-            process.kill()
+        while folder.exists():  # helpers of a browser that is dying may still write
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _browser(options: list[str]) -> AsyncIterator[str]:
+    """Port of a browser of its own."""
+    with _own_folder() as folder:
+        log, env = folder / "chromium.log", os.environ | {"TMPDIR": str(folder)}
+        command = (program() or "chromium", *options, f"--user-data-dir={folder / 'chromium'}")
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *command, stderr=out, stdout=out, env=env, start_new_session=True
+            )
+        try:
+            port_file = folder / "chromium" / "DevToolsActivePort"
+            while not port_file.exists() or port_file.read_text().count("\n") < 1:
+                assert process.returncode is None, log.read_text()  # noqa: S101
+                await asyncio.sleep(0.02)
+            yield port_file.read_text().split()[0]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its helpers too, which may outlive it
             await process.wait()

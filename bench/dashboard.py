@@ -109,7 +109,7 @@ async def measure(size: int) -> None:
         async with Job(size, "figures", Path(folder)) as job:
             # A browser on this machine would take the time of the ranks: once the page is measured, only its messages
             # are read.
-            async with chromium.page(job.url, Path(folder)) as page:
+            async with chromium.page(job.url) as page:
                 pids = await job.pids(page)
                 nbytes = await page.value(f"{RESOURCES}.reduce((sum, one) => sum + one.decodedBodySize, 0)")
                 paint_ms = await page.until("performance.getEntriesByName('first-contentful-paint')[0].startTime")
@@ -175,7 +175,7 @@ async def _shown(kind: str, height: int) -> AsyncIterator[tuple[chromium.Page, l
     """Page of a job of eight ranks, and their processes."""
     with tempfile.TemporaryDirectory() as name:
         own = Path(name)
-        async with Job(8, kind, own) as job, chromium.page(job.url, own, (1180, height)) as page:
+        async with Job(8, kind, own) as job, chromium.page(job.url, (1180, height)) as page:
             await page.call("Emulation.setScrollbarsHidden", hidden=True)
             yield page, await job.pids(page)
 

@@ -31,10 +31,10 @@ STATE = "document.querySelector('#state').textContent"
 
 
 @contextlib.asynccontextmanager
-async def shown(name: str, folder: Path) -> AsyncIterator[chromium.Page]:
+async def shown(name: str) -> AsyncIterator[chromium.Page]:
     """The page of a job; it logs no error."""
     needed()
-    async with served(JobObserver(name), Address(port=0)) as url, chromium.page(url, folder) as page:
+    async with served(JobObserver(name), Address(port=0)) as url, chromium.page(url) as page:
         yield page
         assert page.errors == []
 
@@ -43,7 +43,7 @@ async def shown(name: str, folder: Path) -> AsyncIterator[chromium.Page]:
 async def test_page_shows_a_job_live_and_a_killed_rank_within_two_seconds(tmp_path: Path) -> None:
     needed()
     with job(tmp_path, "--keep-going", size=3) as (_, name, pids):
-        async with shown(name, tmp_path) as page:
+        async with shown(name) as page:
             await page.until(f"{STATE} === 'runs' && document.querySelectorAll('.flow').length >= 3")
             assert await page.value("document.querySelector('#job').textContent") == name
             assert await page.value("document.querySelectorAll('#graph .rank').length") == 3
@@ -66,7 +66,7 @@ async def test_page_shows_a_job_live_and_a_killed_rank_within_two_seconds(tmp_pa
 async def test_page_names_the_rank_that_hangs_and_its_line(tmp_path: Path) -> None:
     needed()
     with job(tmp_path) as (_, name, _):
-        async with shown(name, tmp_path) as page:
+        async with shown(name) as page:
             await page.until(f"{STATE} === 'runs'")
             (tmp_path / "held.hang").touch()
             text = await page.until("document.querySelectorAll('#waits .wait').length && waits.textContent")
@@ -77,7 +77,7 @@ async def test_page_names_the_rank_that_hangs_and_its_line(tmp_path: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_page_of_a_job_that_ends_says_so_and_why(tmp_path: Path) -> None:
+async def test_page_of_a_job_that_ends_says_so_and_why() -> None:
     needed()
     program = "import time, kfcomm\nwith kfcomm.sync.init() as comm:\n time.sleep(2 + comm.rank)\n raise SystemExit(3)"
     options = ("run", "-n", "2", "--dashboard", sys.executable, "-c", program)
@@ -87,7 +87,7 @@ async def test_page_of_a_job_that_ends_says_so_and_why(tmp_path: Path) -> None:
     try:
         while (found := re.search(r"dashboard: (\S+)", (await run.stderr.readline()).decode())) is None:
             assert not run.stderr.at_eof()
-        async with chromium.page(found[1], tmp_path) as page:
+        async with chromium.page(found[1]) as page:
             await page.until(f"{STATE} === 'ended'")
             assert "failed first: exit code 3" in await page.until("document.querySelector('#alarms').textContent")
             assert not [error for error in page.errors if "ERR_CONNECTION_REFUSED" not in error]
@@ -125,10 +125,10 @@ class Source:
 
 
 @pytest.mark.asyncio
-async def test_ten_thousand_names_and_64_ranks_stay_fluid(tmp_path: Path) -> None:
+async def test_ten_thousand_names_and_64_ranks_stay_fluid() -> None:
     needed()
     observer = JobObserver("no such job", begins=True)
-    async with served(observer, Address(port=0)) as url, chromium.page(url, tmp_path) as page:
+    async with served(observer, Address(port=0)) as url, chromium.page(url) as page:
         wide, long = Source(64, 0).watcher(), Source(1, 10_000).watcher()
         for _ in range(2):
             observer.feed.publish("figures", figures(wide.look(), {}, 1.0))
