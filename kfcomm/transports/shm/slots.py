@@ -62,7 +62,7 @@ Words: TypeAlias = Callable[[], list[int]]
 Gives: TypeAlias = "int | Callable[[int, int], int]"
 """Elements that one rank reads of another in a use: the same of all pairs, or by the rank that gives and the reader."""
 
-MAX_SLOTS = 1 << 14
+MAX_SLOTS = 1 << 15
 """Most slots of one memory: half for those that are handed out, and half for those that epochs inherit."""
 WINDOW_NBYTES = 1 << 19
 """Contribution of a rank at a time: those of four ranks and the result fit in a cache."""

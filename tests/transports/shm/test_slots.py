@@ -55,6 +55,13 @@ def test_no_slot_is_handed_out_twice_or_beyond_the_end() -> None:
     memory.close()
 
 
+def test_each_of_ten_thousand_names_gets_a_slot() -> None:
+    memory = SlotMemory.make(range(4), Heaps(0))
+    cut = Cut(8, 4, 4)
+    assert None not in [memory.hand_out(cut) for _ in range(10_000)]
+    memory.close()
+
+
 def test_a_slot_is_handed_out_again_when_all_have_cleared_their_words() -> None:
     memory = SlotMemory.make(range(2), Heaps(0))
     other = SlotMemory(os.dup(memory.descriptor), range(2), Heaps(1))
