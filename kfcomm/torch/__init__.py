@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kfcomm.torch.attached import Attached, attach
     from kfcomm.torch.compression import Compression
     from kfcomm.torch.ddp import CompressionState, compression_hook
+    from kfcomm.torch.flight_record import dump_flight_record
     from kfcomm.torch.kfac import KFAC
     from kfcomm.torch.naming import named
     from kfcomm.torch.registration import communicator, get_reconfigure_handle, reconfigure, register, shrink
@@ -24,6 +25,7 @@ else:  # type checkers would take any name for one that is there
         "attached": ("Attached", "attach"),
         "compression": ("Compression",),
         "ddp": ("CompressionState", "compression_hook"),
+        "flight_record": ("dump_flight_record",),
         "kfac": ("KFAC",),
         "naming": ("named",),
         "optimizers": ("optimizers",),
@@ -36,8 +38,8 @@ else:  # type checkers would take any name for one that is there
 
 __all__ = [
     "KFAC", "Attached", "Compression", "CompressionState", "all_gather_object", "attach", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "communicator", "compression_hook", "get_reconfigure_handle",
-    "named", "optimizers", "reconfigure", "register", "shrink",
+    "broadcast_optimizer_state", "broadcast_parameters", "communicator", "compression_hook", "dump_flight_record",
+    "get_reconfigure_handle", "named", "optimizers", "reconfigure", "register", "shrink",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,6 +20,7 @@ from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, TorchWork, as_tor
 from kfcomm.torch.collectives import Collectives
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import SharedBuffers
+from kfcomm.torch.flight_record import FlightRecord, kept_calls, recorded
 from kfcomm.torch.meeting import ProcessHandle, address_of, in_order, make_world, own
 from kfcomm.torch.naming import TorchCalls
 from kfcomm.torch.tensors import place, read
@@ -138,6 +140,8 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         self._keeper = keeper
         self._enter(comm, store)
         self.set_timeout(timeout)
+        num_kept = kept_calls()
+        self.flight_record = FlightRecord(num_kept, store) if num_kept else None
 
     def _enter(self, comm: Communicator, store: Any) -> None:
         """Work on this communicator from now on."""
@@ -187,7 +191,7 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> KfcommBackend:
         """The backend of some of this group's ranks, which alone call it; see ``dist.split_group``."""
-        made = KfcommBackend(self._comm.group(ranks, opts.group_name or "split"), store, opts._timeout, self._keeper)
+        made = new_backend(self._comm.group(ranks, opts.group_name or "split"), store, opts._timeout, self._keeper)
         self._keeper.keep(made)
         return made
 
@@ -205,7 +209,7 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         timeout = self._timeout if opts_override is None else opts_override._timeout
         # A new group counts its calls from 0 and needs keys of its own; its size, which only falls, makes them unique.
         store = dist.PrefixStore(f"{SHRUNK}/{len(uids)}", self._store)
-        made = KfcommBackend(self._latest, store, timeout, self._keeper)
+        made = new_backend(self._latest, store, timeout, self._keeper)
         # Their links may still be in use by groups made of this one: they are closed with the smaller group.
         made._owned += self._owned
         self._owned = []
@@ -256,6 +260,8 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         """Close the communicator. May be called again."""
         self._keeper.forget(self)
         self._calls.close()
+        if self.flight_record is not None:
+            self.flight_record.close()
         self._completers.shutdown(wait=False)
         for comm in self._owned:
             with contextlib.suppress(KfcommError):
@@ -271,6 +277,17 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         for comm in self._owned:
             with contextlib.suppress(KfcommError):
                 comm.__exit__(KfcommError, KfcommError("the process group is aborted"), None)
+
+
+def new_backend(comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> KfcommBackend:
+    """A backend, which records its calls if torch's variables say so."""
+    kind = _recorded_backend() if kept_calls() else KfcommBackend
+    return kind(comm, store, timeout, keeper)
+
+
+@cache
+def _recorded_backend() -> type[KfcommBackend]:
+    return recorded(KfcommBackend)
 
 
 class Unmet:

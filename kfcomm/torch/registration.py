@@ -30,7 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.torch_groups import why_too_old
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.backend import KfcommBackend, Unmet
+from kfcomm.torch.backend import KfcommBackend, Unmet, new_backend
 from kfcomm.torch.bases import DEVICES, IS_GROUP, NAME, patch_groups
 from kfcomm.torch.c10d import as_torch, forward
 from kfcomm.torch.failures import patch_backward
@@ -101,7 +101,7 @@ class Worlds:
             comm = self._default.communicator.group(members, opts.group_id)  # its own timeout may be short for that
         else:
             comm = make_world(opts.store, opts.group_rank, opts.group_size, opts.timeout)
-        made = KfcommBackend(comm, opts.store, opts.timeout, self)
+        made = new_backend(comm, opts.store, opts.timeout, self)
         self.keep(made)
         if not members:
             self._default = made
