@@ -9,11 +9,13 @@ same function. Arrays that are to travel together go into one tree.
 Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks run
 one after the other on a device, whichever thread has begun them.
 
-Invariants: a collective inside ``jit`` runs exactly as often as the program calls it, also where its result is unused.
+Invariants: a collective inside ``jit`` runs exactly as often as the program calls it, also where its result is unused;
+inside ``jax.checkpoint`` once more in the backward pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -105,6 +107,7 @@ def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any],
     def callback(given: list[Any]) -> list[Any]:
         return call([np.asarray(one) for one in given])
 
+    _allow_checkpoint()
     # JAX runs computations behind the program: their callbacks need the communicator until they have run.
     before_close(comm, jax.effects_barrier)
     # Ordered, since a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10
@@ -112,6 +115,16 @@ def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any],
     # all their threads in collectives that the others cannot begin.
     found: list[Any] = io_callback(callback, results, leaves, ordered=True)
     return found
+
+
+def _allow_checkpoint() -> None:
+    """Let ``jax.checkpoint`` repeat ordered callbacks, which JAX refuses; may be called again."""
+    # All ranks repeat the same collectives, in the same order. JAX has no public name for this: one that has moved
+    # them refuses as before.
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import callback, effects
+
+        effects.remat_allowed_effects.add_type(callback.OrderedIOEffect)
 
 
 def _of_gradients(change: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> tuple[list[Any]]:

@@ -118,7 +118,11 @@ def store_port(environ: Environ, otherwise: int) -> int:
 
 def port_beside(environ: Environ, name: str) -> int:
     """The port after that of torch's store, which is the variable ``name``."""
-    port = integer(environ, name, 1, 65535)
+    return beside(integer(environ, name, 1, 65535))
+
+
+def beside(port: int) -> int:
+    """The port after another one."""
     return port + 1 if port < 65535 else port - 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,6 +105,20 @@ def loops(comm: Any, wrap: Callable[[Any], Any]) -> None:
 
     mean = (comm.size - 1) / 2
     assert wrap(work)(jnp.full(2, comm.rank, jnp.float32)).tolist() == [comm.size * (mean + 4)] * 2
+
+
+def checkpointed(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """A function whose values are computed again in the backward pass, with its collectives."""
+
+    def layer(w: Any, x: Any) -> Any:
+        return jnp.tanh(kfcomm.jax.all_reduce(x @ w, comm, name="hidden", op="avg"))
+
+    def loss(layer: Any, w: Any, x: Any) -> Any:
+        return (layer(w, layer(w, x)) ** 2).sum()
+
+    w, x = jnp.eye(3) + 0.1, jnp.arange(6.0).reshape(2, 3) * (comm.rank + 1) / 10
+    found = wrap(jax.grad(partial(loss, jax.checkpoint(layer))))(w, x)
+    assert found.tolist() == wrap(jax.grad(partial(loss, layer)))(w, x).tolist()
 
 
 def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
@@ -255,7 +270,20 @@ def left(comm: Any, wrap: Callable[[Any], Any]) -> None:
 
 PROGRAMS = {
     one.__name__: one
-    for one in (trees, gradients, other_gradients, many, loops, errors, agreements, adaalter, changed, pairs, left)
+    for one in (
+        trees,
+        gradients,
+        other_gradients,
+        many,
+        loops,
+        checkpointed,
+        errors,
+        agreements,
+        adaalter,
+        changed,
+        pairs,
+        left,
+    )
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +39,7 @@ def compiled(size: int, *names: str) -> str:
 
 
 def test_compiled() -> None:
-    assert compiled(SIZE, "trees", "gradients", "other_gradients", "many", "loops") == ""
+    assert compiled(SIZE, "trees", "gradients", "other_gradients", "many", "loops", "checkpointed") == ""
 
 
 def test_a_communicator_is_closed_after_the_computations_that_were_begun() -> None:
@@ -56,6 +59,22 @@ def test_an_error_of_an_eager_call_is_ours() -> None:
 
     with testing.sync_world(2) as comms:
         testing.run_threads(comms, rank)
+
+
+def test_processes_of_jax_distributed_find_each_other(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    program = (
+        "import sys, jax, numpy as np, kfcomm\n"
+        f"jax.distributed.initialize('127.0.0.1:{port}', 2, int(sys.argv[1]))\n"
+        "with kfcomm.sync.init() as comm:\n"
+        "    print(comm.rank, comm.size, comm.all_reduce(np.ones(2))[0])\n"
+        "jax.distributed.shutdown()\n"
+    )
+    options: Any = {"env": environ(JAX_PLATFORMS="cpu", TMPDIR=str(tmp_path)), "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], **options) for rank in range(2)]
+    said = [rank.communicate()[0].split() for rank in ranks]
+    assert said == [["0", "2", "2.0"], ["1", "2", "2.0"]]
 
 
 def test_in_a_world_of_one_everything_works() -> None:

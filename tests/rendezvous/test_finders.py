@@ -207,7 +207,27 @@ def test_task_of_ray_has_no_place_of_its_own(environ: dict[str, str], monkeypatc
         assert detect({}).source == "alone"
 
 
-@pytest.mark.parametrize("name", ["ray", "distributed"])
+def jax_distributed(monkeypatch: pytest.MonkeyPatch, coordinator: str | None, size: int = 4) -> None:
+    state = SimpleNamespace(client=object(), process_id=size - 1, num_processes=size, coordinator_address=coordinator)
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(distributed=None))
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", SimpleNamespace(global_state=state))
+
+
+def test_jax_that_is_initialized_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    jax_distributed(monkeypatch, "host1:1234")
+    assert found(detect(TOKEN)) == found(detect(TOKEN | torchrun)) == ("jax", 3, 4, "http://host1:1235")
+    assert found(detect(TOKEN | {"KFCOMM_PORT": "80"})) == ("jax", 3, 4, "http://host1:80")
+    jax_distributed(monkeypatch, None)
+    with pytest.raises(ConfigError, match=r"process 3 of 4 of jax\.distributed, whose coordinator's address"):
+        detect({})
+    jax_distributed(monkeypatch, None, size=1)
+    assert detect({}).size == 1
+    monkeypatch.delitem(sys.modules, "jax._src.distributed")
+    assert detect({}).source == "alone"
+
+
+@pytest.mark.parametrize("name", ["ray", "distributed", "jax"])
 def test_module_of_the_same_name_is_not_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     assert detect({}).source == "alone"

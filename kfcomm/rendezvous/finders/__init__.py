@@ -30,6 +30,8 @@ class Layer(IntEnum):
     """Kinds of launchers, the innermost first."""
 
     OWN = auto()
+    INITIALIZED = auto()
+    """The program itself has told its library of its place."""
     TORCH = auto()
     WORKERS = auto()
     """Their workers inherit the variables of what started the cluster."""
@@ -85,6 +87,7 @@ class Finder:
 
 FINDERS = (
     Finder(KFCOMM, Layer.OWN, "kfcomm run, or by hand", ("KFCOMM_RANK", "KFCOMM_SIZE")),
+    Finder("jax", Layer.INITIALIZED, "jax.distributed", (), "jax"),
     Finder("torchrun", Layer.TORCH, "torchrun", ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")),
     Finder("ray", Layer.WORKERS, "Ray", (), "ray"),
     Finder("dask", Layer.WORKERS, "Dask", (), "distributed"),
