@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -112,6 +113,20 @@ def test_all_commands_and_settings_are_in_the_reference() -> None:
         assert re.search(rf"`(kfcomm )?{name}`", listed), name
     settings = (reference / "settings.md").read_text("utf-8")
     assert {name for name in Arguments.__annotations__ if f"`{name}`" not in settings} == set()
+
+
+def test_built_page_of_commands_shows_each_help() -> None:
+    spec = importlib.util.spec_from_file_location("help_of_commands", ROOT / "docs" / "help.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
+    built = module.on_page_markdown(page)
+    assert "<!-- help" not in built
+    for name in sorted(set(main.list_commands(click.Context(main))) - {"timeline", "tls", "topology"}):
+        assert f"Usage: kfcomm {name} " in built
+    with pytest.raises(KeyError, match="no command 'runn'"):
+        module.on_page_markdown("<!-- help: runn -->")
 
 
 OTHERS_OPTIONS = {
