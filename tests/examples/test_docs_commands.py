@@ -115,18 +115,18 @@ def test_all_commands_and_settings_are_in_the_reference() -> None:
     assert {name for name in Arguments.__annotations__ if f"`{name}`" not in settings} == set()
 
 
-def test_built_page_of_commands_shows_each_help() -> None:
-    spec = importlib.util.spec_from_file_location("help_of_commands", ROOT / "docs" / "help.py")
+def test_built_pages_show_what_commands_print() -> None:
+    spec = importlib.util.spec_from_file_location("outputs", ROOT / "docs" / "outputs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
-    built = module.on_page_markdown(page)
-    assert "<!-- help" not in built
+    marked = [page for page in PAGES_OF_PACKAGE if "<!-- output: " in page.read_text("utf-8")]
+    built = {page.stem: module.on_page_markdown(page.read_text("utf-8")) for page in marked}
+    assert all("<!-- output" not in page for page in built.values())
     for name in sorted(set(main.list_commands(click.Context(main))) - {"timeline", "tls", "topology"}):
-        assert f"Usage: kfcomm {name} " in built
-    with pytest.raises(KeyError, match="no command 'runn'"):
-        module.on_page_markdown("<!-- help: runn -->")
+        assert f"Usage: kfcomm {name} " in built["commands"]
+    with pytest.raises(ValueError, match="no command 'runn'|No such command"):
+        module.on_page_markdown("<!-- output: kfcomm runn --help -->")
 
 
 OTHERS_OPTIONS = {
