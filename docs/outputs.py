@@ -1,4 +1,4 @@
-"""What commands print, in built pages: ``<!-- output: kfcomm bench --help -->`` becomes the command with its output.
+"""Output of commands in built pages: ``<!-- output: kfcomm bench --help -->`` becomes the command with its output.
 
 MkDocs runs this as a hook. Pages that show a command and what it prints in their source are run by the tests instead.
 """

@@ -21,7 +21,7 @@ import numpy as np
 import kfcomm.sync
 from kfcomm.bench.harness import describe_host, loop_factory
 from kfcomm.bench.load import BenchLoad, LoadedCall
-from kfcomm.bench.memory import BenchMemory, HostMemory, described, memory_of
+from kfcomm.bench.memory import BenchMemory, HostBenchMemory, described, memory_of
 from kfcomm.bench.suite import (
     Begun,
     BenchPlace,
@@ -87,7 +87,7 @@ async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: BenchMe
     Raises:
         WrongResult: as from `run`.
     """
-    memory, strategy = memory or HostMemory(), None
+    memory, strategy = memory or HostBenchMemory(), None
     for case in cases:
         _tell(caller, emit, Starting(case))
         # Cases of one strategy follow each other; a change is a collective of all ranks.

@@ -94,7 +94,7 @@ class HostStopwatch(Stopwatch):
         return time.perf_counter() - self._began_s
 
 
-class HostMemory(BenchMemory):
+class HostBenchMemory(BenchMemory):
     """Memory of the host: NumPy arrays, and the host's clock."""
 
     @override
@@ -122,7 +122,7 @@ class HostMemory(BenchMemory):
         return HostStopwatch()
 
 
-class SymmetricMemory(HostMemory):
+class SymmetricMemory(HostBenchMemory):
     """Memory that the ranks of a host share, made by ``Communicator.empty``."""
 
     def __init__(self, empty: Callable[..., Array]) -> None:
@@ -157,7 +157,7 @@ def num_devices() -> int:
     return count
 
 
-class CudaMemory(BenchMemory):
+class CudaBenchMemory(BenchMemory):
     """Memory of one CUDA device, which becomes the current one of the thread that makes this."""
 
     def __init__(self, ordinal: int) -> None:
@@ -229,7 +229,7 @@ def memory_of(place: BenchPlace, device: Device | None, empty: Callable[..., Arr
     """
     if place is BenchPlace.SYMMETRIC:
         return SymmetricMemory(empty)
-    return HostMemory() if place is BenchPlace.CPU or device is None else CudaMemory(device.ordinal)
+    return HostBenchMemory() if place is BenchPlace.CPU or device is None else CudaBenchMemory(device.ordinal)
 
 
 def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:

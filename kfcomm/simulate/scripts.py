@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from kfcomm.simulate.ports import Agenda
 from kfcomm.simulate.ranks import Rank
-from kfcomm.simulate.staging import DeviceCopies, Segments, Staging, copied
+from kfcomm.simulate.staging import DeviceCopies, Segments, StagedCall, copied
 from kfcomm.simulate.workload import Await, Call, Compute, Item, calls_of
 
 
@@ -117,11 +117,11 @@ class Script:
             if not self._awaited:
                 self.go_on()
 
-    def _staged(self, copies: DeviceCopies) -> Iterator[Staging]:
+    def _staged(self, copies: DeviceCopies) -> Iterator[StagedCall]:
         posted, size = self._segments.posted, self._rank.size
         for number, parts in enumerate(self._segments.of_call):
             sizes = [copied(posted[part], self._rank.number, size) for part in parts]
-            yield Staging(copies, parts, sizes, self._rank.post, partial(self._copied, number))
+            yield StagedCall(copies, parts, sizes, self._rank.post, partial(self._copied, number))
 
     def _copied(self, number: int) -> None:
         self._done_s[number] = self._agenda.now_s

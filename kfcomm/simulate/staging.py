@@ -62,7 +62,7 @@ class DeviceCopies:
         self._agenda.at(end_s, then, what)
 
 
-class Staging:
+class StagedCall:
     """One call of device memory on one rank; ``ended`` is called when its result is on the device."""
 
     __slots__ = ("_begun", "_copies", "_ended", "_held", "_left", "_post", "_segments", "_sizes")

@@ -25,12 +25,12 @@ from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.turned import (
     STARS,
-    Block,
+    BlockSymmetry,
     CutExchange,
-    Group,
+    FullSymmetry,
     Swaps,
+    Symmetry,
     TurnedStrategy,
-    Turns,
     odd_part,
     solid,
     turned,
@@ -108,7 +108,7 @@ class Simulated:
     message: Message
     name: str
     is_exact: bool = True
-    turns: Group | None = None
+    turns: Symmetry | None = None
     classes: Numbers | None = None
     is_ordered: bool = True
 
@@ -221,9 +221,9 @@ def _are_many(calls: Sequence[Simulated]) -> bool:
     return sum(call.num_messages for call in calls) > MANY_MESSAGES
 
 
-def _kind(group: Group | None) -> Group | None:
+def _kind(group: Symmetry | None) -> Symmetry | None:
     """The group without what differs by call."""
-    return replace(group, step=0) if isinstance(group, Block) else group
+    return replace(group, step=0) if isinstance(group, BlockSymmetry) else group
 
 
 def simulated(
@@ -284,7 +284,7 @@ def _turned(
         return None
     parts = 1 if graphs.direct is Direct.ONE_STEP else len(graphs.pairs)
     count = math.ceil(message.count / parts) * parts
-    group = Block(found.turns, _block(found, layout, network), found.step)
+    group = BlockSymmetry(found.turns, _block(found, layout, network), found.step)
     exact = replace(plain, turns=group, message=replace(message, count=count), is_ordered=found.has_one_sender)
     if found.is_exact and count == message.count:
         return exact
@@ -298,7 +298,7 @@ def _in_steps(graphs: Strategy, layout: Layout, network: SimulatedNetwork, messa
     plain = Simulated(graphs, layout, network, message, graphs.name)
     size, local = layout.size, layout.size // layout.num_hosts
     if graphs.exchange is None:
-        return replace(plain, turns=Block(Turns(size), local, 0))
+        return replace(plain, turns=BlockSymmetry(FullSymmetry(size), local, 0))
     low_ranks = local if 0 < network.hosts[0].cpus < local else odd_part(local)
     group = Swaps(size, local, odd_part(layout.num_hosts), low_ranks)
     count = math.ceil(message.count / size) * size

@@ -23,7 +23,7 @@ from kfcomm.types import Layout, override
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class FullSymmetry:
     """A group of as many permutations of the ranks as there are ranks: turn ``by`` brings rank 0 to rank ``by``.
 
     The ranks are numbered by a high and a low digit, the low one below ``low``. High digits are added, modulo
@@ -51,7 +51,7 @@ class Turns:
         return high * self.low + low
 
 
-class Group(Protocol):
+class Symmetry(Protocol):
     """Turns of the ranks that bring the simulated ones, and their messages, to all others."""
 
     @property
@@ -69,10 +69,10 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Block(Group):
+class BlockSymmetry(Symmetry):
     """Turns by multiples of ``block``, which bring the first block of ranks to all others."""
 
-    turns: Turns
+    turns: FullSymmetry
     block: int
     step: int = 1  # ranks between neighbouring roots; 0 if messages are numbered by sender, not by root
 
@@ -98,7 +98,7 @@ class Block(Group):
 
 
 @dataclass(frozen=True, slots=True)
-class Swaps(Group):
+class Swaps(Symmetry):
     """Turns of an exchange among hosts and inside of them, by xor of the upper digits of a host's and a rank's place.
 
     The turn ``by`` brings the rank with the lower digits of ``by``, and 0 above them, to rank ``by``.
@@ -136,7 +136,7 @@ class Swaps(Group):
         return _of_sender(self, by, lane, self.size)
 
 
-def _of_sender(group: Group, by: int, lane: int, size: int) -> int:
+def _of_sender(group: Symmetry, by: int, lane: int, size: int) -> int:
     """Turn a lane of an exchange, whose number has its sender as the last digit."""
     number, sender = divmod(lane, size)
     return number * size + group.back(by, sender)
@@ -147,7 +147,7 @@ class TurnedStrategy:
     """A strategy whose pair ``k`` is its first pair after turn ``k · step``."""
 
     strategy: Strategy  # its pairs are views
-    turns: Turns
+    turns: FullSymmetry
     step: int  # ranks between neighbouring roots; 0 for an exchange in steps
     is_exact: bool  # whether all ranks take what arrives at one moment in orders that turn into each other
     has_one_sender: bool = False  # each rank receives from one other in each direction
@@ -158,7 +158,9 @@ class _View(Sequence[Any]):
 
     __slots__ = ("_by", "_of", "_turns", "_values")
 
-    def __init__(self, values: Sequence[Any], turns: Turns, by: int, of: Callable[[Turns, int, Any], Any]) -> None:
+    def __init__(
+        self, values: Sequence[Any], turns: FullSymmetry, by: int, of: Callable[[FullSymmetry, int, Any], Any]
+    ) -> None:
         self._values = values
         self._turns = turns
         self._by = by
@@ -174,11 +176,11 @@ class _View(Sequence[Any]):
         return self._of(self._turns, self._by, self._values[self._turns.back(self._by, rank)])
 
 
-def _parent(turns: Turns, by: int, rank: int) -> int:
+def _parent(turns: FullSymmetry, by: int, rank: int) -> int:
     return turns.onto(by, rank)
 
 
-def _children(turns: Turns, by: int, ranks: Sequence[int]) -> tuple[int, ...]:
+def _children(turns: FullSymmetry, by: int, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple([turns.onto(by, rank) for rank in ranks])
 
 
@@ -187,7 +189,7 @@ class _TurnedGraph:
 
     __slots__ = ("_by", "_graph", "_turns", "children", "parents", "root")
 
-    def __init__(self, graph: Graph, turns: Turns, by: int) -> None:
+    def __init__(self, graph: Graph, turns: FullSymmetry, by: int) -> None:
         self._graph = graph
         self._turns = turns
         self._by = by
@@ -215,14 +217,14 @@ class _TurnedPair:
 
     digest = b""  # nothing compares signatures here
 
-    def __init__(self, pair: GraphPair, turns: Turns, by: int) -> None:
+    def __init__(self, pair: GraphPair, turns: FullSymmetry, by: int) -> None:
         self.reduce = _TurnedGraph(pair.reduce, turns, by)
         self.broadcast = self.reduce if pair.broadcast is pair.reduce else _TurnedGraph(pair.broadcast, turns, by)
         self.root = self.reduce.root
         self.size = turns.size
 
 
-def turned_pairs(pair: GraphPair, turns: Turns, step: int) -> tuple[GraphPair, ...]:
+def turned_pairs(pair: GraphPair, turns: FullSymmetry, step: int) -> tuple[GraphPair, ...]:
     """All pairs, as views of the first."""
     return tuple(cast(GraphPair, _TurnedPair(pair, turns, by)) for by in range(0, turns.size, step))
 
@@ -246,25 +248,25 @@ def turned(name: str, layout: Layout, nbytes: int) -> TurnedStrategy | None:
     return make(layout, local, nbytes)
 
 
-def _of(name: str, pair: GraphPair, turns: Turns, step: int = 1, *, is_exact: bool = True) -> TurnedStrategy:
+def _of(name: str, pair: GraphPair, turns: FullSymmetry, step: int = 1, *, is_exact: bool = True) -> TurnedStrategy:
     return TurnedStrategy(Strategy(name, turned_pairs(pair, turns, step)), turns, step, is_exact)
 
 
 def _ring(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     size = layout.size
-    ring = _of("ring", GraphPair(_chain_up(size), Graph.from_parents([0, *range(size - 1)])), Turns(size))
+    ring = _of("ring", GraphPair(_chain_up(size), Graph.from_parents([0, *range(size - 1)])), FullSymmetry(size))
     return replace(ring, has_one_sender=True)
 
 
 def _chain_star(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     size = layout.size
-    return _of("chain_star", GraphPair(_chain_up(size), star_around(size, 0)), Turns(size))
+    return _of("chain_star", GraphPair(_chain_up(size), star_around(size, 0)), FullSymmetry(size))
 
 
 def _clique(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     pair = GraphPair.of(star_around(layout.size, 0))
     # Stars fold by rank: with ranks of the own host among them, these come first for some ranks and last for others.
-    return _of("clique", pair, Turns(layout.size, local), is_exact=local == 1)
+    return _of("clique", pair, FullSymmetry(layout.size, local), is_exact=local == 1)
 
 
 def _direct(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
@@ -283,27 +285,27 @@ def _binomial(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     edges = [(label & (label - 1), label) for label in range(1, size)]
     pair = GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
     # Chunks of several lanes arrive at one moment, and simulated one by one, ranks take them in unlike orders.
-    return _of("binomial", pair, Turns(size, size & -size, is_xor=True), is_exact=False)
+    return _of("binomial", pair, FullSymmetry(size, size & -size, is_xor=True), is_exact=False)
 
 
 def _multi_star(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
-    return _of("multi_star", tree(layout).pairs[0], Turns(layout.size), local, is_exact=local == 1)
+    return _of("multi_star", tree(layout).pairs[0], FullSymmetry(layout.size), local, is_exact=local == 1)
 
 
 def _multi_binary_tree_star(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
     pair = binary_tree_star(layout).pairs[0]
-    return _of("multi_binary_tree_star", pair, Turns(layout.size), local, is_exact=False)
+    return _of("multi_binary_tree_star", pair, FullSymmetry(layout.size), local, is_exact=False)
 
 
 def _halving_doubling(layout: Layout, local: int, nbytes: int) -> TurnedStrategy:
-    return TurnedStrategy(halving_doubling(layout), Turns(layout.size), 0, is_exact=True)
+    return TurnedStrategy(halving_doubling(layout), FullSymmetry(layout.size), 0, is_exact=True)
 
 
 def _dissemination(layout: Layout, local: int, nbytes: int) -> TurnedStrategy | None:
     strategy = dissemination(layout)
     if layout.num_hosts == 1 or not strategy.sends_at_once(nbytes):
         return None
-    return TurnedStrategy(strategy, Turns(layout.size), 0, is_exact=True)
+    return TurnedStrategy(strategy, FullSymmetry(layout.size), 0, is_exact=True)
 
 
 class CutExchange(Exchange):

@@ -19,7 +19,7 @@ from kfcomm.simulate.alike import Numbers
 from kfcomm.simulate.ports import Flow, Pass
 from kfcomm.simulate.ranks import Chunk, Rank, Way
 from kfcomm.simulate.routes import Routes
-from kfcomm.simulate.turned import Group
+from kfcomm.simulate.turned import Symmetry
 from kfcomm.types import override
 
 _Leg: TypeAlias = tuple[tuple[Pass, ...], float, Callable[[Any], None]]
@@ -114,7 +114,7 @@ class TurnedRanks(_PairWiring):
         by_host: how many ranks of a host send alike through its port.
     """
 
-    def __init__(self, routes: Routes, groups: Sequence[Group], by_host: int) -> None:
+    def __init__(self, routes: Routes, groups: Sequence[Symmetry], by_host: int) -> None:
         super().__init__(routes, groups[0].numbers)
         self._groups = groups
         self._by_host = by_host

@@ -62,7 +62,7 @@ class Edges(NamedTuple):
 
         return cls(alpha_s, ports, network.overhead_s, network.gamma_s_per_byte)
 
-    def step(self, ends: Sequence[Edge]) -> Step:
+    def step(self, ends: Sequence[Edge]) -> StepForm:
         """Messages along these edges at the same time, and the ports where they meet."""
         alone, meeting = [0.0] * len(ends), dict[tuple[int, int], tuple[float, list[int]]]()
         for place, edge in enumerate(ends):
@@ -78,10 +78,10 @@ class Edges(NamedTuple):
                 shared.append((byte_s, places))
             else:
                 alone[places[0]] = max(alone[places[0]], byte_s)
-        return Step(ends, [self.alpha_s(edge) for edge in ends], alone, shared)
+        return StepForm(ends, [self.alpha_s(edge) for edge in ends], alone, shared)
 
 
-class Step(NamedTuple):
+class StepForm(NamedTuple):
     """Messages at the same time, in the form that is the same for any size."""
 
     ends: Sequence[Edge]
@@ -171,7 +171,7 @@ def _levels(graph: Graph) -> list[list[Edge]]:
     return levels
 
 
-def _up_s(pair: GraphPair, steps: Sequence[Step], edges: Edges, nbytes: int) -> float:
+def _up_s(pair: GraphPair, steps: Sequence[StepForm], edges: Edges, nbytes: int) -> float:
     """Moment at which the root has folded a chunk of all ranks."""
     ready = [0.0] * pair.size
     overhead_s, work_s = edges.overhead_s, edges.overhead_s + edges.fold_s * nbytes
@@ -182,7 +182,7 @@ def _up_s(pair: GraphPair, steps: Sequence[Step], edges: Edges, nbytes: int) -> 
     return ready[pair.root]
 
 
-def _down_s(pair: GraphPair, steps: Sequence[Step], edges: Edges, nbytes: int, start_s: float) -> float:
+def _down_s(pair: GraphPair, steps: Sequence[StepForm], edges: Edges, nbytes: int, start_s: float) -> float:
     """Moment at which the last rank has a chunk of the result, which the root has at ``start_s``."""
     ready = [start_s] * pair.size
     children, overhead_s = pair.broadcast.children, edges.overhead_s

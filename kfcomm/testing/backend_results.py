@@ -23,7 +23,7 @@ INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 FOLDS = {op: reduction.ufunc for op, reduction in REDUCTIONS.items() if reduction.nccl is not None}
 
 
-class Launched(NamedTuple):
+class FakeLaunch(NamedTuple):
     """Launch of one rank at one place of its group; the same on all ranks."""
 
     verb: Verb  # what is done
@@ -86,7 +86,7 @@ def _overlap(verb: Verb, source: FakeArray, target: FakeArray) -> bool:
     return verb not in IN_PLACE or span(source) != span(target)
 
 
-def results(launched: Launched, sources: Sequence[Array]) -> list[Array | None]:
+def results(launched: FakeLaunch, sources: Sequence[Array]) -> list[Array | None]:
     """Results of one part by rank, from the sources of all ranks."""
     size, root = len(sources), launched.root
     match launched.verb:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kfcomm.arrays.devices import Array, Device
 from kfcomm.errors import TransportError
-from kfcomm.testing.backend_results import ROOTED, Impossible, Launched, num_elements, results, supports
+from kfcomm.testing.backend_results import ROOTED, FakeLaunch, Impossible, num_elements, results, supports
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.testing.streams import SCHEDULER, FakeStream, poison
@@ -38,7 +38,7 @@ class FakeFabric:
 
     def __init__(self) -> None:
         self.violations: list[str] = []
-        self.launched: list[tuple[bytes, int, Launched]] = []
+        self.launched: list[tuple[bytes, int, FakeLaunch]] = []
         self._meeting = threading.Condition()
         self._refusal: str | None = None
         self._groups: dict[bytes, _Group] = {}
@@ -188,7 +188,7 @@ class _Launch:
     """One collective of one rank, on its stream; an item of `kfcomm.testing.streams`."""
 
     def __init__(
-        self, backend: FakeBackend, place: int, launched: Launched, parts: Sequence[Part], stream: FakeStream
+        self, backend: FakeBackend, place: int, launched: FakeLaunch, parts: Sequence[Part], stream: FakeStream
     ) -> None:
         self.rank = backend.rank
         self.launched = launched
@@ -335,7 +335,7 @@ class FakeBackend:
         if said is not None:
             raise TransportError(said)
 
-    def _checked(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int) -> Launched:
+    def _checked(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int) -> FakeLaunch:
         """Describe a launch that obeys the rules of `kfcomm.transports.base`; else raise `Impossible`."""
         size = self.group.size
         if not parts:
@@ -346,7 +346,7 @@ class FakeBackend:
         if not supports(verb, dtype, op):
             raise Impossible(f"{verb} of {dtype} with op {op}, which is not supported")
         sizes = [num_elements(verb, part, dtype, self.rank == root, size) for part in parts]
-        return Launched(verb, op, root, dtype, tuple(sizes))
+        return FakeLaunch(verb, op, root, dtype, tuple(sizes))
 
     def _check_here(self, parts: Sequence[Part], stream: Any) -> None:
         if not isinstance(stream, FakeStream) or stream.device is not self.device:

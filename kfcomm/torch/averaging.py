@@ -26,7 +26,7 @@ from kfcomm.torch.compiling import has_compiled, uncompiled
 from kfcomm.torch.compression import Compression, Given, GradientAverage
 from kfcomm.torch.deferred import Deferred
 from kfcomm.torch.exchange import GradientExchange
-from kfcomm.torch.memory import DeviceMemory, HostMemory, is_on_device
+from kfcomm.torch.memory import DeviceMemory, HostGradients, is_on_device
 from kfcomm.torch.reductions import aside, is_elastic
 from kfcomm.torch.steps import Closure, Passes, hook_steps, mean_loss
 from kfcomm.train.composite import CompositeState
@@ -297,11 +297,11 @@ def _device_bucket_nbytes(parameters: Sequence[Named], comm: Any) -> int:
 
 def buckets_of(parts: Parts, traffic: TrafficOptions, shared: Shares, op: str) -> list[Bucket]:
     """Buckets with their memory, whose gradients are combined by ``op``."""
-    buckets, memories = [], dict[torch.device, HostMemory | DeviceMemory]()
+    buckets, memories = [], dict[torch.device, HostGradients | DeviceMemory]()
     for part, kind in shared:
         name, device = title(parts.name, part), part[0][1].device
         if device not in memories:
-            memories[device] = DeviceMemory(device) if is_on_device(part[0][1]) else HostMemory()
+            memories[device] = DeviceMemory(device) if is_on_device(part[0][1]) else HostGradients()
         begin_after = 0 if kind is None else kind.begin_after
         average = GradientAverage(name, kind, wire_dtype=traffic.wire_dtype, begin_after=begin_after, op=op)
         buckets.append(Bucket(parts.comm, part, name, average, memories[device]))

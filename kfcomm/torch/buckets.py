@@ -24,7 +24,7 @@ from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compression import Compression, GradientAverage
 from kfcomm.torch.in_host_memory import HostAverage, adasum, reduced
-from kfcomm.torch.memory import DeviceMemory, HostMemory, RoundedAverage
+from kfcomm.torch.memory import DeviceMemory, HostGradients, RoundedAverage
 from kfcomm.torch.reductions import RestartableReduction, is_elastic, reduction
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Bucket:
 
     def __init__(
         self, comm: Communicator, parameters: Sequence[Named], name: str, average: GradientAverage,
-        memory: HostMemory | DeviceMemory,
+        memory: HostGradients | DeviceMemory,
     ) -> None:  # fmt: skip
         self._dtype = parameters[0][1].dtype
         if average.compressor is not None and self._dtype not in COMPRESSED:

@@ -19,7 +19,7 @@ from kfcomm.common.sizes import ranks_in_words
 from kfcomm.engine.meter import StepTally
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.torch.buckets import Bucket, BucketPlace
-from kfcomm.torch.marks import Marks
+from kfcomm.torch.marks import GradientMarks
 from kfcomm.torch.reductions import aside, world_ranks
 from kfcomm.torch.state import Buffers
 from kfcomm.torch.watch import GradientWatch
@@ -81,11 +81,11 @@ class GradientExchange:
 
     def renew(self) -> None:
         """Exchange with the ranks that the communicator has now; nothing is under way."""
-        self._marks = Marks(
+        self._marks = GradientMarks(
             self._comm, self.places, f"{self.name}/marks", num_numbers=self._watch.num_numbers,
             is_local=self.buckets[0].is_local,
         )  # fmt: skip
-        self._parts: list[Bucket | Marks | Buffers] = [*self.buckets, self._marks, self._buffers]
+        self._parts: list[Bucket | GradientMarks | Buffers] = [*self.buckets, self._marks, self._buffers]
         self.profile = GradientProfile(self._comm, self.name)
 
     @property
@@ -176,7 +176,7 @@ class GradientExchange:
         if self.has_left:
             self.wait_for_buffers(and_marks=True)
 
-    def _wait(self, one: Bucket | Marks) -> None:
+    def _wait(self, one: Bucket | GradientMarks) -> None:
         if one.done():
             one.wait()
             return
@@ -250,7 +250,7 @@ class GradientExchange:
             )
 
 
-def _wait_for(parts: Sequence[Bucket | Marks | Buffers]) -> None:
+def _wait_for(parts: Sequence[Bucket | GradientMarks | Buffers]) -> None:
     """Wait for the parts of a pass, failed ones included."""
     for one in parts:
         with contextlib.suppress(CollectiveError):

@@ -22,7 +22,7 @@ import torch
 
 from kfcomm.adapt.guard import GuardSteps, StepEvidence, Void
 from kfcomm.torch.compiling import uncompiled
-from kfcomm.torch.marks import Marks
+from kfcomm.torch.marks import GradientMarks
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.watch import Array, exact_squared_norm_of, unfit
 
@@ -246,7 +246,7 @@ class Guarded:
         self._comm = comm
         self._name = name
         self._births: Any = None
-        self._late: Marks | None = None
+        self._late: GradientMarks | None = None
         self._void: Void | None = None
         self.is_again = False
         """Whether the judgement is that of the step before: another step on gradients that were void."""
@@ -285,7 +285,7 @@ class Guarded:
             return {}
         if self._late is None or self._births != self._comm.births:
             self._births = self._comm.births
-            self._late = Marks(self._comm, (), aside(self._comm, f"{self._name}/losses"), num_numbers=2)
+            self._late = GradientMarks(self._comm, (), aside(self._comm, f"{self._name}/losses"), num_numbers=2)
         self._late.begin(0, self.evidence.late_row())
         self._late.wait()
         return dict(zip(self._late.ranks, self._late.numbers.tolist(), strict=True))

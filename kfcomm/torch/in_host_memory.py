@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-class Averaging(Protocol):
+class CompressorAverage(Protocol):
     """Way to average gradients, as ``kfcomm.compression`` has it."""
 
     def __call__(self, comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
@@ -32,7 +32,7 @@ class HostAverage(threading.Thread):
 
     # A thread, as several blocking calls are made, for which the backward pass must not wait.
 
-    def __init__(self, comm: Communicator, bucket: Bucket, averaging: Averaging) -> None:
+    def __init__(self, comm: Communicator, bucket: Bucket, averaging: CompressorAverage) -> None:
         super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
         self._comm, self._bucket, self._averaging = comm, bucket, averaging
         self._error: BaseException | None = None

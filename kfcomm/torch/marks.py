@@ -22,7 +22,7 @@ MARKS_URGENCY = 1 << 13
 """Above the priority of any gradient, since all of them wait for the marks."""
 
 
-class Marks:
+class GradientMarks:
     """Exchange of marks and rows, once a pass.
 
     Args:

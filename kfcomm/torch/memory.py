@@ -64,7 +64,7 @@ class BucketBuffer:
     is_local: bool
 
 
-class HostMemory:
+class HostGradients:
     """Host memory; memory that all ranks read and write in place, if they are on one host."""
 
     is_on_device = False

@@ -13,7 +13,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import BucketPlace
-from kfcomm.torch.marks import Marks
+from kfcomm.torch.marks import GradientMarks
 from kfcomm.torch.reductions import aside
 from kfcomm.torch.tensors import read
 from kfcomm.torch.watch import GradientWatch
@@ -66,7 +66,7 @@ class StepRows:
         self._parameters = parameters
         self._watch = watch
         self._asked = is_left_out
-        self._marks: Marks | None = None
+        self._marks: GradientMarks | None = None
         self._births: Any = None
 
     means: Sequence[BucketPlace] = ()  # known only after the algorithm
@@ -93,7 +93,7 @@ class StepRows:
                 self._watch.left(alone, read(place.view))
         if self._marks is None or self._births != self._comm.births:
             self._births = self._comm.births
-            self._marks = Marks(
+            self._marks = GradientMarks(
                 self._comm, (), aside(self._comm, f"{self._name}/rows"), num_numbers=self._watch.num_numbers
             )
         self._marks.begin(0, self._watch.row())

@@ -49,7 +49,7 @@ PROBE: Final = "probe"
 """Instruction to measure now."""
 
 
-class Refused(Exception):
+class TakesNoPart(Exception):
     """A rank takes no part: its program, or a policy, sets the strategy."""
 
 
@@ -108,7 +108,7 @@ class Improvement:
     async def _direct(self) -> None:
         try:
             await self._improve()
-        except Refused:
+        except TakesNoPart:
             logger.debug("auto of group %r stays as it is: the program sets its strategy", self._name)
         except (PeerLost, EpochChanged, SessionClosed) as error:
             logger.debug("auto of group %r stays as it is: %s", self._name, error)
@@ -154,7 +154,7 @@ class Improvement:
             self._asked = number = self._directed.begin(MEASURE, None)
             answers = await self._directed.answers(number, self._pace.within_s)
             if None in answers or self._hold() is None:
-                raise Refused
+                raise TakesNoPart
             self._directed.tell(number, PROBE)
             rates = await self._prober.run()
         finally:
@@ -184,7 +184,7 @@ class Improvement:
             # From here to the end nothing else runs on this rank: what it has begun by now is what counts.
             group = self._group
             if None in told or group.waits or group.is_set:
-                raise Refused
+                raise TakesNoPart
             first = first_uses([group.uses(), *told])
             group.change(chosen, self._layout, GENERATION + number, first)
             self._directed.tell(number, CHANGE, first)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.bench.measure import AsyncCaller, WrongResult, measure
-from kfcomm.bench.memory import CudaMemory, HostMemory, described, in_words, num_devices
+from kfcomm.bench.memory import CudaBenchMemory, HostBenchMemory, described, in_words, num_devices
 from kfcomm.bench.pages import surroundings
 from kfcomm.bench.report import Report
 from kfcomm.bench.suite import COLLECTIVES, Begun, BenchPlace, CallMode, Event, MeasuredCase, Suite, from_line, to_line
@@ -36,7 +36,7 @@ class Boxed:
         return Boxed(self.values.reshape(shape))
 
 
-class BoxedMemory(HostMemory):
+class BoxedMemory(HostBenchMemory):
     """Memory of such arrays, whose clock says that everything takes a second more for each call of it."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "int16", "uint8", "bool", "complex64", "float64"])
 def test_arrays_are_made_overwritten_and_read_on_the_device(cupy: Any, dtype: str) -> None:
-    memory = CudaMemory(2)
+    memory = CudaBenchMemory(2)
     assert cupy.used == [2]
     values = np.array([[1, 0], [1, 1]]).astype(dtype)
     array = memory.holding(values)
@@ -224,16 +224,16 @@ def test_arrays_are_made_overwritten_and_read_on_the_device(cupy: Any, dtype: st
 
 @pytest.mark.asyncio
 async def test_time_is_that_between_two_events(cupy: Any) -> None:
-    stopwatch = CudaMemory(0).stopwatch()
+    stopwatch = CudaBenchMemory(0).stopwatch()
     stopwatch.start()
     assert await stopwatch.elapsed_s() == 0.25
 
 
 def test_arrays_too_large_for_the_device_are_refused(cupy: Any) -> None:
     with pytest.raises(ConfigError, match="no 8 MiB left"):
-        CudaMemory(0).empty(1 << 21, np.dtype("float32"))
+        CudaBenchMemory(0).empty(1 << 21, np.dtype("float32"))
     with pytest.raises(ConfigError, match="no arrays of float16"):
-        CudaMemory(0).empty(1, np.dtype("float16"))
+        CudaBenchMemory(0).empty(1, np.dtype("float16"))
 
 
 # ---------------------------------------------------------------- what there is, and what is said of it

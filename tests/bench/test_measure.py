@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.bench.load import PERIOD, BenchLoad, contributions, first_wrong, reduced, tiled
 from kfcomm.bench.measure import AsyncCaller, BlockingCaller, WrongResult, measure
-from kfcomm.bench.memory import HostMemory, memory_of, spoil
+from kfcomm.bench.memory import HostBenchMemory, memory_of, spoil
 from kfcomm.bench.suite import COLLECTIVES, BenchPlace, CallMode, Event, Failed, MeasuredCase, Starting, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
@@ -173,7 +173,7 @@ async def test_a_wrong_element_of_one_rank_in_one_iteration_is_an_error_on_all(
 
 def test_a_result_of_another_length_is_wrong() -> None:
     (case,) = Suite(sizes=(400,)).cases(2)
-    load = BenchLoad.of(case, 0, 2, HostMemory())
+    load = BenchLoad.of(case, 0, 2, HostBenchMemory())
     assert load.fault([np.zeros(99, np.float32)]) == "99 elements, must be 100"
 
 

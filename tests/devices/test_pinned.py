@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.arrays.devices.host import ALIGNMENT_NBYTES, FIRST_SLAB_NBYTES, Block, PinnedPool
+from kfcomm.arrays.devices.host import ALIGNMENT_NBYTES, FIRST_SLAB_NBYTES, PinnedPool, PooledBlock
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def pool(limit_nbytes: int = 64 * MIB, device: Any = None) -> PinnedPool:
     return PinnedPool(device or Pinning(), limit_nbytes)
 
 
-def address(block: Block) -> int:
+def address(block: PooledBlock) -> int:
     return block.view.__array_interface__["data"][0]
 
 
@@ -156,7 +156,7 @@ def test_a_closed_pool_lets_go_and_gives_ordinary_memory() -> None:
 )
 def test_blocks_never_overlap_and_the_limit_holds(limit_kib: int, acts: list[tuple[str, int]]) -> None:
     ours = pool(limit_nbytes=limit_kib * KIB)
-    held: list[tuple[Block, int]] = []
+    held: list[tuple[PooledBlock, int]] = []
     for tag, (act, number) in enumerate(acts):
         if act == "take":
             block = ours.take(number)

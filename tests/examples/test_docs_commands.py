@@ -117,7 +117,8 @@ def test_all_commands_and_settings_are_in_the_reference() -> None:
 
 def test_built_pages_show_what_commands_print() -> None:
     spec = importlib.util.spec_from_file_location("outputs", ROOT / "docs" / "outputs.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     marked = [page for page in PAGES_OF_PACKAGE if "<!-- output: " in page.read_text("utf-8")]
@@ -125,7 +126,7 @@ def test_built_pages_show_what_commands_print() -> None:
     assert all("<!-- output" not in page for page in built.values())
     for name in sorted(set(main.list_commands(click.Context(main))) - {"timeline", "tls", "topology"}):
         assert f"Usage: kfcomm {name} " in built["commands"]
-    with pytest.raises(ValueError, match="no command 'runn'|No such command"):
+    with pytest.raises(ValueError, match=r"no command 'runn'|No such command"):
         module.on_page_markdown("<!-- output: kfcomm runn --help -->")
 
 

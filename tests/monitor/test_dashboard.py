@@ -22,8 +22,8 @@ from kfcomm.common import sockets
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.dashboard.frames import EventLog, clipped
 from kfcomm.monitor.dashboard.serving import Address, is_loopback, served
-from kfcomm.monitor.dashboard.watching import MAX_TRAINING, Feed, JobObserver, Past
-from kfcomm.monitor.live import Question, answer_of, jobs
+from kfcomm.monitor.dashboard.watching import MAX_TRAINING, FrameFeed, JobObserver, Past
+from kfcomm.monitor.live import JobQuestion, answer_of, jobs
 from kfcomm.monitor.statistics import RecentEvent
 from tests.launch.launched import Launcher, launched
 
@@ -205,7 +205,7 @@ def test_options_out_of_range_are_refused(arguments: list[str]) -> None:
 
 @pytest.mark.asyncio
 async def test_slow_reader_misses_messages_and_gets_the_latest() -> None:
-    feed = Feed(lambda: {"rates": []})
+    feed = FrameFeed(lambda: {"rates": []})
     feed.publish("figures", {"n": 1})
     async with contextlib.aclosing(feed.read()) as messages:
         assert await anext(messages) == ("past", '{"rates":[]}')
@@ -246,11 +246,11 @@ def test_rank_answers_every_question() -> None:
         comm.barrier("here")
         (mine,) = [one for one in jobs() if one.name == f"pid-{os.getpid()}"]
         ((_, name),) = mine.sockets
-        assert [key["name"] for key in answer_of(name, Question.STATISTICS)["keys"]] == ["here"]
-        assert answer_of(name, Question.FIGURES)["keys"] == []
-        assert answer_of(name, Question.DUMP)["uses"]
-        assert answer_of(name, Question.GRAPHS)["hosts"] == [0]
-    assert answer_of(name, Question.DUMP) is None
+        assert [key["name"] for key in answer_of(name, JobQuestion.STATISTICS)["keys"]] == ["here"]
+        assert answer_of(name, JobQuestion.FIGURES)["keys"] == []
+        assert answer_of(name, JobQuestion.DUMP)["uses"]
+        assert answer_of(name, JobQuestion.GRAPHS)["hosts"] == [0]
+    assert answer_of(name, JobQuestion.DUMP) is None
 
 
 def test_statistics_have_recent_events() -> None:

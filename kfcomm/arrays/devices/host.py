@@ -96,7 +96,7 @@ ALIGNMENT_NBYTES: Final = 512
 """Blocks begin on its multiples: no two share a cache line, nor a burst of the bus."""
 
 
-class Block:
+class PooledBlock:
     """Memory of the host, taken from a pool."""
 
     __slots__ = ("_offset", "_pool", "_slab", "view")
@@ -131,7 +131,7 @@ class PinnedPool:
         with self._lock:
             return sum(slab.memory.nbytes for slab in self._slabs)
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PooledBlock:
         """A block of this many bytes, with any content.
 
         Raises:
@@ -142,7 +142,7 @@ class PinnedPool:
             block = self._take(nbytes, padded) if padded else None
             if block is None and padded and self._grow(padded):
                 block = self._take(nbytes, padded)
-        return block or Block(np.empty(nbytes, np.uint8), self, None, 0)
+        return block or PooledBlock(np.empty(nbytes, np.uint8), self, None, 0)
 
     def close(self) -> None:
         """Free the pinned memory, that of blocks in use with their last view. New blocks are ordinary memory then."""
@@ -151,13 +151,13 @@ class PinnedPool:
             self._left_nbytes = 0
             self._slabs.clear()
 
-    def _take(self, nbytes: int, padded: int) -> Block | None:
+    def _take(self, nbytes: int, padded: int) -> PooledBlock | None:
         fits = [(hole, slab) for slab in self._slabs if (hole := slab.tightest(padded)) is not None]
         if not fits:
             return None
         (_, offset), slab = min(fits, key=lambda fit: fit[0])
         slab.cut(offset, padded)
-        return Block(slab.memory[offset : offset + nbytes], self, slab, offset)
+        return PooledBlock(slab.memory[offset : offset + nbytes], self, slab, offset)
 
     def _grow(self, padded: int) -> bool:
         """Pin another slab, as large as all before; return whether a block of this size fits now."""
@@ -175,7 +175,7 @@ class PinnedPool:
         self._slabs.append(Slab(memory))
         return True
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: PooledBlock) -> None:
         with self._lock:
             slab, block._slab = block._slab, None
             nbytes, block.view = block.view.nbytes, block.view[:0]

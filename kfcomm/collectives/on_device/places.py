@@ -21,7 +21,7 @@ MAX_EARLY: Final = 1 << 10
 """Uses that others acknowledged before this rank began them."""
 
 
-class Use(NamedTuple):
+class NamedUse(NamedTuple):
     """One use of a name."""
 
     digest: int  # of the key, 63 bits
@@ -34,7 +34,7 @@ def digest_of(key: str) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SlotPlace:
     """Memory for one contribution."""
 
     handle: bytes  # of the exported memory in which it lies
@@ -51,8 +51,8 @@ class Places:
         self._sharing = sharing
         self._size = size
         self._slabs: list[tuple[bytes, Slab]] = []
-        self._taken: dict[Use, Place] = {}
-        self._early: OrderedDict[Use, set[int]] = OrderedDict()
+        self._taken: dict[NamedUse, SlotPlace] = {}
+        self._early: OrderedDict[NamedUse, set[int]] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of places in use."""
@@ -74,7 +74,7 @@ class Places:
         handle, slab = self._slabs[0]
         return handle, slab.memory.nbytes
 
-    def take(self, nbytes: int, use: Use) -> Place:
+    def take(self, nbytes: int, use: NamedUse) -> SlotPlace:
         """A place for the contribution of this rank to a use.
 
         Raises:
@@ -87,12 +87,12 @@ class Places:
             return self.take(nbytes, use)
         handle, slab, offset = found
         slab.cut(offset, padded)
-        place = Place(handle, slab, Span(slab.memory, offset), nbytes)
+        place = SlotPlace(handle, slab, Span(slab.memory, offset), nbytes)
         place.readers = set(range(self._size)) - self._early.pop(use, set())
         self._taken[use] = place
         return place
 
-    def acknowledged(self, use: Use, rank: int) -> None:
+    def acknowledged(self, use: NamedUse, rank: int) -> None:
         """Note that a rank has acknowledged a use."""
         place = self._taken.get(use)
         if place is not None:
@@ -104,7 +104,7 @@ class Places:
         if len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)
 
-    def drop(self, use: Use) -> None:
+    def drop(self, use: NamedUse) -> None:
         """Free the place of a use, which no rank reads, or has heard of."""
         place = self._taken.pop(use, None)
         if place is not None:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from kfcomm.arrays.devices import HANDLE_NBYTES, CopyWork, FoldWork, Span
-from kfcomm.collectives.on_device.places import Place, Use, digest_of
-from kfcomm.collectives.on_device.slot_work import Piece, SlotWork, work_of
+from kfcomm.collectives.on_device.places import NamedUse, SlotPlace, digest_of
+from kfcomm.collectives.on_device.slot_work import SlotPiece, SlotWork, work_of
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError, TransportError
 from kfcomm.types import Verb
@@ -80,9 +80,9 @@ class SlotCall:
             view = path.view
             kept = call.memo[""] = _Kept(digest_of(call.key), work_of(call.kind, view.rank, view.size, _counts(call)))
         self._work = kept.work
-        self._use = Use(kept.digest, call.head.seq)
-        self._place: Place | None = None
-        self._acks: list[Use] = []  # by the record
+        self._use = NamedUse(kept.digest, call.head.seq)
+        self._place: SlotPlace | None = None
+        self._acks: list[NamedUse] = []  # by the record
         self._is_seen = False  # other ranks may have the record
         self._future: _Future | None = None
         self._turn = path.turns.next(call.key)
@@ -174,7 +174,7 @@ class SlotCall:
         for rank, row in enumerate(table):
             if rank != path.view.rank:
                 uses = row[_ACKS:].reshape(-1, 2).tolist()
-                path.acknowledged(rank, (Use(*use) for use in uses if use[1] >= 0))
+                path.acknowledged(rank, (NamedUse(*use) for use in uses if use[1] >= 0))
         if self.state is SlotState.OVER:
             self._end()
         else:
@@ -227,7 +227,7 @@ class SlotCall:
             raise TransportError(f"{path.view.called(rank)} sent a place outside of its memory")
         return Span(path.memory(_HANDLE.pack(*row[:_WORDS]), room), offset)
 
-    def _span(self, rank: int, contribution: Span | None, piece: Piece) -> Span:
+    def _span(self, rank: int, contribution: Span | None, piece: SlotPiece) -> Span:
         """A piece of the contribution of a rank; where this rank gives none, of its own source."""
         if contribution is not None:
             return Span(contribution.memory, contribution.offset + piece.at)

@@ -31,7 +31,7 @@ from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     """Piece of one part of a contribution."""
 
     part: int
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 class Fold(NamedTuple):
     """A piece of all contributions, folded into the target from its beginning."""
 
-    piece: Piece
+    piece: SlotPiece
     num_elements: int
 
 
@@ -50,7 +50,7 @@ class Copied(NamedTuple):
     """A piece of the contribution of a rank, and where it goes in the target."""
 
     rank: int
-    piece: Piece
+    piece: SlotPiece
     nbytes: int
     to: int
 
@@ -80,8 +80,8 @@ def work_of(kind: PlanKey, rank: int, size: int, counts: Sequence[int]) -> SlotW
         nbytes += -(-count * item // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
     where = tuple(offsets), nbytes
 
-    def piece(part: int, start: int = 0) -> Piece:
-        return Piece(part, offsets[part] + start, start)
+    def piece(part: int, start: int = 0) -> SlotPiece:
+        return SlotPiece(part, offsets[part] + start, start)
 
     parts = [(part, count) for part, count in enumerate(counts) if count]
     match verb:

@@ -40,7 +40,7 @@ from kfcomm.collectives.group import Group, GroupTurns
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import DevicePath
 from kfcomm.collectives.on_device.marks import Marks
-from kfcomm.collectives.on_device.places import Places, Use, digest_of
+from kfcomm.collectives.on_device.places import NamedUse, Places, digest_of
 from kfcomm.collectives.on_device.slot_call import RECORD, SlotCall
 from kfcomm.collectives.on_device.staged import like
 from kfcomm.collectives.plans import Plan, PlanKey
@@ -106,7 +106,7 @@ class SlotsPath(DevicePath):
         self.marks = Marks(group.engine.reactor)
         self.device = device
         self.turns = GroupTurns()
-        self.acks: deque[Use] = deque(maxlen=1 << 12)
+        self.acks: deque[NamedUse] = deque(maxlen=1 << 12)
         self._staged = staged
         self._shared: SharedMemory | None = None
         self._gates: dict[Stream, Stream] = {}
@@ -151,7 +151,7 @@ class SlotsPath(DevicePath):
         if self.state is not SlotsState.READY:
             self._staged.never_began(key, seq)
         self.turns.next(key).ready(lambda: self.engine.leave_out(self.view, key, seq + 1))
-        self.acknowledge(Use(digest_of(key), seq))
+        self.acknowledge(NamedUse(digest_of(key), seq))
 
     @override
     def hurry(self) -> None:
@@ -220,12 +220,12 @@ class SlotsPath(DevicePath):
             self._names[call.key] = known
         return known
 
-    def acknowledged(self, rank: int, uses: Iterable[Use]) -> None:
+    def acknowledged(self, rank: int, uses: Iterable[NamedUse]) -> None:
         """Note that another rank does not read these uses any more."""
         for use in uses:
             self.shared.places.acknowledged(use, rank)
 
-    def acknowledge(self, use: Use) -> None:
+    def acknowledge(self, use: NamedUse) -> None:
         """Note that this rank does not read contributions to a use any more; the others hear it by a later record."""
         self.acks.append(use)
         if self._shared is not None:

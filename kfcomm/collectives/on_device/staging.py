@@ -39,7 +39,7 @@ from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
-    from kfcomm.arrays.devices.host import Block
+    from kfcomm.arrays.devices.host import PooledBlock
     from kfcomm.collectives.on_device.calls import DeviceCall
     from kfcomm.collectives.on_device.staged import StagedPath
 
@@ -81,7 +81,7 @@ class _Staged:
     turn: Turn
     plan: CarriedPlan | None = None
     state: StagingState = StagingState.WAITING
-    block: Block | None = None
+    block: PooledBlock | None = None
     memory: Array = field(default_factory=lambda: _EMPTY)
     carried: Carried | None = None
 

@@ -20,7 +20,7 @@ from kfcomm.errors import CollectiveTimeout
 if TYPE_CHECKING:
     from kfcomm.arrays import OutArray, OutList
     from kfcomm.arrays.devices import Device, Flat, Stream
-    from kfcomm.arrays.devices.host import Block, PinnedPool
+    from kfcomm.arrays.devices.host import PinnedPool, PooledBlock
     from kfcomm.arrays.kinds import DeviceKind
     from kfcomm.arrays.on_device import DeviceArray, DeviceOut
     from kfcomm.engine.engine import Engine
@@ -149,6 +149,6 @@ def _put(device: Device, pool: PinnedPool, source: Array, target: Flat, stream: 
     device.notify(stream, partial(_copied, block, target))
 
 
-def _copied(block: Block, _: Flat, __: BaseException | None) -> None:
+def _copied(block: PooledBlock, _: Flat, __: BaseException | None) -> None:
     """Release both, on a thread of the device: neither is in use any more."""
     block.release()
