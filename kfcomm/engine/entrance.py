@@ -54,6 +54,7 @@ async def join(settings: Settings, device: DeviceReport) -> SocketNetwork:
     make_room(DESCRIPTORS, "a rank")
     tls = tls_of(settings)
     store = await JobStore.open(settings, tls)
+    settings = settings._replace(token=store.client.token)
     listener: Listener | None = None
     try:
         mark = secrets.token_hex(4)

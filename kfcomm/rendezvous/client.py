@@ -23,7 +23,9 @@ from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.authentication import (
     ANSWER_HEADER,
     GREETING,
+    MAX_SHOWN_NBYTES,
     REQUEST_HEADER,
+    SHOWN_PATH,
     Ticket,
     digest_of,
     identity_of,
@@ -66,7 +68,7 @@ class StoreClient(KeyValue):
 
     def __init__(self, url: str, token: bytes, *, timeout_s: float = 300.0, tls: Tls | None = None) -> None:
         self.url = url.rstrip("/")
-        self._token = token
+        self.token = token
         self._timeout_s = timeout_s
         self._client = secrets.token_hex(16)
         self._number = 0
@@ -160,6 +162,11 @@ class StoreClient(KeyValue):
         if reply.status != 200:
             raise ConfigError(reply.body.decode(errors="replace").strip())
 
+    async def shown(self) -> bytes:
+        """Return the public bytes of the store, which prove nothing; empty without any."""
+        answer = await self._repeated(lambda: self._ask("GET", SHOWN_PATH, {}, b"", _ANSWER_WITHIN_S), self._timeout_s)
+        return answer.body if answer.status == 200 and len(answer.body) <= MAX_SHOWN_NBYTES else b""
+
     async def close(self) -> None:
         """Close the connections; calls in flight fail. May be called twice."""
         await self._http.close()
@@ -235,7 +242,7 @@ class StoreClient(KeyValue):
 
     async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float, method: str) -> _Reply:
         self._number += 1
-        ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body), auth.tokens(self._token)[0])
+        ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body), auth.tokens(self.token)[0])
         headers = {REQUEST_HEADER: request_header(nonce, ticket)}
         answer = await self._ask(method, ticket.path, headers, body, timeout_s)
         return _Reply(ticket, answer.status, answer.body, answer.fields.get(ANSWER_HEADER.lower(), ""))

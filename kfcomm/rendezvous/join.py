@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.rendezvous.channels import agree_on_token
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
@@ -62,12 +63,15 @@ class JobStore:
 
         Raises:
             ConfigError: the world has one rank.
-            RendezvousError: the store cannot listen there.
+            RendezvousError: the store cannot listen there, or rank 0 does not hand the token over.
         """
         from kfcomm.rendezvous.client import StoreClient  # not needed in a world of one
 
-        if settings.store is None or settings.token is None:
+        if settings.store is None:
             raise ConfigError("a world of one has no store")
+        token, shown = settings.token, b""
+        if token is None:
+            token, shown = await agree_on_token(settings, tls)
         server = None
         if settings.serve and settings.rank == 0:
             from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need
@@ -75,8 +79,9 @@ class JobStore:
             raise_limit(RESERVE + CONNECTIONS_PER_RANK * settings.size)
             host, port = host_and_port(settings.store)
             address = await _address_to_serve(host, port, settings)
-            server = await StoreServer.start(address, port, token=settings.token, tls=tls)
-        return cls(StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s, tls=tls), server)
+            server = await StoreServer.start(address, port, token=token, tls=tls)
+            server.shown = shown  # before any client: nothing has been awaited since it listens
+        return cls(StoreClient(settings.store, token, timeout_s=settings.timeout_s, tls=tls), server)
 
     async def leave(
         self, settings: Settings, me: PeerInfo, *, timeout_s: float | None = None, ranks: Sequence[int] | None = None

@@ -8,18 +8,17 @@ token's file and lists of nodes are read from disk.
 
 from __future__ import annotations
 
-import math
 import operator
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from kfcomm.common.arguments import hint, meant, plain_text, whole_number
-from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.authentication import HOW_TO_SET, concealed_token, given_token, user_token
+from kfcomm.rendezvous.authentication import concealed_token, given_token, user_token
+from kfcomm.rendezvous.channels import choose_channel
 from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
+from kfcomm.rendezvous.reader import Reader
 from kfcomm.rendezvous.worlds import ALONE, ARGUMENTS, KFCOMM, MAX_RANKS, FoundWorld, integer
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
@@ -73,7 +72,8 @@ class Settings(NamedTuple):
         local_rank: rank on this host as the launcher says; 0 if it does not (after joining, the layout knows).
         local_size: number of ranks on this host as the launcher says; 1 if it does not.
         store: ``http://host:port`` of the store; None for a world of one.
-        token: the secret of the job; None for a world of one.
+        token: the secret of the job; None for a world of one, and where rank 0 hands it over by ``channel``.
+        channel: name of the secret channel (see `channels`) by which rank 0 hands the token over; None for none.
         strategy: name of the strategy, or rules by size.
         transport: one of `TRANSPORT_NAMES`.
         device: ``auto``, ``none``, ``cuda`` or ``cuda:N``.
@@ -105,6 +105,7 @@ class Settings(NamedTuple):
     local_size: int = 1
     store: str | None = None
     token: bytes | None = None
+    channel: str | None = None
     strategy: str = "auto"
     transport: str = "auto"
     device: str = "auto"
@@ -153,7 +154,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(known)}{near}")
     if isinstance(rules := given.get("strategy"), Mapping):
         given["strategy"] = ", ".join(": ".join(map(_word, rule)) for rule in rules.items())
-    reader = _Reader(environ, given)
+    reader = Reader(environ, given)
     reasons: list[str] = []
     world = _find_world(reader, reasons)
     store = _find_store(reader, world, reasons)
@@ -163,13 +164,15 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
     join = _find_join(reader, world, store)
     if join is None:
         world.check_local()
+    token, channel = _find_token(reader, store, world.source, reasons)
     return Settings(
         rank=world.rank if join is None else join,
         size=world.size,
         local_rank=local[0],
         local_size=local[1],
         store=store,
-        token=_find_token(reader, store, reasons),
+        token=token,
+        channel=channel,
         strategy=reader.text("strategy", "auto"),
         transport=reader.choice("transport", TRANSPORT_NAMES),
         device=check_device(reader.text("device", "auto"), reader.name("device")),
@@ -199,7 +202,7 @@ def _word(given: Any) -> str:
     return plain_text(given) if isinstance(given, str) else str(given)
 
 
-def _find_join(reader: _Reader, world: FoundWorld, store: str | None) -> int | None:
+def _find_join(reader: Reader, world: FoundWorld, store: str | None) -> int | None:
     """The number of a process that joins a running job."""
     given = reader.raw("join")
     if given is None:
@@ -217,7 +220,7 @@ def _find_join(reader: _Reader, world: FoundWorld, store: str | None) -> int | N
 
 def timeout_of(environ: Mapping[str, str]) -> float:
     """The setting ``timeout`` alone, in seconds. Raises `ConfigError`: it is invalid."""
-    return _Reader(environ, {}).seconds("timeout", TIMEOUT_S)
+    return Reader(environ, {}).seconds("timeout", TIMEOUT_S)
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
@@ -248,7 +251,7 @@ def check_device(choice: str, name: str = "device") -> str:
     )
 
 
-def _find_world(reader: _Reader, reasons: list[str]) -> FoundWorld:
+def _find_world(reader: Reader, reasons: list[str]) -> FoundWorld:
     world = _from_arguments(reader.given) or choose(survey(reader.environ))
     if world is None:
         reasons.append("alone: no launcher's variables were found")
@@ -283,7 +286,7 @@ def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
     return operator.index(given[names[0]]), operator.index(given[names[1]])
 
 
-def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str | None:
+def _find_store(reader: Reader, world: FoundWorld, reasons: list[str]) -> str | None:
     given = reader.optional("store")
     if given is not None:
         host, port = host_and_port(given, reader.name("store"))
@@ -307,90 +310,21 @@ def _find_store(reader: _Reader, world: FoundWorld, reasons: list[str]) -> str |
     return url
 
 
-def _find_token(reader: _Reader, store: str | None, reasons: list[str]) -> bytes | None:
+def _find_token(reader: Reader, store: str | None, source: str, reasons: list[str]) -> tuple[bytes | None, str | None]:
+    """The token, or the channel by which rank 0 hands it over; neither for a world of one."""
     found = given_token(reader.environ, reader.given.get("token"))
     if found is None:
         if store is None:
-            return None
+            return None, None
         found = concealed_token(store)
         if found is None and not _is_here(store):
-            raise ConfigError(f"a world on several hosts (store {store}) needs a token: {HOW_TO_SET}")
+            channel = choose_channel(reader.environ, source, serves=reader.flag("serve", default=True))
+            reasons.append(f"token: rank 0 hands it over by {channel}")
+            return None, channel
     token, origin = found or user_token(reader.environ)
     reasons.append(f"token: {origin}")
-    return token
+    return token, None
 
 
 def _is_here(store: str) -> bool:
     return is_loopback(host_and_port(store)[0])
-
-
-class _Reader(NamedTuple):
-    """Looks up one setting: the argument, else the variable, else the default."""
-
-    environ: Mapping[str, str]
-    given: Mapping[str, Any]
-
-    def name(self, setting: str) -> str:
-        """Name by which a setting was given, for messages."""
-        return setting if setting in self.given else f"KFCOMM_{setting.upper()}"
-
-    def raw(self, setting: str) -> Any:
-        if setting in self.given:
-            return self.given[setting]
-        return self.environ.get(f"KFCOMM_{setting.upper()}") or None
-
-    def optional(self, setting: str) -> str | None:
-        value = self.raw(setting)
-        if value is not None and (not isinstance(value, str) or not value.strip() or not value.isprintable()):
-            raise ConfigError(f"{self.name(setting)}={value!r} must be a text")
-        return None if value is None else plain_text(value)
-
-    def text(self, setting: str, default: str) -> str:
-        value = self.optional(setting)
-        return default if value is None else value
-
-    def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
-        value = self.text(setting, allowed[0])
-        if value not in allowed:
-            near = hint(value, allowed)
-            raise ConfigError(f"{self.name(setting)}={value!r} must be one of {', '.join(allowed)}{near}")
-        return value
-
-    def flag(self, setting: str, *, default: bool) -> bool:
-        value = self.raw(setting)
-        if value is None:
-            return default
-        if value not in (True, False, "0", "1"):
-            raise ConfigError(f"{self.name(setting)}={value!r} must be 0 or 1")
-        return value in (True, "1")
-
-    def port(self, setting: str) -> int | None:
-        value = self.raw(setting)
-        try:
-            port = None if value is None else int(value)
-        except (TypeError, ValueError):
-            port = 0
-        if port is not None and (isinstance(value, (bool, float)) or not 0 < port < 1 << 16):
-            raise ConfigError(f"{self.name(setting)}={value!r} must be a port, from 1 to 65535")
-        return port
-
-    def ports(self, setting: str) -> tuple[int, int] | None:
-        value = self.optional(setting)
-        if value is None:
-            return None
-        match = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", value)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 0 < first <= last < 1 << 16:
-            raise ConfigError(f"{self.name(setting)}={value!r} must be FIRST:LAST, ports from 1 to 65535")
-        return first, last
-
-    def seconds(self, setting: str, default: float) -> float:
-        value = self.raw(setting)
-        try:
-            given = float(value) if isinstance(value, str) else value
-            seconds = default if given is None else seconds_of(given)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds < math.inf:
-            raise ConfigError(f"{self.name(setting)}={value!r} must be a number of seconds above 0")
-        return seconds

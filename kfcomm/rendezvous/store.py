@@ -31,6 +31,7 @@ from kfcomm.rendezvous.authentication import (
     GREETING,
     IDENTITY_NBYTES,
     REQUEST_HEADER,
+    SHOWN_PATH,
     Authenticator,
     Ticket,
     answer_header,
@@ -90,6 +91,7 @@ class StoreServer:
 
     def __init__(self, token: bytes, tls: Tls | None = None, store: LocalStore | None = None) -> None:
         self.url = ""  # ``http://address:port``
+        self.shown = b""  # what anyone may read: see `channels`
         self.store = store or LocalStore()
         self.store.contents.later = lambda key, value: self._keep(_quietly(self.store.claim(key, value)))
         self._calls = _Calls(self.store)
@@ -187,6 +189,8 @@ class StoreServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/v1/hello":
             return web.Response(body=GREETING + self._authenticator.nonce.hex().encode())
+        if request.method == "GET" and request.path == SHOWN_PATH:
+            return web.Response(body=self.shown)
         # Before the body is read: an unauthenticated client must not cost memory for one.
         ticket = self._authenticator.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
         if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):

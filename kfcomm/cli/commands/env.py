@@ -74,7 +74,7 @@ def _world(settings: Settings) -> list[Row]:
         ("local rank", f"{settings.local_rank} of {settings.local_size}"),
         ("host", f"{hostname()} ({host_id()})"),
         ("store", _store(settings)),
-        ("token", "none: a world of one needs none" if settings.token is None else "known"),
+        ("token", _token(settings)),
     ]
 
 
@@ -86,6 +86,12 @@ def _finders(environ: Mapping[str, str]) -> list[Row]:
     except ConfigError:
         chosen = None
     return [(finding.finder.name, finding.describe(chosen)) for finding in findings]
+
+
+def _token(settings: Settings) -> str:
+    if settings.token is not None:
+        return "known"
+    return "none: a world of one needs none" if settings.channel is None else f"handed over by {settings.channel}"
 
 
 def _store(settings: Settings) -> str:
