@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import kfcomm.torch
+from kfcomm.rendezvous.host import interfaces, is_loopback
 from tests.support import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,21 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
     found = re.fullmatch(r"accuracy (\d\.\d{3}) on 3 ranks\n", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) > 0.9
+
+
+def test_torchruns_of_several_hosts_share_a_token(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import kfcomm\nwith kfcomm.sync.init() as comm: print(comm.all_gather_object(comm.rank))\n")
+    found = [one.address for one in interfaces() if not is_loopback(one.address) and ":" not in one.address]
+    if not found:
+        pytest.skip("needs an address that is not a loopback one")
+    place = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", found[0], "--master-port", str(free_port()))
+    commands = [("-m", "torch.distributed.run", *place, "--node-rank", rank, str(program)) for rank in "01"]
+    with ThreadPoolExecutor(2) as hosts:
+        both = [hosts.submit(finished, *command, folder=tmp_path) for command in commands]
+    for one in both:
+        assert one.result().stdout == "[0, 1]\n", one.result().stderr
+    assert sum("the token is kept in torchrun's store" in one.result().stderr for one in both) == 1
 
 
 @pytest.mark.parametrize("how", ["file", "tcp", "env"])

@@ -4,17 +4,15 @@ A channel is secret if other users of the cluster can neither read nor write wha
 token from its user's own on that host and the store's address: programs that follow each other in a task have the same
 one. Ranks of one job take the same channel, since it follows from variables and software that their hosts share.
 
-To add a channel, write a module with these functions, and add its name to `CHANNELS`::
+To add a channel, write a module with these, and add its name to `CHANNELS`::
 
     TITLE = "..."                                       what it is, in messages
     def why_absent(environ, source) -> str: ...         the reason why this process cannot use it; empty if it can
-    async def hand_over(handing, token) -> bytes: ...   rank 0: returns what the store shows to everyone, or nothing
-    async def receive(handing) -> bytes: ...            other ranks: the token
+    async def agree(handing) -> tuple[bytes, bytes]: ...    the token, and what the store shows to everyone, if any
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import importlib
 import os
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from kfcomm.rendezvous.settings import Settings
     from kfcomm.transports.tls import Tls
 
-CHANNELS = ("munge",)
+CHANNELS = ("munge", "pmi", "torchrun")
 """In order of preference."""
 
 
@@ -40,15 +38,22 @@ class Handing:
 
     Attributes:
         environ: variables of this process.
+        rank: rank of this process.
         store: URL of the store.
         timeout_s: longest wait of a rank.
         look: gets what the store of rank 0 shows to everyone; waits until the store is there.
     """
 
     environ: Environ
+    rank: int
     store: str
     timeout_s: float
     look: Callable[[], Awaitable[bytes]]
+
+    def propose(self) -> bytes:
+        """Make the token that this process would hand to the others; blocks while it reads a file."""
+        own, _ = user_token(self.environ)
+        return hmac.digest(own, b"token of the job at " + self.store.encode(), "sha256").hex().encode()
 
 
 class ChannelModule(Protocol):
@@ -59,11 +64,8 @@ class ChannelModule(Protocol):
     def why_absent(self, environ: Environ, source: str) -> str:
         """Return the reason why this process, in a world that this finder found, cannot use it; empty if it can."""
 
-    async def hand_over(self, handing: Handing, token: bytes) -> bytes:
-        """Give the token to all other ranks; return what the store shows to everyone for that, or nothing."""
-
-    async def receive(self, handing: Handing) -> bytes:
-        """Return the token that rank 0 has handed over."""
+    async def agree(self, handing: Handing) -> tuple[bytes, bytes]:
+        """Return the token, and what the store is to show to everyone, where this rank serves it; all ranks call it."""
 
 
 def channel(name: str) -> ChannelModule:
@@ -98,14 +100,9 @@ async def agree_on_token(settings: Settings, tls: Tls | None) -> tuple[bytes, by
 
     if settings.channel is None or settings.store is None:
         raise ConfigError("a world without a token has no channel for one")
-    chosen = channel(settings.channel)
     client = StoreClient(settings.store, b"", timeout_s=settings.timeout_s, tls=tls)
-    handing = Handing(os.environ, settings.store, settings.timeout_s, client.shown)
+    handing = Handing(os.environ, settings.rank, settings.store, settings.timeout_s, client.shown)
     try:
-        if settings.rank != 0:
-            return await chosen.receive(handing), b""
-        own, _ = await asyncio.to_thread(user_token, os.environ)
-        token = hmac.digest(own, b"token of the job at " + settings.store.encode(), "sha256").hex().encode()
-        return token, await chosen.hand_over(handing, token)
+        return await channel(settings.channel).agree(handing)
     finally:
         await client.close()

@@ -49,21 +49,22 @@ def why_absent(environ: Mapping[str, str], source: str) -> str:
     return ""
 
 
-async def hand_over(handing: Handing, token: bytes) -> bytes:
-    """Return the credential, for the store to show."""
+async def agree(handing: Handing) -> tuple[bytes, bytes]:
+    """Seal the token for the store to show (rank 0), or open what it shows (the others)."""
     munge = _Munge(_socket(handing.environ))
-    return await asyncio.to_thread(lambda: munge.seal(_heading(handing) + token, munge.own_uid()))
-
-
-async def receive(handing: Handing) -> bytes:
-    """Open the credential that the store shows."""
-    sealed = await handing.look()
-    if not sealed:
+    if handing.rank == 0:
+        return await asyncio.to_thread(_sealed, munge, handing)
+    shown = await handing.look()
+    if not shown:
         raise RendezvousError(
             f"the store at {handing.store} hands no token over, perhaps since rank 0 was given one: {HOW_TO_SET}"
         )
-    munge = _Munge(_socket(handing.environ))
-    return await asyncio.to_thread(_opened, munge, sealed, handing)
+    return await asyncio.to_thread(_opened, munge, shown, handing), b""
+
+
+def _sealed(munge: _Munge, handing: Handing) -> tuple[bytes, bytes]:
+    token = handing.propose()
+    return token, munge.seal(_heading(handing) + token, munge.own_uid())
 
 
 def _opened(munge: _Munge, sealed: bytes, handing: Handing) -> bytes:
