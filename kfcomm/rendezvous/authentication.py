@@ -5,8 +5,8 @@ while jobs run, on all hosts: add the new one, then put it first, then remove th
 
 The token is given (``token=``, ``KFCOMM_TOKEN``, ``KFCOMM_TOKEN_FILE``), or, in a world on one host, it is the user's
 own: random, in a directory that only this user can read, created at first use. So ranks that torchrun or mpirun started
-on one machine find each other without configuration, and no other user can join them. A world on several hosts needs an
-explicit token: a derived one could be guessed.
+on one machine find each other without configuration, and no other user can join them. A world on several hosts needs
+a token that is given, or handed over by rank 0 (see `channels`): a derived one could be guessed.
 
 The store draws a nonce when it starts and gives it to anyone who asks; it begins with the identity of the job, by which
 a client knows a store that was started again from that of another job. A request carries the client's id, a number that

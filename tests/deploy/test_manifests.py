@@ -19,7 +19,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 VALIDATOR = ROOT / "build" / "venv" / "manifests" / "bin" / "python"
 WRONG = {
     "indexed-job.yaml": ("completionMode", "completionsMode"),
-    "jobset-elastic.yaml": ("replicatedJobs", "replicatedJob"),
+    "jobset.yaml": ("replicatedJobs", "replicatedJob"),
     "ray-job.yaml": ("secretKeyRef", "secretRef"),
 }
 

@@ -131,8 +131,11 @@ def test_built_pages_show_what_commands_print() -> None:
 
 
 OTHERS_OPTIONS = {
+    "--build-arg": "Docker's",
     "--host-discovery-script": "Horovod's",
     "--ipc": "Docker's",
+    "--kill-on-bad-exit": "srun's",
+    "--mpi": "srun's",
     "--shm-size": "Docker's",
     "--strict": "MkDocs'",
 }

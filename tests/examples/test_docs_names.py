@@ -145,6 +145,7 @@ def classes() -> set[str]:
 
 
 OTHERS_CLASSES = {
+    "KillOnBadExit", "ReadWriteMany",
     "Accelerator", "AdaGrad", "CancelledError", "CommunicationHook", "DDP", "DTensor", "DistBackendError",
     "DistributedDataParallel", "DistributedOptimizer", "GiB", "GradScaler", "InitProcessGroupKwargs",
     "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "MiB", "ProcessGroup", "StrEnum", "TaskGroup",

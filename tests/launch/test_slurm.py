@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import slurms
+from tests.launch.launched import ROOT
 from tests.slurms import Slurm
 
 pytestmark = pytest.mark.netns
@@ -92,6 +94,22 @@ def test_signal_before_the_time_limit_ends_the_job_with_a_checkpoint(slurm: Slur
     assert "JobState=COMPLETED" in slurm.output("scontrol", "show", "job", job)
     [steps] = set(re.findall(r"did steps 0 to (\d+), with 4 ranks", text(output)))
     assert int(steps) - 20 <= committed(slurm) <= int(steps) + 1
+
+
+@pytest.mark.slow
+def test_job_of_the_documentation_is_trained_in_several_turns(slurm: Slurm) -> None:
+    page = (ROOT / "docs" / "howto" / "slurm.md").read_text("utf-8")
+    [script] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    (slurm.folder / "train.sh").write_text(script.replace("source ~/kf/bin/activate\n", ""))
+    shutil.copy(ROOT / "deploy" / "train.py", slurm.folder)
+    shorter = ("--ntasks-per-node=2", "--time=1", "--signal=TERM@60", "--export=ALL,PASSES=100")
+    job = slurm.output("sbatch", "--parsable", *shorter, "train.sh").strip()
+    slurm.until(lambda: "Restarts=1" in slurm.output("scontrol", "show", "job", job))
+    assert (slurm.folder / "checkpoint.npz").exists()
+    slurm.output("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    slurm.until(lambda: not slurm.output("squeue", "-h", "-j", job))
+    assert "trained: [1.0, -2.0, 3.0]" in text(slurm.folder / f"slurm-{job}.out")
+    assert (slurm.folder / "model.npy").exists()
 
 
 @pytest.mark.slow
