@@ -71,7 +71,12 @@ class JobStore:
             raise ConfigError("a world of one has no store")
         token, shown = settings.token, b""
         if token is None:
-            token, shown = await agree_on_token(settings, tls)
+            await address_towards(None, settings)  # says so early if the store's name does not resolve yet
+            client = StoreClient(settings.store, b"", timeout_s=settings.timeout_s, tls=tls)
+            try:
+                token, shown = await agree_on_token(settings, lambda: _reported(client.shown(), settings, client))
+            finally:
+                await client.close()
         server = None
         if settings.serve and settings.rank == 0:
             from kfcomm.rendezvous.store import StoreServer  # imports aiohttp, which other ranks do not need

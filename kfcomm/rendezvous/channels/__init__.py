@@ -26,7 +26,6 @@ from kfcomm.rendezvous.worlds import Environ
 
 if TYPE_CHECKING:
     from kfcomm.rendezvous.settings import Settings
-    from kfcomm.transports.tls import Tls
 
 CHANNELS = ("munge", "pmi", "torchrun")
 """In order of preference."""
@@ -90,19 +89,14 @@ def choose_channel(environ: Environ, source: str, *, serves: bool) -> str:
     raise ConfigError(f"a world on several hosts needs a token: {HOW_TO_SET}{why}")
 
 
-async def agree_on_token(settings: Settings, tls: Tls | None) -> tuple[bytes, bytes]:
-    """Return the token of a job with a channel, and what the store of rank 0 shows to everyone.
+async def agree_on_token(settings: Settings, look: Callable[[], Awaitable[bytes]]) -> tuple[bytes, bytes]:
+    """Return the token of a job with a channel, and what the store of rank 0 is to show to everyone.
 
     Raises:
+        ConfigError: the job has no channel.
         RendezvousError: the channel fails, or rank 0 does not come within the timeout.
     """
-    from kfcomm.rendezvous.client import StoreClient  # imports this module
-
     if settings.channel is None or settings.store is None:
         raise ConfigError("a world without a token has no channel for one")
-    client = StoreClient(settings.store, b"", timeout_s=settings.timeout_s, tls=tls)
-    handing = Handing(os.environ, settings.rank, settings.store, settings.timeout_s, client.shown)
-    try:
-        return await channel(settings.channel).agree(handing)
-    finally:
-        await client.close()
+    handing = Handing(os.environ, settings.rank, settings.store, settings.timeout_s, look)
+    return await channel(settings.channel).agree(handing)

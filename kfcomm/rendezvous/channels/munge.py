@@ -146,7 +146,7 @@ class _Munge:
 
     def _failed(self, what: str, library: ctypes.CDLL, context: ctypes.c_void_p) -> RendezvousError:
         why = (library.munge_ctx_strerror(context) or b"").decode(errors="replace")
-        return RendezvousError(f"munge at {self.socket} {what}: {why}")
+        return RendezvousError(f"munge at {self.socket} {what}: {why}; {HOW_TO_SET}")
 
 
 def _library() -> ctypes.CDLL:
