@@ -82,8 +82,8 @@ WORLDS: list[tuple[dict[str, str], str, str]] = [
     (INDEXED_JOB | JOBSET | PLACE, "jobset", PLACE["KFCOMM_STORE"]),
 ]
 """Variables of rank 3 of 4, the finder that takes them, and the store."""
-WITHOUT_RANKS = {"ray", "dask", "pbs", "lsf"}
-"""Engines whose processes have no place in a world: an error each, below."""
+WITHOUT_VARIABLES = {"jax", "ray", "dask", "pbs", "lsf"}
+"""Finders that go by imported libraries, and engines whose variables tell no place, which is an error: see below."""
 
 
 @pytest.mark.parametrize(("environ", "source", "store"), WORLDS)
@@ -92,7 +92,7 @@ def test_world_of_each_launcher(environ: dict[str, str], source: str, store: str
 
 
 def test_every_launcher_has_a_row() -> None:
-    assert {source for _, source, _ in WORLDS} | WITHOUT_RANKS == {finder.name for finder in FINDERS}
+    assert {source for _, source, _ in WORLDS} | WITHOUT_VARIABLES == {finder.name for finder in FINDERS}
 
 
 @pytest.mark.parametrize(
