@@ -113,8 +113,8 @@ class StoreMembership(Membership):
 
     @override
     async def let_go(self, births: Collection[int]) -> None:
-        # this process tells its launcher itself, which hears it before it sees it end
-        if self._settings.rank in births:
+        # a process that has a launcher tells it itself, which hears it before it sees the process end
+        if self._settings.rank in births and self._settings.launcher is not None:
             exit_report.report_release()
             return
         for birth in births:

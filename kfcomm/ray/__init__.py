@@ -1,8 +1,8 @@
-"""Training with Ray: ``ray.util.collective`` over kfcomm.
+"""Training with Ray: ``run`` makes workers into ranks, and ``ray.util.collective`` goes over kfcomm.
 
-``register()`` makes the backend known to a process; Ray needs that in every actor, and on drivers that make groups.
-Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. A name here is imported, and Ray with it, when it is
-first used.
+``run`` starts workers as actors, each with a communicator. ``register`` makes the backend of ``ray.util.collective``
+known to a process; Ray needs that in every actor, and on drivers that make groups. Ray Train needs none of it:
+``TorchConfig(backend="kfcomm")``. A name here is imported, and Ray with it, when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,11 @@ require("kfcomm.ray", "ray")
 
 if TYPE_CHECKING:
     from kfcomm.ray.group import communicator, register
+    from kfcomm.ray.job import run
 else:  # type checkers would take any name for one that is there
-    __getattr__ = imported_when_used(__name__, dict.fromkeys(("communicator", "register"), "kfcomm.ray.group"))
+    __getattr__ = imported_when_used(
+        __name__,
+        {"communicator": "kfcomm.ray.group", "register": "kfcomm.ray.group", "run": "kfcomm.ray.job"},
+    )
 
-__all__ = ["communicator", "register"]
+__all__ = ["communicator", "register", "run"]

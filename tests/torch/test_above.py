@@ -63,14 +63,14 @@ def test_a_group_of_one_and_groups_that_are_not_there() -> None:
     import numpy as np
     from ray.util.collective import is_backend_available
 
-    from kfcomm.ray.group import NAME, Group
+    from kfcomm.ray.group import NAME, RayGroup
 
     kfcomm.ray.register()
     kfcomm.ray.register()
     assert is_backend_available(NAME)
     with pytest.raises(kfcomm.ConfigError, match="in no group 'default' of backend kfcomm"):
         kfcomm.ray.communicator()
-    group = Group(1, 0, "alone")
+    group = RayGroup(1, 0, "alone")
     x = np.ones(2)
     group.allreduce([x])
     group.barrier()

@@ -1,0 +1,1 @@
+"""Of kfcomm.ray: skipped where Ray is not installed."""
