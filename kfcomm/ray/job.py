@@ -112,7 +112,7 @@ class Job:
         self._worker = ray.remote(Worker)
         self._actors: dict[int, Any] = {}
         self._ends: dict[int, Ended] = {}  # by uid, in order of arrival
-        self._refused: Ended | None = None  # an error because of which no worker can take part
+        self._refused: Ended | None = None  # an error that ends the job, whatever the ranks do
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -291,7 +291,13 @@ class Job:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._refused = Ended(-1, -1, error=error)
+            self._changed.set()
 
 
 def _outside(uid: int, error: RayTaskError) -> ConfigError:

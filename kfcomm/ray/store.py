@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError
 
 from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, KeyValue, StoreClosed
 from kfcomm.rendezvous.store import MAX_WAIT_S, StoreServer
@@ -14,21 +15,27 @@ from kfcomm.types import override
 
 
 class StoreActor:
-    """Actor that serves a store in its memory; its methods are those of a `KeyValue`."""
+    """Actor that serves a store in its memory. Calls wait until it serves."""
+
+    def __init__(self) -> None:
+        self._is_serving = asyncio.Event()
 
     async def serve(self, token: str, bounds: bytes | None) -> str:
         """Serve at this node's address; return the URL. ``bounds``: see ``keyvalue.BOUNDS``; None for a fixed size."""
         self._server = await StoreServer.start(ray.util.get_node_ip_address(), token=token.encode())
         if bounds is not None:
             await self._server.store.set(BOUNDS, bounds)
+        self._is_serving.set()
         return self._server.url
 
     async def call(self, verb: str, *args: Any, **options: Any) -> Any:
-        """Result of a method of the store, which has begun to serve."""
+        """Result of a method of the store, a `KeyValue`."""
+        await self._is_serving.wait()
         return await getattr(self._server.store, verb)(*args, **options)
 
     async def exits_since(self, seen: int, host: int | None) -> list[Exit]:
         """Wait for exits beyond the first ``seen`` ones; none after a while."""
+        await self._is_serving.wait()
         return await self._server.store.contents.exits_since(seen, MAX_WAIT_S, host)
 
 
@@ -80,5 +87,5 @@ async def _answer(asked: Awaitable[Any]) -> Any:
     """Answer of the actor. Raises `StoreClosed`: it is gone, and its contents with it."""
     try:
         return await asked
-    except RayError as error:
+    except RayActorError as error:
         raise StoreClosed(f"the actor of the store is gone: {error}") from error

@@ -56,6 +56,12 @@ def raised(run: Callable[[], Any]) -> list[Any]:
         return [type(error).__name__, str(error), notes, time.monotonic() - begun_s]
 
 
+def all_free(num_cpus: int) -> None:
+    """Wait until a job has returned its places."""
+    while ray.available_resources().get("CPU", 0) != num_cpus:
+        time.sleep(0.05)
+
+
 def results(_: Path) -> Any:
     """Blocking and asynchronous functions, large arguments, printed lines, worlds of one."""
 
@@ -152,8 +158,8 @@ def refusals(_: Path) -> Any:
             "bounds": run(function, elastic=4),
             "resources": run(function, resources_per_worker={"CPU": -1}),
             "none": run(function, resources_per_worker={}),
-            "free": ray.available_resources()["CPU"],
         }
+        all_free(2)
         from kfcomm.launch import remote
 
         remote.versions = lambda: ("9.9", 99)
@@ -215,7 +221,9 @@ def sizes(_: Path) -> Any:
         return comm.births, state.seen
 
     with cluster(3):
-        return kfcomm.ray.run(train, num_workers=2, elastic=(1, 3)), ray.available_resources()["CPU"]
+        found = kfcomm.ray.run(train, num_workers=2, elastic=(1, 3))
+        all_free(3)
+        return found
 
 
 if __name__ == "__main__":

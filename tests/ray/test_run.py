@@ -65,7 +65,6 @@ def test_culprit_is_raised_first(tmp_path: Path) -> None:
 
 def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
     told, _ = driven("refusals", tmp_path)
-    assert told.pop("free") == 2
     assert {row[0] for row in told.values()} == {"ConfigError"}
     texts = {name: row[1] for name, row in told.items()}
     assert texts["no Ray"].startswith("Ray does not run in this process: call ray.init() first")
@@ -99,6 +98,5 @@ def test_killed_node_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sizes_are_asked_of_the_placement_group(tmp_path: Path) -> None:
-    (found, free), _ = driven("sizes", tmp_path)
-    assert found == [[[0], [2, 3, 1]]]
-    assert free >= 2
+    told, _ = driven("sizes", tmp_path)
+    assert told == [[[0], [2, 3, 1]]]
