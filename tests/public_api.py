@@ -37,6 +37,8 @@ PLAIN = (type(None), bool, int, float, str, bytes, tuple, enum.Enum)
 FRAMEWORKS = {
     "torch": ("kfcomm.torch", "kfcomm.torch.optimizers", "kfcomm.horovod.torch"),
     "jax": ("kfcomm.jax", "kfcomm.jax.optimizers"),
+    "distributed": ("kfcomm.dask",),
+    "ray": ("kfcomm.ray",),
 }
 
 

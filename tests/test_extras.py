@@ -33,6 +33,8 @@ LACKING: dict[str, tuple[str, str]] = {
     "torch, a name": ("from kfcomm.torch import attach", "torch"),
     "torch, a module": ("import kfcomm.torch.optimizers", "torch"),
     "jax": ("import kfcomm.jax", "jax"),
+    "dask": ("import kfcomm.dask", "dask"),
+    "ray": ("from kfcomm.ray import run", "ray"),
 }
 COMMANDS: dict[str, tuple[str, str]] = {
     "tls": ("tls make there", "tls"),
@@ -46,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXAMPLES: dict[str, str] = {
     "digits": "demo", "elastic": "demo", "adaptive_training": "demo", "torch_cpu": "torch", "torch_attach": "torch",
     "torch_ddp": "torch", "lightning_train": "torch", "accelerate_train": "torch", "ray_train": "torch",
-    "jax_data_parallel": "jax",
+    "jax_data_parallel": "jax", "ray_collective": "ray",
 }  # fmt: skip
 
 

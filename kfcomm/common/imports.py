@@ -39,10 +39,12 @@ def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str]
 
 EXTRAS: Final = {
     "cryptography": "tls",
+    "distributed": "dask",
     "jax": "jax",
     "matplotlib": "bench",
     "ml_dtypes": "bfloat16",
     "prometheus_client": "metrics",
+    "ray": "ray",
     "scipy": "train",
     "torch": "torch",
     "xxhash": "checksum",

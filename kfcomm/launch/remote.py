@@ -101,6 +101,12 @@ def check_versions(theirs: tuple[str, int], where: str) -> None:
         )
 
 
+def place_of(rank: int, size: int, url: str, token: str) -> Arguments:
+    """Arguments of ``init`` for a rank, whose store is at ``url``."""
+    # The engine shows each worker only its own devices, counted from 0.
+    return Arguments(rank=rank, size=size, local_rank=0, local_size=1, store=url, serve=False, token=token)
+
+
 def run_rank(task: Task, uid: int, place: Arguments, exchange: Exchange | None = None) -> Ended:
     """Run the function as one rank, on this thread; ``place``: further arguments of ``init``."""
     try:

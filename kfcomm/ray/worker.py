@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import ray
 
-from kfcomm.launch.remote import Ended, Task, run_rank
+from kfcomm.launch.remote import Ended, Task, place_of, run_rank
 from kfcomm.rendezvous.identity import versions
-from kfcomm.rendezvous.settings import Arguments
 
 
 class JobPlace(NamedTuple):
@@ -28,11 +27,9 @@ class Worker:
 
     def run(self, task: Task, place: JobPlace, url: str, token: str) -> Ended:
         """Run the task as a rank, whose store is at ``url``."""
-        # Ray shows each worker only its own devices, counted from 0.
-        found = Arguments(
-            rank=place.uid, size=place.size, local_rank=0, local_size=1, store=url, serve=False, token=token,
-            elastic=place.is_elastic,
-        )  # fmt: skip
-        if place.uid >= place.size:
-            found |= Arguments(rank=0, join=place.uid)
+        is_later = place.uid >= place.size
+        found = place_of(0 if is_later else place.uid, place.size, url, token)
+        found["elastic"] = place.is_elastic
+        if is_later:
+            found["join"] = place.uid
         return run_rank(task, place.uid, found)

@@ -1,18 +1,14 @@
-"""Drivers of jobs on Ray, each with a cluster of its own: ``python -m tests.ray.programs NAME FOLDER``.
-
-The last line of a driver's output is JSON.
-"""
+"""Drivers of jobs on Ray, each with a cluster of its own: ``python -m tests.ray.programs NAME FOLDER``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,6 +21,7 @@ from ray.cluster_utils import Cluster
 import kfcomm
 import kfcomm.ray
 from kfcomm.elastic import Elastic, ElasticSampler, State
+from tests.drivers import drive, raised
 
 STEPS = 20_000
 KILLED = 20
@@ -44,16 +41,6 @@ def cluster(*num_cpus: int) -> Iterator[tuple[Any, list[Any]]]:
     finally:
         ray.shutdown()
         made.shutdown()
-
-
-def raised(run: Callable[[], Any]) -> list[Any]:
-    """Kind, text and notes of an error, and how long it took."""
-    begun_s = time.monotonic()
-    try:
-        return ["none", run(), [], 0]
-    except Exception as error:  # noqa: BLE001
-        notes = getattr(error, "__notes__", [])
-        return [type(error).__name__, str(error), notes, time.monotonic() - begun_s]
 
 
 def all_free(num_cpus: int) -> None:
@@ -141,7 +128,7 @@ def refusals(_: Path) -> Any:
     def other(comm: Any) -> Any:
         return lock
 
-    def run(*args: Any, **options: Any) -> list[Any]:
+    def run(*args: Any, **options: Any) -> Any:
         return raised(lambda: kfcomm.ray.run(*args, **{"num_workers": 1, **options}))
 
     found = {"no Ray": run(function)}
@@ -227,7 +214,4 @@ def sizes(_: Path) -> Any:
 
 
 if __name__ == "__main__":
-    chosen, where = sys.argv[1:]
-    answer = globals()[chosen](Path(where))
-    print()
-    print(json.dumps(answer))
+    drive(globals())

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.launched import ROOT
+from tests.drivers import driven
+from tests.public_api import changes
 
 pytest.importorskip("ray", reason="needs Ray: pip install ray")
 
 BLOCKING, ASYNC = "kfcomm.sync.communicator", "kfcomm.world.communicator"
 
 
-def driven(name: str, folder: Path) -> tuple[Any, str]:
+def on_ray(name: str, folder: Path) -> tuple[Any, str]:
     """Answer of a driver of `programs`, and its output. Sockets of Ray need a short path."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
-        env = os.environ | {
-            "HOME": str(folder), "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0",
-            "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0",
-        }  # fmt: skip
-        marks = folder / "marks"
-        marks.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.ray.programs", name, str(marks)], env=env, cwd=ROOT, capture_output=True,
-            text=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = next(line for line in done.stdout.splitlines()[::-1] if line[:1] in ("{", "["))
-    return json.loads(told), done.stdout + done.stderr
+        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
+        return driven("tests.ray.programs", name, folder, RAY_TMPDIR=short, **settings)
 
 
 def test_results_by_rank_on_two_nodes(tmp_path: Path) -> None:
-    told, said = driven("results", tmp_path)
+    told, said = on_ray("results", tmp_path)
     assert told["blocking"] == [[[rank, BLOCKING, 6.0] for rank in range(4)], 2]
     assert told["asynchronous"] == [[rank, ASYNC, 2.0] for rank in range(2)]
     assert told["called"] == [[2, 1, 0]] * 3
@@ -48,7 +34,7 @@ def test_results_by_rank_on_two_nodes(tmp_path: Path) -> None:
 
 
 def test_culprit_is_raised_first(tmp_path: Path) -> None:
-    told, _ = driven("failures", tmp_path)
+    told, _ = on_ray("failures", tmp_path)
     kind, text, notes, _ = told["raises"]
     assert (kind, text) == ("ZeroDivisionError", "here")
     assert re.match(r"on rank 2 \((?s:.*) in fails", notes[0])
@@ -64,7 +50,7 @@ def test_culprit_is_raised_first(tmp_path: Path) -> None:
 
 
 def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
-    told, _ = driven("refusals", tmp_path)
+    told, _ = on_ray("refusals", tmp_path)
     assert {row[0] for row in told.values()} == {"ConfigError"}
     texts = {name: row[1] for name, row in told.items()}
     assert texts["no Ray"].startswith("Ray does not run in this process: call ray.init() first")
@@ -87,7 +73,7 @@ def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
 
 def test_killed_node_is_replaced(tmp_path: Path) -> None:
     """Two of four ranks are killed in an all_reduce: the others finish it, and two new ones join."""
-    told, said = driven("node", tmp_path)
+    told, said = on_ray("node", tmp_path)
     assert len(told) == 4
     for births, total, sizes, _ in told:
         assert len(births) == 4
@@ -98,5 +84,9 @@ def test_killed_node_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sizes_are_asked_of_the_placement_group(tmp_path: Path) -> None:
-    told, _ = driven("sizes", tmp_path)
+    told, _ = on_ray("sizes", tmp_path)
     assert told == [[[0], [2, 3, 1]]]
+
+
+def test_public_api_is_the_recorded_one() -> None:
+    assert changes("ray") == {"gone": [], "new": []}

@@ -1,0 +1,1 @@
+"""Of kfcomm.dask: skipped where Dask is not installed."""
