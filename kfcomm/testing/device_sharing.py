@@ -77,7 +77,8 @@ class FakeSharing:
         """Memory of another device, as this one sees it."""
         found = _EXPORTED.get(handle)
         if found is None or found.nbytes != nbytes:
-            raise TransportError("there is no such exported memory")
+            given = f"handle {handle.hex()} with {nbytes} bytes"
+            raise TransportError(f"{given} is not exported by a fake device: give the handle and size of an export")
         self.mapped[handle] = found
         return FakeArray(self._device, found.memory, found.allocation)
 

@@ -95,7 +95,7 @@ class Capture:
 
 
 class Graph:
-    """What was captured."""
+    """Captured calls of a communicator, which a launch logs as one call of a CUDA graph."""
 
     def __init__(self, communicator: Communicator, captured: list[Any]) -> None:
         self._communicator = communicator

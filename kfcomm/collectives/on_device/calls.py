@@ -355,7 +355,7 @@ class Paths:
 
     @property
     def note(self) -> str:
-        """What a backend in use cannot do here, in words."""
+        """Features that the backends in use lack on this host, for the reason of a route; empty if none is lacking."""
         backends = (getattr(path, "backend", None) for path in self._made.values())
         return "; ".join(one.note for one in backends if one is not None and one.note)
 
