@@ -174,13 +174,14 @@ NEEDED = {
     r"PolluxGoodput\b": "train",
 }
 """Extras of what may be on a page."""
+EXTRA = re.compile(r"(?:kfcomm|\.)\[([\w,]+)\]")
 EXAMPLE = re.compile(r"(?<!make )\bexamples/(\w+)\.py")
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_a_page_names_the_extras_of_what_it_shows(page: Path) -> None:
     text = page.read_text("utf-8")
-    named = {extra for one in re.findall(r"(?:kfcomm|\.)\[([\w,]+)\]", text) for extra in one.split(",")}
+    named = {extra for one in EXTRA.findall(text) for extra in one.split(",")}
     code = [*lines(page), *spans(page), *(block for language, block in FENCE.findall(text) if language == "python")]
     shown = "\n".join(line for line in code if not line.startswith(("make ", "--")))
     needed = {extra for pattern, extra in NEEDED.items() if re.search(pattern, shown)}
@@ -191,6 +192,14 @@ def test_a_page_names_the_extras_of_what_it_shows(page: Path) -> None:
     for example in {one for line in run for one in EXAMPLE.findall(line)}:
         needed |= extras_of_example(example)
     assert needed <= named
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_a_page_names_its_extras_above_its_first_block_or_in_it(page: Path) -> None:
+    text = page.read_text("utf-8")
+    first = FENCE.search(text)
+    head = text if first is None else text[: first.end()]
+    assert set(EXTRA.findall(text)) <= set(EXTRA.findall(head))
 
 
 def extras_of_example(name: str) -> set[str]:
