@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.launch.launched import ROOT
 
@@ -35,6 +38,17 @@ class Block:
     language: str
     text: str
     above: str
+
+
+def module_of_docs(name: str) -> Any:
+    """Return a module of the folder ``docs``, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_docs", ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks(page: Path) -> list[Block]:

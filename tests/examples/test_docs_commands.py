@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from kfcomm.cli import main
 from kfcomm.cli.commands.bench import bench, topologies
-from tests.examples.pages import PAGES_OF_PACKAGE, lines, name_of, spans
+from tests.examples.pages import PAGES_OF_PACKAGE, lines, module_of_docs, name_of, spans
 from tests.launch.launched import ROOT
 
 PAGES = [*PAGES_OF_PACKAGE, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -116,18 +115,22 @@ def test_all_commands_and_settings_are_in_the_reference() -> None:
 
 
 def test_built_pages_show_what_commands_print() -> None:
-    spec = importlib.util.spec_from_file_location("outputs", ROOT / "docs" / "outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    outputs = module_of_docs("outputs")
     marked = [page for page in PAGES_OF_PACKAGE if "<!-- output: " in page.read_text("utf-8")]
-    built = {page.stem: module.on_page_markdown(page.read_text("utf-8")) for page in marked}
+    built = {page.stem: outputs.on_page_markdown(page.read_text("utf-8")) for page in marked}
     assert all("<!-- output" not in page for page in built.values())
     for name in sorted(set(main.list_commands(click.Context(main))) - {"timeline", "tls", "topology"}):
         assert f"Usage: kfcomm {name} " in built["commands"]
+    assert '<img alt="topology show ring -n 8 --hosts 2" src="data:image/svg+xml;base64,' in built["algorithms"]
     with pytest.raises(ValueError, match="kfcomm runn --help ended with 2"):
-        module.on_page_markdown("<!-- output: kfcomm runn --help -->")
+        outputs.on_page_markdown("<!-- output: kfcomm runn --help -->")
+
+
+def test_diagrams_are_those_that_the_script_draws() -> None:
+    pictures = module_of_docs("pictures")
+    for name, (boxes, arrows) in pictures.PICTURES.items():
+        drawn = (ROOT / "docs" / "style" / f"{name}.svg").read_text("utf-8")
+        assert drawn == pictures.as_svg(boxes, arrows), "run python docs/pictures.py"
 
 
 OTHERS_OPTIONS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples.pages import module_of_docs
 from tests.launch.launched import ROOT
 
 MODULES = sorted((ROOT / "kfcomm").rglob("*.py"))
@@ -60,12 +60,7 @@ def test_misread_docstrings_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def checks() -> Any:
-    spec = importlib.util.spec_from_file_location("checks", ROOT / "docs" / "checks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of_docs("checks")
 
 
 @pytest.mark.parametrize(
