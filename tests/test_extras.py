@@ -14,7 +14,7 @@ from kfcomm.common.imports import EXTRAS, is_installed, lacking, require
 from tests.hiding import hiding
 from tests.launch.launched import ROOT, environ
 
-GROUPS = {"check", "demo", "dev", "docs", "mutants", "search", "test"}
+GROUPS = {"check", "demo", "dev", "docs", "mutants", "release", "search", "test"}
 """Extras for several packages, of the examples and of work on kfcomm."""
 DEVICES = {"cuda12", "cuda13"}
 """Extras that errors about CuPy name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -64,6 +65,24 @@ def test_the_sdist_holds_the_package_once(built: Path) -> None:
     inside = [name for name in names if name.suffix == ".py" and name.parts[0] == "kfcomm"]
     assert Counter(inside) == Counter(modules())
     assert {"LICENSE", "README.md", "pyproject.toml"} <= {str(name) for name in names}
+
+
+def test_builds_in_other_folders_have_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(only(built, "*.tar.gz")) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    for path in (tmp_path / "source").rglob("*"):
+        os.utime(path, (10**9, 10**9))
+    python("-m", "hatchling", "build", "-d", tmp_path / "dist", cwd=only(tmp_path / "source", "kfcomm-*"))
+    for path in built.iterdir():
+        assert (tmp_path / "dist" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_changelog_and_citation_have_the_version() -> None:
+    released = re.findall(r"(?m)^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text())
+    citation = dict(re.findall(r'(?m)^([\w-]+): "?([^"\n]+)"?$', (ROOT / "CITATION.cff").read_text()))
+    assert released[0] == (kfcomm.__version__, citation["date-released"])
+    assert citation["version"] == kfcomm.__version__
+    assert {"cff-version", "message", "title", "license"} <= citation.keys()
 
 
 @pytest.fixture(scope="module")
