@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from pages import panels, table, write_page
 
+from kfcomm.common.html import ReportPage, Section
+
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 SMOOTHED = 0.95  # what the past weighs in a smoothed line
@@ -97,19 +99,32 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         _mark_decisions(figure.axes["decisions"], adaptive)
         for one in figure.axes.values():
             if math.isfinite(adaptive.slow_s):
-                one.axvspan(adaptive.slow_s, adaptive.rows[-1].at_s, color="#d55e00", alpha=0.08, linewidth=0)
+                one.axvspan(adaptive.slow_s, adaptive.rows[-1].at_s, color="#d55e00", alpha=0.12, linewidth=0)
             one.set_xlim(0, 1.01 * max(run.rows[-1].at_s for run in runs))
         figure.axes["loss"].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(runs), frameon=False)
     rows = [
         (str(number), f"{one.at_s:.1f}", one.policy, one.what, one.why)
         for number, one in enumerate(adaptive.decisions, 1)
     ]
-    write_page(
-        path, "Training that adapts to what it measures",
-        ["The batch follows the noise scale, a worker joins, and a link that has become slow is avoided."],
-        "Shaded: a link is slow. Thin lines: the same training, with nothing that adapts.",
-        [("One run on one machine", figure.svg), ("Decisions", table(("", "s", "policy", "what", "why"), rows))],
-    )  # fmt: skip
+    sections = [
+        Section("One run on one machine", figure.svg),
+        Section("Decisions", table(("", "s", "policy", "what", "why"), rows)),
+    ]
+    lead = ["The batch follows the noise scale, a worker joins, and a link that has become slow is avoided."]
+    quiet = "Shaded: a link is slow. Thin lines: the same training, with nothing that adapts."
+    write_page(path, ReportPage("adaptive training", headline(runs), lead, sections, quiet))
+
+
+def headline(runs: Sequence[Run]) -> str:
+    """The result in one sentence."""
+    adaptive, *others = runs
+    if not others:
+        return f"{len(adaptive.decisions)} decisions brought the loss to {adaptive.losses[-1]:.3f}."
+    wanted = max(run.losses[-1] for run in runs)
+    best = min(others, key=lambda run: run.reaches_s(wanted))
+    mine_s, best_s = adaptive.reaches_s(wanted), best.reaches_s(wanted)
+    other = f"the best of the others, {best.name}, after {best_s:.1f} s"
+    return f"The adaptive run is below a loss of {wanted:.3f} after {mine_s:.1f} s; {other}."
 
 
 def _draw_lines(axes: dict[str, Any], runs: Sequence[Run]) -> None:

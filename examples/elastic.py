@@ -30,6 +30,8 @@ from digits import ACCURACY_WANTED, LEARNING_RATE, MOMENTUM, Model, load_data
 from pages import panels, write_page
 
 import kfcomm
+from kfcomm.common.html import ReportPage, Section
+from kfcomm.common.sizes import show_seconds
 from kfcomm.elastic import Elastic, ElasticSampler, State
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -106,21 +108,35 @@ def tell(state: State, model: Model) -> bool:
 
 def draw(state: State, path: Path) -> None:
     """Members, throughput, pauses and loss over time, as a page."""
+    from kfcomm.common.drawing import COLORS
+
     numbers, times, births, counts, losses = zip(*state.rows, strict=True)
     at_s = np.array(times) - times[0]
     lengths_s = np.diff(at_s, prepend=at_s[0] - COMPUTING_S)
     usual_s = float(np.median(lengths_s))
+    changes = [at for at, one, before in zip(at_s[1:], births[1:], births, strict=False) if one != before]
     heights = {"rank at birth": 1.8, "samples / s": 1.8, "ms beyond\nthe usual step": 1.8, "loss": 1.8}
     with panels(heights, salt="elastic") as figure:
         members, throughput, pauses, loss = figure.axes.values()
+        for axes in figure.axes.values():
+            for number, at in enumerate(changes):
+                label = "" if number else "ranks die, join or leave"
+                axes.axvline(at, color=COLORS[1], linewidth=0.9, linestyle="--", label=label)
         for birth in sorted({one for each in births for one in each}):
             there = [at for at, each in zip(at_s, births, strict=True) if birth in each]
-            members.barh(birth, there[-1] - there[0], left=there[0], height=0.6)
-        throughput.plot(at_s, np.array(counts) / lengths_s, linewidth=0.8)
-        pauses.bar(at_s, 1e3 * np.maximum(lengths_s - usual_s, 0), width=0.03)
-        loss.semilogy(at_s, losses, linewidth=0.8)
-    lead = f"{len(numbers)} steps while ranks die, join and leave"
-    write_page(path, "Elastic training", [lead], "", [("Over time", figure.svg)])
+            label = "" if birth else "a rank takes part"
+            members.barh(birth, there[-1] - there[0], left=there[0], height=0.6, color=COLORS[0], label=label)
+        throughput.plot(at_s, np.array(counts) / lengths_s, linewidth=0.8, color=COLORS[0])
+        pauses.bar(at_s, 1e3 * np.maximum(lengths_s - usual_s, 0), width=0.03, color=COLORS[0])
+        loss.semilogy(at_s, losses, linewidth=0.8, color=COLORS[0])
+        members.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    sizes = sorted({len(each) for each in births})
+    headline = (
+        f"The ranks changed {len(changes)} times ({sizes[0]} to {sizes[-1]} of them); training paused for at most "
+        f"{show_seconds(max(lengths_s - usual_s))}, and each sample was used {int(max(state.used))} times."
+    )
+    lead = f"{len(numbers)} steps, loss {losses[0]:.3f} at first and {losses[-1]:.4f} in the end"
+    write_page(path, ReportPage("elastic training", headline, [lead], [Section("Over time", figure.svg)]))
 
 
 def main(options: argparse.Namespace) -> bool:

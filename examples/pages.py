@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kfcomm.bench.report import ReportColumn
-from kfcomm.common.html import Section, document, table_html
+from kfcomm.common.html import ReportPage, table_html
 
 
 @dataclass
@@ -37,7 +37,7 @@ def panels(heights: Mapping[str, float], *, salt: str) -> Iterator[Panels]:
     from kfcomm.common.drawing import STYLE, as_svg
 
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, sum(heights.values()) + 0.6), layout="constrained")
+        figure = Figure(figsize=(10.5, sum(heights.values()) + 0.6), layout="constrained")
         drawn = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=list(heights.values()))[:, 0]
         found = Panels(dict(zip(heights, drawn, strict=True)))
         for label, axes in found.axes.items():
@@ -48,10 +48,9 @@ def panels(heights: Mapping[str, float], *, salt: str) -> Iterator[Panels]:
         found.svg = as_svg(figure, salt)
 
 
-def write_page(path: Path, title: str, lead: Sequence[str], quiet: str, sections: Sequence[tuple[str, str]]) -> None:
-    """A page that needs nothing else; each section has a title and HTML."""
-    boxes = [Section(title, content) for title, content in sections]
-    path.write_text(document(title, lead, quiet, boxes), encoding="utf-8")
+def write_page(path: Path, page: ReportPage) -> None:
+    """Write a page, which needs no other file."""
+    path.write_text(page.as_html(), encoding="utf-8")
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -41,7 +41,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("bench -n 2 --sizes 4B --html x.html", "bench"),
     "topologies": ("bench topologies -n 2 --sizes 4B --html x.html", "bench"),
     "simulate": ("simulate --strategy ring --hosts 2x1 --size 4B --html x.html", "bench"),
-    "probe": ("probe -n 2 --html x.html", "bench"),
     "run with checksums": ("run -n 2 --checksum PYTHON -c 'import kfcomm; kfcomm.sync.init()'", "checksum"),
     "run with metrics": ("run -n 2 --metrics-port 9400 PYTHON -c 'import kfcomm; kfcomm.sync.init()'", "metrics"),
 }

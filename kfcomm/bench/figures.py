@@ -9,34 +9,41 @@ from operator import attrgetter
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kfcomm.bench.suite import BenchResult
-from kfcomm.bench.topologies import Grid, worlds_of
-from kfcomm.common.drawing import COLORS, LINE_WIDTH, MARKS, STYLE, Drawing, as_svg, mark_axis, size_axis
-from kfcomm.common.sizes import show_size
+from kfcomm.bench.topologies import worlds_of
+from kfcomm.common.drawing import (
+    CARD,
+    COLORS,
+    FAINT,
+    INK,
+    LINE_WIDTH,
+    MARKS,
+    STYLE,
+    Drawing,
+    as_svg,
+    mark_axis,
+    size_axis,
+)
+from kfcomm.common.sizes import show_rate, show_seconds, show_size
 from kfcomm.simulate import Result as Simulated
 
 _BAND = 0.15
-_HEAT = LinearSegmentedColormap.from_list("slower", ("#1f7a4d", "#9fd3a9", "#f6e7a8", "#eab08a", "#b8566b"))
-_MOST = 8.0
-_TICKS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
 def drawn_results(results: Sequence[BenchResult]) -> Iterator[Drawing]:
     """A figure for each collective that was measured over sizes, and one for each workload."""
     for verb in dict.fromkeys(result.case.collective for result in results if result.case.workload is None):
         chosen = [result for result in results if (result.case.collective, result.case.workload) == (verb, None)]
-        yield Drawing(verb.value, _measured_over_sizes(chosen))
+        yield Drawing(verb.value, _measured_over_sizes(chosen), chosen)
     for workload in dict.fromkeys(result.case.workload for result in results if result.case.workload is not None):
         chosen = [result for result in results if result.case.workload == workload]
-        bars = [_Bar.measured(each) for each in _series(chosen)]
+        bars = [_Bar.measured(each) for each in series_of(chosen)]
         label = "ms for all tensors: bar p50, whisker to p99; the bandwidth is algbw"
-        yield Drawing(workload, _bars(bars, label, f"workload {workload}"))
+        yield Drawing(workload, _bars(bars, label, f"workload {workload}"), chosen)
 
 
 def drawn_simulations(results: Sequence[Simulated]) -> Iterator[Drawing]:
@@ -52,6 +59,7 @@ def drawn_simulations(results: Sequence[Simulated]) -> Iterator[Drawing]:
             yield Drawing(
                 f"Time over size, {where}",
                 _simulated_over(chosen, attrgetter("nbytes"), size_axis, f"sizes {hosts} {ranks}"),
+                chosen,
             )
     if len(worlds) > 1:
         for nbytes in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
@@ -59,21 +67,24 @@ def drawn_simulations(results: Sequence[Simulated]) -> Iterator[Drawing]:
             yield Drawing(
                 f"Time over ranks, {show_size(nbytes)}",
                 _simulated_over(chosen, attrgetter("size"), _ranks_axis, f"ranks {nbytes}"),
+                chosen,
             )
     if len(sizes) == len(worlds) == 1:
         label = "time in ms; the mark in a bar is the bound of the busiest port"
-        yield Drawing("Time", _bars([_Bar.simulated(result) for result in results], label, "simulated"))
+        yield Drawing("Time", _bars([_Bar.simulated(result) for result in results], label, "simulated"), results)
 
 
 @dataclass(frozen=True, slots=True)
-class _Series:
+class BenchSeries:
+    """Results that differ in size alone."""
+
     label: str
     results: tuple[BenchResult, ...]
     color: str
     mark: str
 
 
-def _series(results: Sequence[BenchResult]) -> list[_Series]:
+def series_of(results: Sequence[BenchResult]) -> list[BenchSeries]:
     """The results that differ in size alone, with a label that says only what differs between series."""
     groups: dict[tuple[str, ...], list[BenchResult]] = {}
     for result in results:
@@ -81,7 +92,7 @@ def _series(results: Sequence[BenchResult]) -> list[_Series]:
         groups.setdefault((case.strategy, case.transport, case.dtype, case.mode or ""), []).append(result)
     varying = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
     return [
-        _Series(
+        BenchSeries(
             ", ".join(part for part, varies in zip(key, varying, strict=True) if varies)
             or f"strategy {key[0]}, transport {key[1]}",
             tuple(sorted(group, key=lambda result: result.case.nbytes)),
@@ -98,9 +109,9 @@ def _look(number: int) -> tuple[str, str]:
 
 def _measured_over_sizes(results: Sequence[BenchResult]) -> str:
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
-        bandwidth, latency = figure.subplots(1, 2)
-        series = _series(results)
+        figure = Figure(figsize=(6.8, 7.4), layout="constrained")
+        bandwidth, latency = figure.subplots(2, 1)
+        series = series_of(results)
         for each in series:
             _draw_bandwidth(bandwidth, each)
             _draw_latency(latency, each)
@@ -111,21 +122,25 @@ def _measured_over_sizes(results: Sequence[BenchResult]) -> str:
             size_axis(axes, sorted({result.case.nbytes for result in results}))
             axes.set_title(title, fontsize=10.5, loc="left")
             mark_axis(axes.yaxis, unit)
-        line: dict[str, Any] = {"color": "#666666", "linewidth": LINE_WIDTH}
-        dotted: dict[str, Any] = {"linestyle": ":", "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+        line: dict[str, Any] = {"color": FAINT, "linewidth": LINE_WIDTH}
+        dotted: dict[str, Any] = {"linestyle": ":", "marker": "o", "markersize": 4, "markerfacecolor": CARD}
         kinds = [Line2D([], [], label="busbw", **line), Line2D([], [], label="algbw", **line, **dotted)]
         bandwidth.legend(handles=kinds, loc="best", frameon=False, fontsize=9)
         handles = [
             Line2D([], [], color=each.color, marker=each.mark, markersize=4, linewidth=LINE_WIDTH, label=each.label)
             for each in series
         ]
-        # About 130 characters fit side by side, of which each mark takes 10.
-        rows = math.ceil(len(handles) * (10 + max(len(each.label) for each in series)) / 130)
-        figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows), frameon=False)
+        _draw_legend(figure, handles)
         return as_svg(figure, f"sizes {results[0].case.collective}")
 
 
-def _draw_bandwidth(axes: Any, series: _Series) -> None:
+def _draw_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    # About 80 characters fit side by side, of which each mark takes 10.
+    rows = math.ceil(len(handles) * (10 + max(len(str(each.get_label())) for each in handles)) / 80)
+    figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows), frameon=False)
+
+
+def _draw_bandwidth(axes: Any, series: BenchSeries) -> None:
     sizes = [result.case.nbytes for result in series.results]
     busbw = [result.busbw * 1e9 for result in series.results]
     slow = [result.bandwidth(result.p99_s) * result.factor * 1e9 for result in series.results]
@@ -133,10 +148,10 @@ def _draw_bandwidth(axes: Any, series: _Series) -> None:
     _draw_band(axes, sizes, slow, busbw, series.color)
     if any(result.factor != 1 for result in series.results):
         algbw = [result.algbw * 1e9 for result in series.results]
-        axes.plot(sizes, algbw, f":{series.mark}", color=series.color, markersize=3, markerfacecolor="white")
+        axes.plot(sizes, algbw, f":{series.mark}", color=series.color, markersize=3, markerfacecolor=CARD)
 
 
-def _draw_latency(axes: Any, series: _Series) -> None:
+def _draw_latency(axes: Any, series: BenchSeries) -> None:
     sizes = [result.case.nbytes for result in series.results]
     p50 = [result.p50_s for result in series.results]
     p99 = [result.p99_s for result in series.results]
@@ -155,13 +170,13 @@ def _simulated_over(
     results: Sequence[Simulated], x: Callable[[Simulated], int], mark: Callable[[Any, list[int]], None], salt: str
 ) -> str:
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        figure = Figure(figsize=(6.4, 5), layout="constrained")
         axes = figure.subplots()
         handles = _draw_simulated(axes, results, x)
         mark(axes, sorted({x(result) for result in results}))
         axes.set_ylabel("time")
         mark_axis(axes.yaxis, "s")
-        figure.legend(handles=handles, loc="outside right upper", frameon=False)
+        _draw_legend(figure, handles)
         return as_svg(figure, salt)
 
 
@@ -185,7 +200,7 @@ def _draw_simulated(axes: Any, results: Sequence[Simulated], x: Callable[[Simula
         axes.plot(places, [result.seconds for result in chosen], **look)
         axes.plot(places, [result.bound_s for result in chosen], ":", color=color, linewidth=1)
         handles.append(Line2D([], [], label=strategy, **look))
-    handles.append(Line2D([], [], color="#666666", linestyle=":", linewidth=1, label="bound of the busiest port"))
+    handles.append(Line2D([], [], color=FAINT, linestyle=":", linewidth=1, label="bound of the busiest port"))
     return handles
 
 
@@ -201,27 +216,27 @@ class _Bar:
     marker: str  # at both ends of that line
 
     @classmethod
-    def measured(cls, series: _Series) -> _Bar:
+    def measured(cls, series: BenchSeries) -> _Bar:
         (result,) = series.results
         p50, p99 = result.p50_s * 1e3, result.p99_s * 1e3
-        text = f"{p50:.1f} ms, {result.algbw:.2f} GB/s"
+        text = f"{show_seconds(result.p50_s)}, {show_rate(1e9 * result.algbw)}"
         return cls(series.label, p50, p99, text, ((p50, p99), (0.0, 0.0)), "|")
 
     @classmethod
     def simulated(cls, result: Simulated) -> _Bar:
         ms, bound_ms = result.seconds * 1e3, result.bound_s * 1e3
-        return cls(result.strategy, ms, ms, f"{ms:.4g} ms", ((bound_ms, bound_ms), (-0.31, 0.31)), "")
+        return cls(result.strategy, ms, ms, show_seconds(result.seconds), ((bound_ms, bound_ms), (-0.31, 0.31)), "")
 
 
 def _bars(bars: Sequence[_Bar], label: str, salt: str) -> str:
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 1.1 + 0.42 * len(bars)), layout="constrained")
+        figure = Figure(figsize=(7.5, 1.1 + 0.42 * len(bars)), layout="constrained")
         axes = figure.subplots()
         longest = max(bar.end_ms for bar in bars)
         for number, bar in enumerate(bars):
             places, across = bar.mark
             axes.barh(number, bar.ms, color=COLORS[0], height=0.62)
-            axes.plot(places, [number + at for at in across], color="#222222", linewidth=1.2, marker=bar.marker)
+            axes.plot(places, [number + at for at in across], color=INK, linewidth=1.2, marker=bar.marker)
             axes.text(bar.end_ms + longest * 0.01, number, bar.text, va="center", fontsize=9)
         axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
         axes.invert_yaxis()
@@ -229,55 +244,3 @@ def _bars(bars: Sequence[_Bar], label: str, salt: str) -> str:
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(label)
         return as_svg(figure, salt)
-
-
-def heat_map(grid: Grid) -> str:
-    """An SVG element: strategies by sizes, coloured by how much longer they take than the fastest."""
-    rows, columns = len(grid.strategies), len(grid.sizes)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(6.5, 3.2 + 0.82 * columns), 1.6 + 0.44 * rows), layout="constrained")
-        axes = figure.subplots()
-        slower = [[grid.slower(strategy, nbytes) for nbytes in grid.sizes] for strategy in grid.strategies]
-        mesh = axes.pcolormesh(
-            slower, cmap=_HEAT, norm=LogNorm(1, _MOST, clip=True), edgecolors="#ffffff", linewidth=1.5
-        )
-        for row, strategy in enumerate(grid.strategies):
-            for column, nbytes in enumerate(grid.sizes):
-                wins = strategy == grid.winner(nbytes)
-                axes.text(
-                    column + 0.5, row + 0.5, _time(grid.seconds[strategy, nbytes]), ha="center", va="center",
-                    fontsize=9.5, color=_ink(slower[row][column]),
-                    fontweight="bold" if wins else "normal",
-                )  # fmt: skip
-                if wins:
-                    frame = Rectangle((column + 0.03, row + 0.05), 0.94, 0.9, fill=False, edgecolor="#0b2b1b", lw=2)
-                    axes.add_patch(frame)
-        axes.set_xticks([at + 0.5 for at in range(columns)], [show_size(nbytes) for nbytes in grid.sizes])
-        axes.set_yticks([at + 0.5 for at in range(rows)], grid.strategies)
-        axes.tick_params(length=0)
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        axes.set_xlabel("size of the message")
-        axes.set_ylabel("strategy")
-        bar = figure.colorbar(mesh, ax=axes, pad=0.015, aspect=max(8, 4 * rows), label="times as long as the fastest")
-        bar.ax.yaxis.set_major_locator(FixedLocator(_TICKS))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-        bar.ax.set_yticklabels([f"{tick:g}×" for tick in _TICKS[:-1]] + ["8× or more"])
-        bar.outline.set_visible(False)
-        return as_svg(figure, "winners")
-
-
-def _ink(slower: float) -> str:
-    """A colour that can be read on the cell's."""
-    red, green, blue, _ = _HEAT(LogNorm(1, _MOST, clip=True)(slower))
-    return "#1d2126" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.56 else "#ffffff"
-
-
-def _time(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale or unit == "µs":
-            number = seconds / scale
-            return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f} {unit}"
-    return ""

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import Any
+from statistics import median
+from typing import Any, Final
 
-from kfcomm.bench.figures import drawn_results, drawn_simulations, heat_map
+from kfcomm.bench.figures import drawn_results, drawn_simulations, series_of
 from kfcomm.bench.memory import route_in_words
-from kfcomm.bench.report import COLUMNS, Report, ReportTable
+from kfcomm.bench.report import COLUMNS, Report, ReportColumn, ReportTable, with_units
+from kfcomm.bench.suite import BenchResult
 from kfcomm.bench.topologies import (
-    LEGEND,
+    SIMULATED_COLUMNS,
     Findings,
+    Grid,
     MeasuredTopologies,
     SimulatedTopologies,
     Simulations,
-    times,
 )  # fmt: skip
 from kfcomm.common.drawing import Drawing
-from kfcomm.common.html import Section, document, fields_html, preformatted_html, quiet_html, table_html
-from kfcomm.common.sizes import ranges, show_size
+from kfcomm.common.html import (
+    LEVELS,
+    HeatCell,
+    ReportPage,
+    Section,
+    chips_html,
+    fields_html,
+    heat_html,
+    quiet_html,
+    table_html,
+)  # fmt: skip
+from kfcomm.common.sizes import TIME_UNITS, ranges, show_rate, show_seconds, show_size, three_digits, unit_of
+from kfcomm.simulate import Result as Simulated
+from kfcomm.simulate import SimulatedNetwork
 
 _MEASURED = (
     "Times are those of the slowest rank; every result of every iteration was compared with the expected one. "
@@ -28,83 +41,170 @@ _MEASURED = (
 )
 _SIMULATED = (
     "Time is virtual: from the moment at which all ranks begin until the last one has its result. bound is what the "
-    "busiest port needs at least for what goes through it; in the plots it is dotted. algbw is size / time; busbw is "
-    "algbw × 2(n−1)/n. 1 GB is 10⁹ bytes."
+    "busiest port needs at least for what goes through it. busbw is size / time × 2(n−1)/n. "
+    "1 GB is 10⁹ bytes."
 )
 _HEAT_MAP = (
     "A cell has the time of one all_reduce; its colour says how many times as long it is as the fastest at this size. "
     "The fastest is framed, with bold digits."
 )
+_SLOWER: Final = (1.05, 1.25, 1.5, 2.0, 4.0, 8.0)
+"""Times as long as the fastest: bounds of the levels."""
+_MOST_SENTENCES: Final = 3
+_MOST_WIDE: Final = 12
+"""Columns of the heat map up to which their heads have one line."""
+_SIMULATED_COLUMNS: Final = [one for one in SIMULATED_COLUMNS if one.title not in ("algbw", "messages", "events")]
 
 
 def measured(report: Report) -> str:
     """The page of a report with at least one result."""
     data = report.as_json()
-    table = ReportTable.of(report.results, COLUMNS)
-    sections = [*_drawn(drawn_results(report.results)), _results(table, _MEASURED), *surroundings(data)]
-    title = f"kfcomm bench: {data['ranks']} ranks, {data['time']}"
-    return document(title, [report.world()], table.settings(), sections)
+    sections = [*_drawn(drawn_results(report.results), COLUMNS), *surroundings(data, _MEASURED)]
+    settings = ReportTable.of(report.results, COLUMNS).settings()
+    lead = [f"{report.world()}; {data['time']}"]
+    return ReportPage("kfcomm bench", fastest(report.results), lead, sections, settings, data).as_html()
 
 
 def simulated(simulations: Simulations) -> str:
     """The page of at least one result."""
-    table = simulations.table()
-    sections = [
-        *_drawn(drawn_simulations(simulations.results)), _results(table, _SIMULATED), _network(simulations.as_json())
-    ]  # fmt: skip
-    return document("kfcomm simulate", [simulations.title()], table.settings(), sections)
+    data = simulations.as_json()
+    sections = [*_drawn(drawn_simulations(simulations.results), _SIMULATED_COLUMNS), _network(simulations.network)]
+    headline = fastest_simulated(simulations.results, simulations.verb)
+    settings = simulations.table().settings()
+    return ReportPage("kfcomm simulate", headline, [simulations.title()], sections, settings, data).as_html()
 
 
 def measured_topologies(report: MeasuredTopologies) -> str:
     """The page of a measurement with at least one result."""
-    data = report.as_json()
-    sections = [*_advice(report.findings()), *surroundings(data)]
-    title = f"kfcomm bench topologies: {data['ranks']} ranks, {data['time']}"
-    return document(title, [report.world()], report.settings(), sections)
+    data, found = report.as_json(), report.findings()
+    sections = [*_advice(found), *surroundings(data, _MEASURED)]
+    lead = [f"{report.world()}; {data['time']}"]
+    kind = "kfcomm bench topologies"
+    return ReportPage(kind, found.headline(), lead, sections, report.settings(), data).as_html()
 
 
 def simulated_topologies(report: SimulatedTopologies) -> str:
     """The page of a simulation with at least one result."""
+    found = report.findings()
     sections = [
-        *_advice(report.findings()),
-        *_drawn(drawn_simulations(report.results)),
-        Section("Simulations", _table(report.table())),
-        _network(report.as_json()),
-    ]
-    return document("kfcomm bench topologies, simulated", [report.world()], "", sections)
+        *_advice(found),
+        *_drawn(drawn_simulations(report.results), _SIMULATED_COLUMNS),
+        _network(report.network),
+    ]  # fmt: skip
+    kind = "kfcomm bench topologies"
+    return ReportPage(kind, found.headline(), [report.world()], sections, "", report.as_json()).as_html()
 
 
-def surroundings(data: dict[str, Any]) -> list[Section]:
-    """Machine, devices and settings of a report's JSON."""
+def fastest(results: Sequence[BenchResult]) -> str:
+    """Sentence on the fastest way of each collective and workload, at the largest size."""
+    groups: dict[str, list[BenchResult]] = {}
+    for result in results:
+        groups.setdefault(result.case.workload or result.case.collective.value, []).append(result)
+    parts = []
+    for name, group in groups.items():
+        nbytes = max(result.case.nbytes for result in group)
+        at = {one.label: result for one in series_of(group) for result in one.results if result.case.nbytes == nbytes}
+        best = min(at, key=lambda label: at[label].p50_s)
+        figures = f"{show_seconds(at[best].p50_s)} ({show_rate(1e9 * at[best].busbw)} busbw)"
+        lead = _lead({label: result.p50_s for label, result in at.items()})
+        parts.append(f"{name} of {show_size(nbytes)} takes {figures} with {best}{lead}")
+    return "; ".join(parts[:_MOST_SENTENCES]) + "."
+
+
+def fastest_simulated(results: Sequence[Simulated], verb: str) -> str:
+    """Sentence on the fastest strategy, for the largest message and world."""
+    most = max((result.size, result.num_hosts, result.nbytes) for result in results)
+    at = {one.strategy: one for one in results if (one.size, one.num_hosts, one.nbytes) == most}
+    best = min(at.values(), key=lambda result: result.seconds)
+    lead = _lead({strategy: result.seconds for strategy, result in at.items()})
+    return (
+        f"{verb} of {show_size(best.nbytes)} takes {show_seconds(best.seconds)} on {best.size} ranks with "
+        f"{best.strategy}{lead}; the busiest port needs {best.bound_s / best.seconds:.0%} of that."
+    )
+
+
+def surroundings(data: dict[str, Any], note: str = "") -> list[Section]:
+    """Machine, devices and settings of a report's JSON, and a note on the method."""
+    suite = dict(data["suite"])
+    suite.pop("sizes" if not suite["collectives"] else "modes" if not suite["workloads"] else "", None)
+    settings = [(name.replace("_", " "), _in_words(value)) for name, value in suite.items()]
     return [
-        Section("Machine", "\n".join(map(_machine, data["hosts"]))),
-        *([Section("Devices", _devices(data))] if data.get("devices") else []),
-        Section("Settings", preformatted_html(json.dumps(data["suite"], indent=1))),
+        Section("Machine", "\n".join(map(_machine, data["hosts"])), is_beside=True),
+        *([Section("Devices", _devices(data), is_beside=True)] if data.get("devices") else []),
+        Section("Settings", fields_html(one for one in settings if one[1]) + quiet_html(note), is_beside=True),
     ]
 
 
-def _drawn(drawings: Iterable[Drawing]) -> Iterator[Section]:
-    return (Section(drawing.title, drawing.svg) for drawing in drawings)
+def _lead(seconds: dict[str, float]) -> str:
+    """How much faster the first is than the second, in words."""
+    if len(seconds) == 1:
+        return ""
+    first, second, *_ = sorted(seconds, key=seconds.__getitem__)
+    times = seconds[second] / seconds[first]
+    return (
+        f", {times:.{1 if times < 10 else 0}f} times as fast as {second}"
+        if times >= 1.05
+        else f", about as fast as {second}"
+    )
 
 
-def _table(table: ReportTable) -> str:
-    return table_html(table.columns, table.rows)
+def _drawn(drawings: Iterable[Drawing], columns: Sequence[ReportColumn[Any]]) -> Iterator[Section]:
+    for drawing in drawings:
+        table = ReportTable.of(drawing.results, with_units(columns))
+        yield Section(drawing.title, drawing.svg, table_html(table.columns, table.rows))
 
 
-def _results(table: ReportTable, note: str) -> Section:
-    return Section("Results", _table(table) + quiet_html(note))
-
-
-def _network(data: dict[str, Any]) -> Section:
-    return Section("Network", preformatted_html(json.dumps(data["network"], indent=1)))
+def _network(network: SimulatedNetwork) -> Section:
+    """What hosts have in common; the rest is in the data."""
+    host, local = network.default, network.local
+    behind = f"{network.hosts_per_switch} hosts behind each" if network.hosts_per_switch else ""
+    fields = [
+        ("port of a host", f"{show_rate(host.bandwidth)} each way, {show_seconds(host.latency_s)} to another host"),
+        ("inside a host", f"{show_rate(local.bandwidth)}, {show_seconds(local.latency_s)}"),
+        ("hosts of their own kind", ", ".join(one.name for one in network.hosts)),
+        ("links of their own kind", ", ".join(" and ".join(one.between) for one in network.links)),
+        ("switches", behind or len(network.switches)),
+    ]  # fmt: skip
+    return Section("Network", fields_html(one for one in fields if one[1]) + quiet_html(_SIMULATED))
 
 
 def _advice(findings: Findings) -> Iterator[Section]:
-    advice, *others = findings.lines()
-    words = f"<p><strong>{escape(advice)}</strong></p>" + "".join(map(quiet_html, others))
-    yield Section("Advice", words)
-    yield Section("Fastest strategy by size", heat_map(findings.grid) + quiet_html(_HEAT_MAP))
-    yield Section("Times", _table(times(findings.grid)) + quiet_html(LEGEND))
+    advice, setting, *others = findings.lines()
+    words = (
+        f"<p>Fastest {escape(advice)}</p><p>As setting: <code>{escape(setting.removeprefix('As setting: '))}</code></p>"
+    )
+    content = _heat_map(findings.grid) + quiet_html(_HEAT_MAP)
+    yield Section("Fastest strategy by size", content + words + "".join(map(quiet_html, others)))
+
+
+def _heat_map(grid: Grid) -> str:
+    usual = [median(grid.seconds[strategy, nbytes] for strategy in grid.strategies) for nbytes in grid.sizes]
+    units = [unit_of(seconds, TIME_UNITS) for seconds in usual]
+    space = " " if len(grid.sizes) <= _MOST_WIDE else "\n"
+    heads = [
+        f"{show_size(nbytes).replace(' ', space)}\n{unit}" for nbytes, (_, unit) in zip(grid.sizes, units, strict=True)
+    ]
+    rows = [
+        (
+            strategy,
+            [_cell(grid, strategy, nbytes, scale) for nbytes, (scale, _) in zip(grid.sizes, units, strict=True)],
+        )
+        for strategy in grid.strategies
+    ]
+    labels = [f"up to {bound:g}× the fastest" for bound in _SLOWER] + [f"above {_SLOWER[-1]:g}×"]
+    return heat_html("strategy", heads, rows) + chips_html(enumerate(labels))
+
+
+def _cell(grid: Grid, strategy: str, nbytes: int, scale: float) -> HeatCell:
+    slower = grid.slower(strategy, nbytes)
+    level = next((level for level, bound in enumerate(_SLOWER) if slower <= bound), LEVELS - 1)
+    return HeatCell(three_digits(grid.seconds[strategy, nbytes] / scale), level, strategy == grid.winner(nbytes))
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(show_size(one) if isinstance(one, int) else str(one) for one in value)
+    return "" if value in (None, False) else "yes" if value is True else str(value)
 
 
 def _machine(host: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TextIO, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Protocol, TextIO, TypeVar
 from kfcomm.bench.memory import in_words
 from kfcomm.bench.suite import Begun, BenchPlace, BenchResult, Event, Failed, MeasuredCase, Starting, Suite
 from kfcomm.common.imports import is_installed, lacking
-from kfcomm.common.sizes import show_size
+from kfcomm.common.sizes import show_rate, show_seconds, show_size
 from kfcomm.errors import ConfigError
 
 Row = TypeVar("Row")
@@ -34,6 +34,7 @@ class ReportColumn(Generic[Row]):
     is_setting: bool = True  # it shows an option, not a result
     is_word: bool = False  # it shows words, which are set to the left
     always: bool = False  # it is shown even if all rows say the same
+    shown: Callable[[Row], str] | None = None  # the text of a number with a unit for its magnitude, as on pages
 
 
 def show_number(value: float) -> str:
@@ -54,11 +55,20 @@ COLUMNS: Final[tuple[ReportColumn[BenchResult], ...]] = (
     ReportColumn("transport", "", lambda result: result.case.transport, is_word=True),
     ReportColumn("size", "", lambda result: show_size(result.case.nbytes), always=True),
     ReportColumn("iterations", "", lambda result: str(result.case.iterations)),
-    ReportColumn("p50", "µs", lambda result: show_number(result.p50_s * 1e6), is_setting=False),
-    ReportColumn("p99", "µs", lambda result: show_number(result.p99_s * 1e6), is_setting=False),
-    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
-    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
-)
+    ReportColumn("p50", "µs", lambda result: show_number(result.p50_s * 1e6), is_setting=False,
+                 shown=lambda result: show_seconds(result.p50_s)),
+    ReportColumn("p99", "µs", lambda result: show_number(result.p99_s * 1e6), is_setting=False,
+                 shown=lambda result: show_seconds(result.p99_s)),
+    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False,
+                 shown=lambda result: show_rate(1e9 * result.algbw)),
+    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False,
+                 shown=lambda result: show_rate(1e9 * result.busbw)),
+)  # fmt: skip
+
+
+def with_units(columns: Iterable[ReportColumn[Row]]) -> list[ReportColumn[Row]]:
+    """Columns for a page: each number has a unit for its magnitude."""
+    return [replace(one, unit="", cell=one.shown) if one.shown is not None else one for one in columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +188,19 @@ class Files:
     json: Path | None = None
     html: Path | None = None
 
-    def check(self) -> None:
+    def check(self, *, draws: bool = True) -> None:
         """Check that the files can be written, before anything is measured.
 
+        Args:
+            draws: the page has charts.
+
         Raises:
-            ConfigError: a file cannot be written, or matplotlib, which draws the page, is not installed.
+            ConfigError: a file cannot be written, or matplotlib, which draws charts, is not installed.
         """
         for path in (self.json, self.html):
             if path is not None:
                 _try(path)
-        if self.html is not None and not is_installed("matplotlib"):
+        if draws and self.html is not None and not is_installed("matplotlib"):
             raise ConfigError(lacking("--html", "matplotlib"))
 
     def write(self, report: Shown) -> None:

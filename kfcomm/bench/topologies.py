@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from kfcomm.bench.report import Report, ReportColumn, ReportTable, show_number
-from kfcomm.common.sizes import show_size
+from kfcomm.common.sizes import show_rate, show_seconds, show_size
 from kfcomm.simulate import Result, SimulatedNetwork
 from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
@@ -157,10 +157,14 @@ SIMULATED_COLUMNS: Final[tuple[ReportColumn[Result], ...]] = (
     ReportColumn("hosts", "", lambda result: str(result.num_hosts)),
     ReportColumn("ranks", "", lambda result: str(result.size)),
     ReportColumn("size", "", lambda result: show_size(result.nbytes), always=True),
-    ReportColumn("time", "ms", lambda result: show_number(result.seconds * 1e3), is_setting=False),
-    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False),
-    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False),
-    ReportColumn("bound", "ms", lambda result: show_number(result.bound_s * 1e3), is_setting=False),
+    ReportColumn("time", "ms", lambda result: show_number(result.seconds * 1e3), is_setting=False,
+                 shown=lambda result: show_seconds(result.seconds)),
+    ReportColumn("algbw", "GB/s", lambda result: show_number(result.algbw), is_setting=False,
+                 shown=lambda result: show_rate(1e9 * result.algbw)),
+    ReportColumn("busbw", "GB/s", lambda result: show_number(result.busbw), is_setting=False,
+                 shown=lambda result: show_rate(1e9 * result.busbw)),
+    ReportColumn("bound", "ms", lambda result: show_number(result.bound_s * 1e3), is_setting=False,
+                 shown=lambda result: show_seconds(result.bound_s)),
     ReportColumn("bound/time", "%", lambda result: f"{100 * result.bound_s / result.seconds:.1f}", is_setting=False),
     ReportColumn("busiest port", "", lambda result: result.busiest.port, is_setting=False, is_word=True),
     ReportColumn("messages", "", lambda result: str(result.messages), is_setting=False),
@@ -237,6 +241,16 @@ class Findings:
     def as_text(self) -> str:
         """The times, each with a shade; then the advice."""
         return "\n".join([times(self.grid).as_text(), LEGEND, "", "Advice: " + "\n".join(self.lines()), ""])
+
+    def headline(self) -> str:
+        """The advice, as a sentence; of many rules the first and the last."""
+        first, *between, last = self.advice.rules * (1 + (len(self.advice.rules) == 1))
+        if len(between) < 2 or first.upto is None or between[-1].upto is None:
+            return f"Fastest all_reduce {self.advice.in_words()}."
+        return (
+            f"Fastest all_reduce up to {show_size(first.upto)}: {first.describe()}; above "
+            f"{show_size(between[-1].upto)}: {last.describe()}; others between."
+        )
 
     def lines(self) -> list[str]:
         """Advice, setting and notes, a line each."""

@@ -18,6 +18,8 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocat
 
 from kfcomm.common.sizes import show_size
 
+INK, FAINT, GRID, CARD = "#1d232b", "#626b77", "#e3e6ea", "#fefefe"
+"""Colours of the page's light theme; `as_svg` replaces them, and `COLORS`, by those of the reader's theme."""
 STYLE: dict[Any, Any] = {
     # text stays text: small, searchable, in the reader's own font
     "svg.fonttype": "none",
@@ -29,13 +31,27 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": "#e3e6ea",
-    "axes.edgecolor": "#8a9099",
+    "grid.color": GRID,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.color": FAINT,
+    "ytick.labelcolor": INK,
 }
 # A palette for colour-blind readers (Okabe and Ito 2008); more series repeat it with other marks.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b98300", "#56b4e9", "#6b5ca5")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_WIDTH = 1.6
+_THEME = {
+    **{color: f"var(--s{number})" for number, color in enumerate(COLORS)},
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+    GRID: "var(--grid)",
+    CARD: "var(--card)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +61,12 @@ class Drawing:
     Attributes:
         title: its heading.
         svg: the element.
+        results: what it shows.
     """
 
     title: str
     svg: str
+    results: Sequence[Any] = ()
 
 
 def size_axis(axes: Any, sizes: Sequence[int]) -> None:
@@ -85,4 +103,5 @@ def as_svg(figure: Figure, salt: str) -> str:
     element = element[element.index("<svg") :]
     prefix = re.sub(r"\W+", "-", salt)
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
-    return re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", element)
+    element = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", element)
+    return re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: _THEME.get(found[0], found[0]), element)

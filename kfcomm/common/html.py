@@ -1,67 +1,27 @@
-"""Self-contained HTML pages: frame, style, sections and tables.
+"""Self-contained HTML report pages: one template for all commands and examples that draw.
+
+A page has a headline (the result in one sentence), charts with their tables beside them, and its data behind a link. It
+loads nothing from elsewhere: it must open from a file, and on a cluster without network. Charts and heat maps have the
+colours of the template, ``report.html``, which has a dark theme and a style for paper.
 
 Arguments called text are escaped here; those called HTML are inserted as they are.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
+from pathlib import Path
 from string import Template
-from typing import Protocol
+from typing import Any, Final, Protocol
 
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #f6f7f9; margin: 0; }
-main { max-width: 72rem; margin: 0 auto; padding: 1.5rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
-h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
-p { margin: .25rem 0; }
-section { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; padding: 1rem; margin: 1rem 0;
-          overflow-x: auto; }
-svg { max-width: 100%; height: auto; font-family: system-ui, sans-serif; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
-th { font-weight: 600; }
-thead th { border-bottom: 1px solid #b9c0c8; }
-th small { font-weight: 400; color: #5b636d; }
-.word { text-align: left; }
-td.word:last-child { white-space: normal; min-width: 14rem; }
-tbody tr:nth-child(even) { background: #f6f7f9; }
-.wide { display: flex; flex-wrap: wrap; gap: 0 1rem; }
-.wide section { flex: 1 1 26rem; margin: 1rem 0 0; }
-.quiet { color: #5b636d; }
-pre { white-space: pre-wrap; font-size: .85rem; margin: 0; }
-@media (max-width: 44rem) { svg { max-width: none; width: 44rem; } }
-@media (prefers-color-scheme: dark) {
-  body { color: #dde1e6; background: #101214; }
-  section { background: #191c20; border-color: #333940; }
-  svg { filter: invert(.88) hue-rotate(180deg); }
-  thead th { border-color: #4b535c; }
-  th small, main > .wide { display: flex; flex-wrap: wrap; gap: 0 1rem; }
-.wide section { flex: 1 1 26rem; margin: 1rem 0 0; }
-.quiet { color: #9aa3ad; }
-  tbody tr:nth-child(even) { background: #202429; }
-}
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$lead
-$sections
-</main>
-</body>
-</html>
-""")
+from kfcomm.common.version import __version__
+
+_TEMPLATE = Path(__file__).with_name("report.html")
 
 
 class Head(Protocol):
@@ -87,27 +47,63 @@ class Section:
     Attributes:
         title: text.
         content: HTML.
+        numbers: HTML beside the content, or below it if the page is narrow.
         is_beside: it stands beside the next one of this kind, if the page is wide enough.
     """
 
     title: str
     content: str
+    numbers: str = ""
     is_beside: bool = False
 
     def as_html(self) -> str:
         """The element."""
-        return f"<section><h2>{escape(self.title)}</h2>\n{self.content}\n</section>"
+        inside = self.content
+        if self.numbers:
+            beside = f'<div class="figure">{self.content}</div>\n<div class="numbers">{self.numbers}</div>'
+            inside = f'<div class="beside">{beside}</div>'
+        return f"<section><h2>{escape(self.title)}</h2>\n{inside}\n</section>"
 
 
-def document(title: str, lead: Sequence[str], quiet: str, sections: Sequence[Section]) -> str:
-    """The page: a title, lines below it, a line in the background, and sections."""
-    # Nothing is loaded from elsewhere: a page must open from a file, and on a cluster without network.
-    lines = [*(f"<p>{escape(line)}</p>" for line in lead), *([quiet_html(quiet)] if quiet else [])]
-    boxes = []
-    for is_beside, group in groupby(sections, lambda section: section.is_beside):
-        inside = "\n".join(section.as_html() for section in group)
-        boxes.append(f'<div class="wide">{inside}</div>' if is_beside else inside)
-    return _PAGE.substitute(title=escape(title), lead="\n".join(lines), sections="\n".join(boxes))
+@dataclass(frozen=True, slots=True)
+class ReportPage:
+    """A page.
+
+    Attributes:
+        kind: text: what made it, such as ``kfcomm bench``.
+        headline: text: the result in one sentence.
+        lead: text: lines below it.
+        sections: in order.
+        quiet: text: a line in the background, below ``lead``.
+        data: what the page shows, as JSON, to be downloaded; None for none.
+    """
+
+    kind: str
+    headline: str
+    lead: Sequence[str]
+    sections: Sequence[Section]
+    quiet: str = ""
+    data: Any = None
+
+    def as_html(self) -> str:
+        """The document."""
+        lines = [*(f"<p>{escape(line)}</p>" for line in self.lead), *([quiet_html(self.quiet)] if self.quiet else [])]
+        boxes = []
+        for is_beside, group in groupby(self.sections, lambda section: section.is_beside):
+            inside = "\n".join(section.as_html() for section in group)
+            boxes.append(f'<div class="wide">{inside}</div>' if is_beside else inside)
+        kind, headline = escape(self.kind), escape(self.headline)
+        return Template(_TEMPLATE.read_text("utf-8")).substitute(
+            title=f"{kind}: {headline}", kind=kind, headline=headline, lead="\n".join(lines),
+            sections="\n".join(boxes), foot=f"<span>kfcomm {__version__}</span>{self._download()}",
+        )  # fmt: skip
+
+    def _download(self) -> str:
+        if self.data is None:
+            return ""
+        text = base64.b64encode(json.dumps(self.data).encode()).decode()
+        name = f"{self.kind.replace(' ', '-')}.json"
+        return f'<a download="{escape(name)}" href="data:application/json;base64,{text}">Download the data (JSON)</a>'
 
 
 def table_html(heads: Sequence[Head], rows: Iterable[Sequence[str]]) -> str:
@@ -130,7 +126,7 @@ def fields_html(fields: Iterable[tuple[str, object]]) -> str:
         f'<tr><th class="word">{escape(name)}</th><td class="word">{escape(str(value))}</td></tr>'
         for name, value in fields
     )
-    return f"<table><tbody>{lines}</tbody></table>"
+    return f'<table class="fields"><tbody>{lines}</tbody></table>'
 
 
 def quiet_html(text: str) -> str:
@@ -138,6 +134,71 @@ def quiet_html(text: str) -> str:
     return f'<p class="quiet">{escape(text)}</p>'
 
 
-def preformatted_html(text: str) -> str:
-    """Text with its line breaks."""
-    return f"<pre>{escape(text)}</pre>"
+LEVELS: Final = 7
+"""Colours of a heat map: level 0 is the best, `LEVELS` - 1 the worst."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatCell:
+    """Cell of a heat map."""
+
+    text: str
+    level: int | None  # None for none
+    is_best: bool = False  # it is framed
+
+
+def chips_html(labels: Iterable[tuple[int, str]]) -> str:
+    """A legend: levels, and what they mean."""
+    chips = "".join(f'<span><i class="h{level}"></i>{escape(label)}</span>' for level, label in labels)
+    return f'<div class="chips">{chips}</div>'
+
+
+def heat_html(
+    corner: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[HeatCell]]], breaks: Iterable[int] = ()
+) -> str:
+    """A table of coloured cells.
+
+    Args:
+        corner: text above the heads of the rows.
+        columns: their heads, text; the last of several lines is a unit.
+        rows: head and cells of each.
+        breaks: rows and columns before which there is a gap.
+    """
+    gaps = set(breaks)
+    heads = "".join(f"<th{_gap(at in gaps)}>{_lines(column)}</th>" for at, column in enumerate(columns))
+    lines = []
+    for at, (head, cells) in enumerate(rows):
+        shown = "".join(_heat_cell(cell, number in gaps) for number, cell in enumerate(cells))
+        lines.append(f'<tr{" class=new-row" * (at in gaps)}><th class="word">{escape(head)}</th>{shown}</tr>')
+    head = f'<tr><th class="word"><small>{escape(corner)}</small></th>{heads}</tr>'
+    return f'<div class="heat"><table><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def dense_html(levels: Sequence[Sequence[int | None]]) -> str:
+    """A heat map without text, for many rows."""
+    rects = []
+    for y, row in enumerate(levels):
+        x = 0
+        # One element for each run: a map of many alike cells stays small.
+        for level, run in groupby(row):
+            width = len(list(run))
+            if level is not None:
+                rects.append(f'<rect class="h{level}" x="{x}" y="{y}" width="{width}" height="1"/>')
+            x += width
+    box = f'viewBox="0 0 {len(levels)} {len(levels)}" shape-rendering="crispEdges"'
+    return f'<div class="heat"><svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(rects)}</svg></div>'
+
+
+def _gap(is_new: bool) -> str:
+    return ' class="new-column"' if is_new else ""
+
+
+def _lines(text: str) -> str:
+    *words, last = map(escape, text.split("\n"))
+    return "<br>".join([*words, f"<small>{last}</small>"]) if words else last
+
+
+def _heat_cell(cell: HeatCell, is_new_column: bool) -> str:
+    names = [] if cell.level is None else [f"h{cell.level}"]
+    names += ["best"] * cell.is_best + ["new-column"] * is_new_column
+    return f'<td class="{" ".join(names)}">{escape(cell.text)}</td>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from kfcomm.errors import ConfigError
 
@@ -99,6 +99,35 @@ def show_size(nbytes: int) -> str:
             number = nbytes / scale
             return f"{number:.0f} {unit}" if nbytes % scale == 0 else f"{number:.{1 if number >= 10 else 2}f} {unit}"
     return f"{nbytes} B"
+
+
+TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+RATE_UNITS: Final = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
+
+
+def three_digits(value: float) -> str:
+    """Three digits, of numbers above 1000 more."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Three digits and a unit."""
+    return _with_unit(seconds, TIME_UNITS)
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """Three digits and a unit; 1 GB is 10⁹ bytes."""
+    return _with_unit(bytes_per_s, RATE_UNITS)
+
+
+def unit_of(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Scale and name of the largest unit that is at most ``value``."""
+    return next((unit for unit in units if value >= unit[0]), units[-1])
+
+
+def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+    scale, unit = unit_of(value, units)
+    return f"{three_digits(value / scale)} {unit}"
 
 
 _DURATION = re.compile(r"(?:(\d{1,6})d)?(?:(\d{1,7})h)?(?:(\d{1,8})m)?(?:(\d{1,9}(?:\.\d{1,6})?)s?)?")

@@ -1,6 +1,6 @@
 """A probe for people: as text, with both matrices, the slowest links in words and what collectives should take; a page.
 
-The page has the matrices as heat maps; drawing it imports matplotlib. Nothing on it depends on when it was drawn.
+The page has the matrices as heat maps. Nothing on it depends on when it was made.
 """
 
 from __future__ import annotations
@@ -9,12 +9,24 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from kfcomm.common.html import Section, document, quiet_html, table_html
-from kfcomm.common.sizes import ranks_in_words
+from kfcomm.common import sizes
+from kfcomm.common.html import (
+    LEVELS,
+    HeatCell,
+    ReportPage,
+    Section,
+    chips_html,
+    dense_html,
+    heat_html,
+    quiet_html,
+    table_html,
+)
+from kfcomm.common.sizes import RATE_UNITS, TIME_UNITS, ranks_in_words, show_rate, show_seconds
+from kfcomm.common.sizes import three_digits as cell
 from kfcomm.probe.record import Matrix, Probe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.builtin import ALGORITHMS
@@ -27,8 +39,6 @@ _SLOW: Final = 0.7
 _FAR: Final = 3.0
 _MOST_WORDS: Final = 5
 _MOST_PAIRS: Final = 128
-_LATENCIES: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_RATES: Final = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 FORECAST_NBYTES: Final = 32 << 20
 
 
@@ -51,8 +61,7 @@ def as_text(probe: Probe) -> str:
     if probe.size > 1:
         lines += ["", "all_reduce of 32 MiB by the cost model, and the part of it that the bound of the ports takes:"]
         lines += [
-            f"  {one.strategy:<24}{_shown(one.seconds, _LATENCIES):>10}  {one.of_bound:4.0%}"
-            for one in forecasts(probe)
+            f"  {one.strategy:<24}{show_seconds(one.seconds):>10}  {one.of_bound:4.0%}" for one in forecasts(probe)
         ]
     return "\n".join(lines) + "\n"
 
@@ -65,7 +74,7 @@ def summary(probe: Probe) -> str:
 
 def tables(probe: Probe) -> tuple[tuple[str, Matrix, Sequence[tuple[float, str]]], ...]:
     """Title, matrix and units of both."""
-    return (("latency one way", probe.latency_s, _LATENCIES), ("bandwidth", probe.bandwidth, _RATES))
+    return (("latency one way", probe.latency_s, TIME_UNITS), ("bandwidth", probe.bandwidth, RATE_UNITS))
 
 
 def unit_of(matrix: Matrix, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -73,12 +82,7 @@ def unit_of(matrix: Matrix, units: Sequence[tuple[float, str]]) -> tuple[float, 
     size = len(matrix)
     off = [float(matrix[a, b]) for a in range(size) for b in range(size) if a != b]
     middle = statistics.median(off) if off else 0.0
-    return next((unit for unit in units if middle >= unit[0]), units[-1])
-
-
-def cell(value: float) -> str:
-    """Three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return sizes.unit_of(middle, units)
 
 
 def findings(probe: Probe) -> list[str]:
@@ -87,7 +91,7 @@ def findings(probe: Probe) -> list[str]:
         return ["One rank has no links."]
     found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe), *_uplinks(probe)]
     a, b = probe.slowest(1)[0]
-    slowest = f"The slowest link is {a} → {b} with {_shown(probe.bandwidth[a, b], _RATES)}."
+    slowest = f"The slowest link is {a} → {b} with {show_rate(probe.bandwidth[a, b])}."
     return [*(found or ["No host and no link is much slower than the others."]), slowest, *_work(probe)]
 
 
@@ -108,9 +112,9 @@ def forecasts(probe: Probe) -> list[Forecast]:
 def _work(probe: Probe) -> Iterator[str]:
     costs = probe.costs()
     if costs.overhead_s is not None:
-        yield f"A message takes {_shown(costs.overhead_s, _LATENCIES)} of work."
+        yield f"A message takes {show_seconds(costs.overhead_s)} of work."
     if costs.gamma_s_per_byte is not None:
-        yield f"A rank folds {_shown(1 / costs.gamma_s_per_byte, _RATES)}."
+        yield f"A rank folds {show_rate(1 / costs.gamma_s_per_byte)}."
 
 
 def _table(matrix: Matrix) -> Iterator[str]:
@@ -131,7 +135,7 @@ def _slow_hosts(probe: Probe) -> Iterator[str]:
         for host, rate in sorted(enumerate(ports), key=lambda one: one[1])[:_MOST_WORDS]:
             if rate < _SLOW * usual:
                 yield (
-                    f"{_named(probe, nodes.ranks_of(host)).capitalize()} {verb} at most {_shown(rate, _RATES)}, "
+                    f"{_named(probe, nodes.ranks_of(host)).capitalize()} {verb} at most {show_rate(rate)}, "
                     f"{rate / usual:.0%} of what is usual here."
                 )
 
@@ -147,7 +151,7 @@ def _slow_links(probe: Probe) -> Iterator[str]:
                 slow.append((part, a, b))
     for part, a, b in sorted(slow)[:_MOST_WORDS]:
         ends = f"From {_named(probe, nodes.ranks_of(a))} to {_named(probe, nodes.ranks_of(b))}"
-        yield f"{ends} goes {_shown(rates.links[a][b], _RATES)}, {part:.0%} of what both ends can do."
+        yield f"{ends} goes {show_rate(rates.links[a][b])}, {part:.0%} of what both ends can do."
 
 
 def _distant(probe: Probe) -> Iterator[str]:
@@ -159,7 +163,7 @@ def _distant(probe: Probe) -> Iterator[str]:
     for a, b in far:
         if probe.latency_s[a, b] > _FAR * usual:
             yield (
-                f"{a} → {b} takes {_shown(probe.latency_s[a, b], _LATENCIES)}, "
+                f"{a} → {b} takes {show_seconds(probe.latency_s[a, b])}, "
                 f"{probe.latency_s[a, b] / usual:.1f} times what is usual."
             )
 
@@ -171,7 +175,7 @@ def _uplinks(probe: Probe) -> Iterator[str]:
         ports = sum(rates.send[host] for host in one.hosts) if rates is not None else 0.0
         hosts = ", ".join(map(str, one.hosts))
         yield (
-            f"Hosts {hosts} share an uplink: {_shown(one.send, _RATES)} out and {_shown(one.receive, _RATES)} in, "
+            f"Hosts {hosts} share an uplink: {show_rate(one.send)} out and {show_rate(one.receive)} in, "
             f"{one.send / ports:.0%} of what their ports can do."
         )
 
@@ -182,13 +186,10 @@ def _named(probe: Probe, ranks: Sequence[int]) -> str:
     return f"host {probe.layout.hosts[ranks[0]]} ({ranks_in_words(ranks)})"
 
 
-def _shown(value: float, units: Sequence[tuple[float, str]]) -> str:
-    scale, unit = next((unit for unit in units if value >= unit[0]), units[-1])
-    return f"{cell(value / scale)} {unit}"
-
-
 _MOST_CELLS: Final = 16
 """Ranks up to which each cell holds its figure."""
+_MOST_NARROW: Final = 8
+"""Ranks up to which two such maps stand beside each other."""
 _NOTE = (
     "Latencies are half of the shortest round trip, bandwidths those of the quickest message; each pair of ranks "
     "measured while no other used the ports of its hosts. The bound is that of ports and uplinks. 1 GB is 10⁹ bytes."
@@ -201,75 +202,59 @@ class _Head(NamedTuple):
     unit: str = ""
 
 
-_FORECASTS = (_Head("strategy", is_word=True), _Head("seconds"), _Head("bound / seconds"))
+_FORECASTS = (_Head("strategy", is_word=True), _Head("time"), _Head("bound / time"))
 
 
 def page(probe: Probe) -> str:
     """The page."""
-    stands_out = "\n".join(f"<p>{escape(line)}</p>" for line in findings(probe))
-    maps = []
-    for title, matrix, units in tables(probe):
-        scale, unit = unit_of(matrix, units)
-        drawn = heat_map(matrix / scale, unit, probe.layout.hosts, is_good=title == "bandwidth")
-        maps.append(Section(f"{title}, {unit}", drawn, is_beside=True))
-    rows = [(one.strategy, f"{one.seconds:.4g}", f"{one.of_bound:.0%}") for one in forecasts(probe)]
-    predicted = Section("all_reduce of 32 MiB, by the cost model", table_html(_FORECASTS, rows) + quiet_html(_NOTE))
-    return document("kfcomm probe", [summary(probe)], "", [Section("What stands out", stands_out), *maps, predicted])
+    found, predicted = findings(probe), forecasts(probe)
+    stands_out = "\n".join(f"<p>{escape(line)}</p>" for line in found)
+    maps = [
+        Section(
+            f"{title}, {unit_of(matrix, units)[1]}",
+            heat_map(probe, matrix, units),
+            is_beside=not 8 < probe.size <= _MOST_CELLS,
+        )
+        for title, matrix, units in tables(probe)
+    ]
+    rows = [(one.strategy, show_seconds(one.seconds), f"{one.of_bound:.0%}") for one in predicted]
+    below = [
+        Section("What stands out", stands_out, is_beside=True),
+        Section(
+            "all_reduce of 32 MiB, by the cost model", table_html(_FORECASTS, rows) + quiet_html(_NOTE), is_beside=True
+        ),
+    ]
+    headline = f"{summary(probe)}: {found[0][0].lower()}{found[0][1:]}"
+    return ReportPage("kfcomm probe", headline, [], [*maps, *below], "", probe.as_json()).as_html()
 
 
-def heat_map(matrix: Matrix, unit: str, hosts: tuple[int, ...], *, is_good: bool) -> str:
-    """The matrix as an SVG element: dark is slow. ``is_good``: of large values."""
-    import matplotlib as mpl
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
-
-    from kfcomm.common.drawing import STYLE, as_svg
-
-    size = len(matrix)
-    shown = np.ma.masked_array(matrix, np.eye(size, dtype=bool))
-    with mpl.rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(5.4, 4.6), layout="constrained")
-        axes = figure.subplots()
-        if size > 1:
-            low, high = float(shown.min()), float(shown.max())
-            low = min(low, high / 2) or 1e-12  # noise alone shall not look like a difference
-            norm = LogNorm(low, high)
-            image = axes.imshow(shown, cmap="viridis" if is_good else "viridis_r", norm=norm)
-            bar = figure.colorbar(image, ax=axes, shrink=0.85, label=unit)
-            bar.ax.yaxis.set_major_formatter(ScalarFormatter())
-            bar.ax.yaxis.set_minor_formatter(ScalarFormatter() if high < 10 * low else NullFormatter())
-        else:
-            axes.imshow(shown)
-        if size <= _MOST_CELLS:
-            _write_cells(axes, shown, image.norm if size > 1 else None, is_good=is_good)
-        _draw_hosts(axes, hosts)
-        axes.set_xlabel("to rank")
-        axes.set_ylabel("from rank")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(nbins=16, integer=True, steps=[1, 2, 5, 10]))
-        axes.set_xlim(-0.5, size - 0.5)
-        axes.set_ylim(size - 0.5, -0.5)
-        return as_svg(figure, f"map {unit}")
-
-
-def _write_cells(axes: Any, shown: Any, norm: Any, *, is_good: bool) -> None:
-    size = len(shown)
-    for a in range(size):
-        for b in range(size):
-            if a != b:
-                bright = float(norm(shown[a, b])) > 0.55
-                axes.text(
-                    b, a, cell(float(shown[a, b])), ha="center", va="center", fontsize=9 if size <= 8 else 7,
-                    color="#1d2126" if bright == is_good else "white",
-                )  # fmt: skip
-
-
-def _draw_hosts(axes: Any, hosts: tuple[int, ...]) -> None:
-    """Lines between ranks that are neighbours by number, and on different hosts."""
-    if len(set(hosts)) in (1, len(hosts)):
-        return
-    for rank in range(1, len(hosts)):
-        if hosts[rank] != hosts[rank - 1]:
-            for line in (axes.axhline, axes.axvline):
-                line(rank - 0.5, color="white", linewidth=2.5)
+def heat_map(probe: Probe, matrix: Matrix, units: Sequence[tuple[float, str]]) -> str:
+    """The matrix as HTML: green is fast, red is slow."""
+    (scale, unit), size, is_rate = unit_of(matrix, units), probe.size, matrix is probe.bandwidth
+    if size == 1:
+        return ""
+    off = matrix[~np.eye(size, dtype=bool)]
+    low, high = float(off.min()), float(off.max())
+    low = min(low, high / 2) or 1e-12  # noise alone shall not look like a difference
+    bounds = [low * (high / low) ** (number / LEVELS) for number in range(LEVELS)]
+    levels = np.searchsorted(bounds, matrix, side="right").clip(1) - 1
+    if is_rate:
+        levels = LEVELS - 1 - levels
+    labels = [f"from {cell(bound / scale)} {unit}" for bound in (reversed(bounds) if is_rate else bounds)]
+    of_cells = [[None if a == b else int(levels[a, b]) for b in range(size)] for a in range(size)]
+    if size > _MOST_CELLS:
+        drawn = dense_html(of_cells) + quiet_html(
+            f"A row for each sending rank, a column for each receiving one: 0 to {size - 1}."
+        )
+    else:
+        hosts = probe.layout.hosts
+        breaks = [rank for rank in range(1, size) if hosts[rank] != hosts[rank - 1]]
+        rows = [
+            (
+                str(a),
+                [HeatCell(cell(float(matrix[a, b]) / scale) if a != b else "", of_cells[a][b]) for b in range(size)],
+            )
+            for a in range(size)
+        ]
+        drawn = heat_html("from, to", [*map(str, range(size))], rows, breaks if len(set(hosts)) < size else ())
+    return drawn + chips_html(enumerate(labels))

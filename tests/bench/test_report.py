@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -108,7 +109,7 @@ def test_json_has_machine_settings_and_every_time() -> None:
 class Page(HTMLParser):
     """Collects ids, references, texts and tags; checks that tags are closed in order."""
 
-    VOID = ("meta",)
+    VOID = ("meta", "br")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -151,7 +152,10 @@ def test_the_page_is_whole_small_and_needs_nothing_else() -> None:
     assert found.tags["svg"] == 3
     assert not found.tags.keys() & {"script", "link", "img", "iframe"}
     assert set(found.ids.values()) == {1}
-    assert {reference.removeprefix("#") for reference in found.references} <= found.ids.keys()
+    data = [one for one in found.references if one.startswith("data:application/json;base64,")]
+    assert json.loads(base64.b64decode(data[0].partition(",")[2]))["ranks"] == 2
+    assert len(data) == 1
+    assert {one.removeprefix("#") for one in found.references if one not in data} <= found.ids.keys()
     assert {one for group in re.findall(r"url\((.*?)\)", text) for one in [group.removeprefix("#")]} <= found.ids.keys()
     assert "@import" not in text
 
@@ -163,7 +167,10 @@ def test_the_page_has_units_labels_and_the_table() -> None:
     assert any(re.fullmatch(r"\d+ MB/s", text) for text in texts)
     assert any(re.fullmatch(r"\d+ µs", text) for text in texts)
     assert any(text.startswith("A & B, 2 of 4 cores") for text in texts)
-    assert texts.count("all_reduce") == 1 + 6  # the heading of the figure, and the lines of the table
+    assert {"1.03 ms", "2.02 µs", "1.05 ms", "999 MB/s"} & set(texts)
+    headline = next(text for text in texts if text.startswith("all_reduce of 1 MiB takes 1.05 ms (999 MB/s busbw)"))
+    assert "broadcast of 1 MiB takes" in headline
+    assert "resnet50 of 97.6 MiB takes" in headline
     assert HOST["hostname"] in texts  # as text: it was escaped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,8 +12,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.bench.figures import heat_map
-from kfcomm.bench.topologies import LEGEND, TOLERANCE, Advice, Grid, distinct, times
+from kfcomm.bench.topologies import LEGEND, TOLERANCE, Advice, Findings, Grid, distinct, times
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
@@ -135,7 +135,8 @@ def test_all_strategies_are_measured_and_everything_is_written(tmp_path: Path) -
     assert LEGEND in lines
     assert f"As setting: --strategy '{found['advice']['setting']}'" in lines
     text = page.read_text("utf-8")
-    assert text.count("<svg") == 1
+    assert "<svg" not in text
+    assert "Fastest all_reduce" in text
     assert "Fastest strategy by size" in text
     assert "Machine" in text
 
@@ -159,7 +160,7 @@ def test_topologies_are_simulated(tmp_path: Path) -> None:
     assert len(found["winners"]) == 3
     for winner in found["winners"]:
         assert winner["seconds"] == min(one["seconds"] for one in found["results"] if one["nbytes"] == winner["nbytes"])
-    assert page.read_text("utf-8").count("<svg") == 2
+    assert page.read_text("utf-8").count("<svg") == 1
 
 
 def test_a_network_file_says_how_many_hosts_there_are(tmp_path: Path) -> None:
@@ -184,13 +185,27 @@ def test_the_shade_says_how_far_a_time_is_from_the_fastest() -> None:
     assert table.rows == (("1 KiB", "1000 █", "1200 ▓", "1900 ▒", "3000 ░", "9000 ·"),)
 
 
-def test_the_heat_map_shows_every_time_and_is_the_same_each_time() -> None:
-    per_byte = {"a": 2e-9, "b": 5e-8}
-    grid = Grid.of((name, nbytes, per_byte[name] * nbytes) for name in per_byte for nbytes in (64, 1 << 30))
-    element = heat_map(grid)
-    assert element == heat_map(grid)
-    for text in ("0.13 µs", "3.20 µs", "2.15 s", "53.7 s", "64 B", "1 GiB", "size of the message", "8× or more"):
-        assert text in element
+def test_the_heat_map_shows_every_time_with_a_unit_for_each_size(tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    done = run("--simulate", "4x1", "--strategy", "ring,star", "--sizes", "1KiB,1GiB", "--html", str(page))
+    assert done.exit_code == 0, done.output
+    heads = re.findall(r"<th>([^<]*)<br><small>([^<]*)</small></th>", page.read_text("utf-8"))
+    assert heads == [("1 KiB", "µs"), ("1 GiB", "s")]
+    cells = re.findall(r'<td class="h(\d)( best)?">([^<]*)</td>', page.read_text("utf-8"))
+    assert len(cells) == 4
+    assert [level for level, best, _ in cells if best] == ["0", "0"]
+    assert all(0 < float(text) < 10_000 for *_, text in cells)
+
+
+def test_the_headline_of_many_rules_has_the_first_and_the_last() -> None:
+    times_s = {"a": (1, 9, 9, 9), "b": (9, 1, 9, 9), "c": (9, 9, 1, 9), "d": (9, 9, 9, 1)}
+    cells = [(name, 1 << 10 * at, float(one)) for name, row in times_s.items() for at, one in enumerate(row, 1)]
+    few = Findings(Grid.of(cell for cell in cells if cell[1] < 1 << 30), {})
+    assert few.headline() == "Fastest all_reduce up to 1 KiB: a (9.0× the next); above: b (9.0× the next)."
+    many = Findings(Grid.of(cells), {}).headline()
+    assert many == "Fastest all_reduce up to 1 KiB: a (9.0× the next); above 1 GiB: d (9.0× the next); others between."
+    one = Findings(Grid.of([("a", 1024, 1.0), ("b", 1024, 2.0)]), {}).headline()
+    assert one == "Fastest all_reduce at all sizes: a (2.0× the next)."
 
 
 @pytest.mark.parametrize(

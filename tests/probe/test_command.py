@@ -36,7 +36,7 @@ def test_ranks_are_started_and_everything_is_written(tmp_path: Path) -> None:
     assert done.stdout.startswith("3 ranks on 1 host\n\nlatency one way")
     assert "\nThe slowest link is " in done.stdout
     assert Probe.load(data).size == 3
-    assert page.read_text("utf-8").count("<svg") == 2
+    assert page.read_text("utf-8").count('<div class="heat">') == 2
 
 
 def test_the_ranks_of_a_job_are_used(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def probe(**options: Any) -> None:
                 "--keep is for the links that ranks choose by themselves: leave --transport out, and KFCOMM_TRANSPORT"
             )
         if settings.rank == 0:
-            files.check()
+            files.check(draws=False)
         if settings.size == 1:
             sys.exit(_start(given, settings))
         if given.num_ranks is not None:
