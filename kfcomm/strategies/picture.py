@@ -1,16 +1,19 @@
 """Strategies as self-contained SVG pictures.
 
 Hosts are boxes (or bands, where the ranks stand in a circle), ranks circles, sends arrows coloured by phase. Three
-arrangements: a chain goes round one circle; a tree on one host spreads from its root in the middle; a tree over several
-hosts has a box for each, inside which the tree's parts fan out below their uppermost ranks, and the boxes stand in
-rows, those nearer to the root higher. Coordinates are pixels, y downwards. Knows nothing of files.
+arrangements: a chain, and a pair whose two graphs have different edges, go round one circle; a tree on one host spreads
+from its root in the middle; a tree over several hosts has a box for each, inside which the tree's parts fan out below
+their uppermost ranks, and the boxes stand in rows, those nearer to the root higher. An arrow bends around ranks on its
+way, and ends before the circle of a rank with many arrows, where they have room beside each other. Coordinates are
+pixels, y downwards. Knows nothing of files.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,170 +21,8 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import measure
+from kfcomm.strategies.placement import RADIUS, Box, Placement, Point, in_boxes, on_circle
 from kfcomm.types import Layout
-
-RADIUS: Final = 14.0  # of a rank's circle
-SPACING: Final = 44.0  # between neighbouring circles, at least
-_LEVEL: Final = 66.0  # between a parent and its children, at least
-_MARGIN: Final = 20.0  # between a box's edge and its circles
-_BOX_HEAD: Final = 24.0  # room for a box's label
-_GAP: Final = 56.0  # between boxes
-_ROW: Final = 1500.0  # a row of boxes longer than this is broken
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A host's rectangle."""
-
-    host: int
-    x: float
-    y: float
-    width: float
-    height: float
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Positions of all ranks, and the boxes of the hosts (none where the ranks stand in a circle of several)."""
-
-    points: tuple[Point, ...]
-    boxes: tuple[Box, ...]
-    radius: float = 0.0  # of the circle on which all ranks stand, around the origin; 0 where they do not
-
-
-def on_circle(order: Sequence[int], layout: Layout) -> Placement:
-    """Ranks in this order clockwise round a circle, the first on top."""
-    radius = max(2 * SPACING, _radius_for(2 * math.pi / len(order)))
-    angles = {rank: 2 * math.pi * at / len(order) for at, rank in enumerate(order)}
-    points = [(radius * math.sin(angles[rank]), -radius * math.cos(angles[rank])) for rank in range(len(order))]
-    boxes = (_around(0, points),) if layout.num_hosts == 1 else ()
-    return Placement(tuple(points), boxes, radius)
-
-
-def in_boxes(graph: Graph, layout: Layout) -> Placement:
-    """A tree, its hosts in boxes."""
-    if layout.num_hosts == 1:
-        points = _fan(graph, graph.root, layout, 2 * math.pi)
-        placed = [points[rank] for rank in range(graph.size)]
-        return Placement(tuple(placed), (_around(0, placed),))
-    return _rows(graph, layout)
-
-
-def _rows(graph: Graph, layout: Layout) -> Placement:
-    insides = {host: _inside(graph, layout, host) for host in range(layout.num_hosts)}
-    points: dict[int, Point] = {}
-    boxes: list[Box] = []
-    top = 0.0
-    for row in _broken(_levels(graph, layout), insides):
-        sizes = [_around(host, list(insides[host].values())) for host in row]
-        left = -(sum(box.width for box in sizes) + _GAP * (len(row) - 1)) / 2
-        for box in sizes:
-            boxes.append(Box(box.host, left, top, box.width, box.height))
-            points |= {rank: (x + left - box.x, y + top - box.y) for rank, (x, y) in insides[box.host].items()}
-            left += box.width + _GAP
-        top += max(box.height for box in sizes) + _GAP
-    return Placement(tuple(points[rank] for rank in range(graph.size)), tuple(boxes))
-
-
-def _levels(graph: Graph, layout: Layout) -> list[list[int]]:
-    """The hosts in rows: the root's host, then those first reached from it, and so on."""
-    level: dict[int, int] = {layout.hosts[graph.root]: 0}
-    for above, below in graph.edges:
-        # Edges come in preorder: the host above has its level already.
-        level.setdefault(layout.hosts[below], level[layout.hosts[above]] + 1)
-    return [[host for host, at in level.items() if at == depth] for depth in range(max(level.values()) + 1)]
-
-
-def _broken(rows: list[list[int]], insides: dict[int, dict[int, Point]]) -> list[list[int]]:
-    """Rows that are too wide cut into several."""
-    broken: list[list[int]] = []
-    for row in rows:
-        width = math.inf
-        for host in row:
-            extent = _around(host, list(insides[host].values())).width + _GAP
-            if width + extent > _ROW:
-                broken.append([])
-                width = 0.0
-            broken[-1].append(host)
-            width += extent
-    return broken
-
-
-def _inside(graph: Graph, layout: Layout, host: int) -> dict[int, Point]:
-    """The ranks of one host: each part of the tree a fan, side by side."""
-    placed: dict[int, Point] = {}
-    left = 0.0
-    for rank in graph.preorder:
-        if layout.hosts[rank] == host and rank not in placed:
-            fan = _fan(graph, rank, layout, math.pi)
-            shift = left - min(x for x, _ in fan.values())
-            placed |= {r: (x + shift, y) for r, (x, y) in fan.items()}
-            left = max(x for x, _ in placed.values()) + SPACING
-    return placed
-
-
-def _fan(graph: Graph, top: int, layout: Layout, span: float) -> dict[int, Point]:
-    """The part of a tree below ``top`` on its host, spread over an angle of ``span`` below it."""
-    local: dict[int, tuple[int, ...]] = {}
-    stack = [top]
-    while stack:
-        rank = stack.pop()
-        local[rank] = _local_children(graph, rank, layout)
-        stack.extend(local[rank])
-    leaves = dict.fromkeys(local, 1)
-    # Children before their parents; without recursion, since a chain is as deep as it has ranks.
-    for rank in reversed(list(local)):
-        leaves[rank] = max(1, sum(leaves[child] for child in local[rank]))
-    rows: list[list[tuple[int, float]]] = []
-    level: list[tuple[int, float, float]] = [(top, -span / 2, span / 2)]
-    while level:
-        rows.append([(rank, (low + high) / 2) for rank, low, high in level])
-        level = [share for rank, low, high in level for share in _shares(local[rank], leaves, low, high)]
-    return _on_arcs(rows, span)
-
-
-def _local_children(graph: Graph, rank: int, layout: Layout) -> tuple[int, ...]:
-    return tuple(child for child in graph.children[rank] if layout.hosts[child] == layout.hosts[rank])
-
-
-def _shares(children: Sequence[int], leaves: dict[int, int], low: float, high: float) -> list[tuple[int, float, float]]:
-    """The angle between ``low`` and ``high``, dealt out by number of leaves."""
-    per_leaf = (high - low) / max(1, sum(leaves[child] for child in children))
-    shares = []
-    for child in children:
-        shares.append((child, low, low + per_leaf * leaves[child]))
-        low += per_leaf * leaves[child]
-    return shares
-
-
-def _on_arcs(rows: list[list[tuple[int, float]]], span: float) -> dict[int, Point]:
-    """Angles of each depth to points; arcs are as wide as their most crowded place needs."""
-    points = {rows[0][0][0]: (0.0, 0.0)}
-    radius = 0.0
-    turn = -1 if span == 2 * math.pi else 1  # clockwise all round, else from left to right
-    for row in rows[1:]:
-        angles = [angle for _, angle in row]
-        gaps = [b - a for a, b in zip(angles, [*angles[1:], angles[0] + 2 * math.pi], strict=True)]
-        radius = max(radius + _LEVEL, _radius_for(min([span, *gaps])))
-        points |= {rank: (turn * radius * math.sin(angle), radius * math.cos(angle)) for rank, angle in row}
-    return points
-
-
-def _radius_for(angle: float) -> float:
-    """The radius at which neighbours at this angle are `SPACING` apart."""
-    return SPACING / (2 * math.sin(min(angle, math.pi) / 2))
-
-
-def _around(host: int, points: Sequence[Point]) -> Box:
-    """The box of a host whose ranks stand at ``points``."""
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    top, bottom = min(y for _, y in points), max(y for _, y in points)
-    pad = RADIUS + _MARGIN
-    width = max(right - left + 2 * pad, 2 * pad + SPACING)
-    return Box(host, (left + right - width) / 2, top - pad - _BOX_HEAD, width, bottom - top + 2 * pad + _BOX_HEAD)
-
 
 _PHASES: Final = (("reduce", "#d9480f", "towards the root"), ("broadcast", "#1971c2", "from the root"))
 _HOST_FILLS: Final = ("#edf2ff", "#ebfbee", "#fff9db", "#fff0f6", "#e3fafc", "#f3f0ff", "#fff4e6", "#f1f3f5")
@@ -193,6 +34,11 @@ _HEAD: Final = 66.0  # room for the title
 _FOOT: Final = 44.0  # room for the legend
 _BAND: Final = 46.0  # width of a host's band on the circle
 _LEAST_WIDTH: Final = 640.0  # the title and the legend need this
+_PER_ARROW: Final = 1.3  # room for the head of each, at a distance of as much for each arrow
+_MOST_REACH: Final = 40.0
+_BENDS: Final = (0.14, 0.2, 0.3, -0.14, -0.2, -0.3)  # of an arrow's length: tried until it touches no circle
+_SAMPLES: Final = 16  # points of an arrow that are compared with circles
+_MOST_BENT: Final = 128  # ranks; of more, no arrow is compared
 
 
 def as_svg(strategy: Strategy, layout: Layout, pair: int = 0) -> str:
@@ -218,6 +64,7 @@ def as_svg(strategy: Strategy, layout: Layout, pair: int = 0) -> str:
         *_title(strategy, layout, pair, (left + _EDGE, top + _EDGE)),
         *_hosts(placement, graphs, layout),
         *_edges(graphs, layout, placement.points, goes_whole=strategy.goes_whole),
+        *map(_label, placement.boxes),
         *_ranks(graphs.root, placement.points),
         *_legend((left + _EDGE, top + height - _EDGE), layout.num_hosts > 1, goes_whole=strategy.goes_whole),
         "</svg>",
@@ -229,13 +76,15 @@ def _place(pair: GraphPair, layout: Layout) -> Placement:
     chain = pair.size > 2 and all(
         len(below) <= 1 for graph in (pair.reduce, pair.broadcast) for below in graph.children
     )
-    return on_circle(pair.broadcast.preorder, layout) if chain else in_boxes(pair.reduce, layout)
+    alike = set(pair.reduce.edges) == set(pair.broadcast.edges)
+    return on_circle(pair.broadcast.preorder, layout) if chain or not alike else in_boxes(pair.reduce, layout)
 
 
 def _frame(placement: Placement) -> tuple[float, float, float, float]:
     """Left, top, width and height of the whole picture."""
     reach = placement.radius + 2 * _BAND
-    corners = [(-reach, -reach), (reach, reach)] if not placement.boxes else []
+    height = placement.radius + 1.4 * _BAND
+    corners = [(-reach, -height), (reach, height)] if not placement.boxes else []
     for box in placement.boxes:
         corners += [(box.x, box.y), (box.x + box.width, box.y + box.height)]
     left, right = min(x for x, _ in corners), max(x for x, _ in corners)
@@ -269,17 +118,24 @@ def _title(strategy: Strategy, layout: Layout, pair: int, at: Point) -> Iterator
 
 def _hosts(placement: Placement, pair: GraphPair, layout: Layout) -> Iterator[str]:
     for box in placement.boxes:
-        yield from _box(box)
+        yield _box(box)
     if not placement.boxes:
         yield from _bands(pair.broadcast, layout, placement.radius)
 
 
-def _box(box: Box) -> Iterator[str]:
-    yield (
+def _box(box: Box) -> str:
+    return (
         f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="12" '
         f'fill="{_HOST_FILLS[box.host % 8]}" stroke="{_HOST_LINES[box.host % 8]}"/>'
     )
-    yield f'<text x="{box.x + 12:.1f}" y="{box.y + 19:.1f}" font-size="12" fill="{_FAINT}">host {box.host}</text>'
+
+
+def _label(box: Box) -> str:
+    """Name of a host, above the arrows and with an edge in the colour of the box."""
+    return (
+        f'<text x="{box.x + 12:.1f}" y="{box.y + 19:.1f}" font-size="12" fill="{_FAINT}" paint-order="stroke" '
+        f'stroke="{_HOST_FILLS[box.host % 8]}" stroke-width="4">host {box.host}</text>'
+    )
 
 
 def _bands(chain: Graph, layout: Layout, radius: float) -> Iterator[str]:
@@ -304,30 +160,63 @@ def _polar(radius: float, angle: float) -> Point:
     return radius * math.sin(angle), -radius * math.cos(angle)
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrows:
+    """Arrows between ranks.
+
+    Attributes:
+        points: positions of the ranks.
+        reach: distance from a rank's centre at which its arrows end.
+        hosts: of the ranks.
+    """
+
+    points: tuple[Point, ...]
+    reach: tuple[float, ...]
+    hosts: tuple[int, ...]
+
+    def path(self, a: int, b: int, phase: tuple[str, str]) -> str:
+        """From rank ``a`` to rank ``b``; the two phases bend to opposite sides of the line between them."""
+        (x0, y0), (x1, y1) = self.points[a], self.points[b]
+        length = math.hypot(x1 - x0, y1 - y0)
+        along, across = ((x1 - x0) / length, (y1 - y0) / length), ((y1 - y0) / length, (x0 - x1) / length)
+        side = (1 if a < b else -1) * (1 if phase[0] == "reduce" else -1)
+        off = 4.0 * side
+        start = x0 + along[0] * self.reach[a] + across[0] * off, y0 + along[1] * self.reach[a] + across[1] * off
+        stop = x1 - along[0] * self.reach[b] + across[0] * off, y1 - along[1] * self.reach[b] + across[1] * off
+        bends = [off + side * bend for bend in (min(14.0, 0.08 * length), *(share * length for share in _BENDS))]
+        middles = [((x0 + x1) / 2 + across[0] * bend, (y0 + y1) / 2 + across[1] * bend) for bend in bends]
+        middle = next((one for one in middles if not self._touches((start, one, stop), (a, b))), middles[0])
+        dash = ' stroke-dasharray="6 3"' if self.hosts[a] != self.hosts[b] else ""
+        return (
+            f'<path d="M{start[0]:.1f} {start[1]:.1f} Q{middle[0]:.1f} {middle[1]:.1f} {stop[0]:.1f} {stop[1]:.1f}" '
+            f'fill="none" stroke="{phase[1]}" stroke-width="1.5"{dash} marker-end="url(#{phase[0]})"/>'
+        )
+
+    def _touches(self, curve: tuple[Point, Point, Point], ends: tuple[int, int]) -> bool:
+        """Whether a quadratic curve comes near the circle of a rank that is not at its ends."""
+        if len(self.points) > _MOST_BENT:
+            return False
+        (x0, y0), (x1, y1), (x2, y2) = curve
+        near = (RADIUS + 4.0) ** 2
+        others = [point for rank, point in enumerate(self.points) if rank not in ends]
+        for at in range(1, _SAMPLES):
+            part = at / _SAMPLES
+            before, between, after = (1 - part) ** 2, 2 * part * (1 - part), part**2
+            x, y = before * x0 + between * x1 + after * x2, before * y0 + between * y1 + after * y2
+            if any((x - a) ** 2 + (y - b) ** 2 < near for a, b in others):
+                return True
+        return False
+
+
 def _edges(pair: GraphPair, layout: Layout, points: tuple[Point, ...], *, goes_whole: bool) -> Iterator[str]:
     (reduce, warm, _), (broadcast, cold, _) = _PHASES
-    for parent, child in pair.reduce.edges:
-        yield _arrow(child, parent, layout, points, (reduce, warm))
-    for parent, child in () if goes_whole else pair.broadcast.edges:
-        yield _arrow(parent, child, layout, points, (broadcast, cold))
-
-
-def _arrow(a: int, b: int, layout: Layout, points: tuple[Point, ...], phase: tuple[str, str]) -> str:
-    """From rank ``a`` to rank ``b``; the two phases bend to opposite sides of the line between them."""
-    (x0, y0), (x1, y1) = points[a], points[b]
-    length = math.hypot(x1 - x0, y1 - y0)
-    along, across = ((x1 - x0) / length, (y1 - y0) / length), ((y1 - y0) / length, (x0 - x1) / length)
-    side = (1 if a < b else -1) * (1 if phase[0] == "reduce" else -1)
-    off = 4.0 * side
-    bend = off + min(14.0, 0.08 * length) * side
-    start, stop = (x0 + along[0] * RADIUS, y0 + along[1] * RADIUS), (x1 - along[0] * RADIUS, y1 - along[1] * RADIUS)
-    middle = (x0 + x1) / 2 + across[0] * bend, (y0 + y1) / 2 + across[1] * bend
-    dash = ' stroke-dasharray="6 3"' if layout.hosts[a] != layout.hosts[b] else ""
-    return (
-        f'<path d="M{start[0] + across[0] * off:.1f} {start[1] + across[1] * off:.1f} '
-        f'Q{middle[0]:.1f} {middle[1]:.1f} {stop[0] + across[0] * off:.1f} {stop[1] + across[1] * off:.1f}" '
-        f'fill="none" stroke="{phase[1]}" stroke-width="1.5"{dash} marker-end="url(#{phase[0]})"/>'
-    )
+    sends = [(child, parent, (reduce, warm)) for parent, child in pair.reduce.edges]
+    sends += [(parent, child, (broadcast, cold)) for parent, child in (() if goes_whole else pair.broadcast.edges)]
+    ends = Counter(rank for a, b, _ in sends for rank in (a, b))
+    reach = tuple(max(RADIUS, min(_PER_ARROW * ends[rank], _MOST_REACH)) for rank in range(len(points)))
+    arrows = _Arrows(points, reach, layout.hosts)
+    for a, b, phase in sends:
+        yield arrows.path(a, b, phase)
 
 
 def _ranks(root: int, points: tuple[Point, ...]) -> Iterator[str]:
@@ -343,13 +232,15 @@ def _ranks(root: int, points: tuple[Point, ...]) -> Iterator[str]:
 def _legend(at: Point, several_hosts: bool, *, goes_whole: bool) -> Iterator[str]:
     x, y = at
     for name, colour, meaning in _PHASES[:1] if goes_whole else _PHASES:
-        yield (
-            f'<path d="M{x:.1f} {y - 4:.1f} h30" stroke="{colour}" stroke-width="1.5" marker-end="url(#{name})"/>'
-            f'<text x="{x + 38:.1f}" y="{y:.1f}" font-size="12" fill="{_INK}">{name}, {meaning}</text>'
-        )
-        x += 210
+        line = f'stroke="{colour}" stroke-width="1.5" marker-end="url(#{name})"'
+        yield _entry((x, y), f'<path d="M{x:.1f} {y - 4:.1f} h30" {line}/>', f"{name}, {meaning}")
+        x += 200
     if several_hosts:
-        yield (
-            f'<path d="M{x:.1f} {y - 4:.1f} h30" stroke="{_FAINT}" stroke-width="1.5" stroke-dasharray="6 3"/>'
-            f'<text x="{x + 38:.1f}" y="{y:.1f}" font-size="12" fill="{_INK}">between hosts</text>'
-        )
+        line = f'stroke="{_FAINT}" stroke-width="1.5" stroke-dasharray="6 3"'
+        yield _entry((x, y), f'<path d="M{x:.1f} {y - 4:.1f} h30" {line}/>', "between hosts")
+        x += 140
+    yield _entry((x - 12, y), f'<ellipse cx="{x + 12:.1f}" cy="{y - 4:.1f}" rx="6" ry="6" fill="{_INK}"/>', "root")
+
+
+def _entry(at: Point, sign: str, text: str) -> str:
+    return f'{sign}<text x="{at[0] + 38:.1f}" y="{at[1]:.1f}" font-size="12" fill="{_INK}">{text}</text>'

@@ -16,7 +16,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import Strategy, build, from_edges, names
 from kfcomm.strategies.draw import as_svg, as_text
-from kfcomm.strategies.picture import RADIUS, Placement, in_boxes, on_circle
+from kfcomm.strategies.placement import RADIUS, Placement, in_boxes, on_circle
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, trees
 
@@ -222,3 +222,39 @@ def test_too_many_hosts_for_one_row_take_several() -> None:
     layout = Layout.even(64, 32)
     placement = in_boxes(build("tree", layout).select(0).pairs[0].reduce, layout)
     assert len({box.y for box in placement.boxes}) > 2
+
+
+def curves(picture: ElementTree.Element) -> list[tuple[str, list[float]]]:
+    """The phase of each arrow, and its six coordinates."""
+    found = []
+    for path in picture.findall(f"{SVG}path"):
+        numbers = [float(one) for one in re.findall(r"-?\d+\.\d", path.get("d") or "")]
+        if path.get("marker-end") and len(numbers) == 6:
+            found.append((str(path.get("marker-end")), numbers))
+    return found
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("direct", 1), ("tree", 4), ("star", 1), ("chain_star", 4)])
+def test_arrows_pass_circles_by(name: str, hosts: int) -> None:
+    layout = Layout.even(12, hosts)
+    picture = ElementTree.fromstring(as_svg(build(name, layout).select(1 << 30), layout))
+    centres = [(float(one.get("cx") or 0), float(one.get("cy") or 0)) for one in picture.findall(f"{SVG}circle")]
+    for _, (x0, y0, x1, y1, x2, y2) in curves(picture):
+        ends = [min(centres, key=lambda one: math.dist(one, end)) for end in ((x0, y0), (x2, y2))]
+        for part in (0.25, 0.5, 0.75):
+            x = (1 - part) ** 2 * x0 + 2 * part * (1 - part) * x1 + part**2 * x2
+            y = (1 - part) ** 2 * y0 + 2 * part * (1 - part) * y1 + part**2 * y2
+            assert all(math.dist((x, y), one) > RADIUS for one in centres if one not in ends)
+
+
+def test_heads_of_many_arrows_have_room() -> None:
+    layout = Layout.even(16, 1)
+    picture = ElementTree.fromstring(as_svg(build("star", layout).select(0), layout))
+    heads = [(x2, y2) for phase, (*_, x2, y2) in curves(picture) if "reduce" in phase]
+    assert len(heads) == 15
+    assert all(math.dist(one, two) > 7 for one, two in itertools.combinations(heads, 2))
+
+
+def test_many_ranks_are_drawn_without_detours() -> None:
+    layout = Layout.even(130, 1)
+    assert len(curves(ElementTree.fromstring(as_svg(build("star", layout).select(0), layout)))) == 2 * 129
