@@ -14,6 +14,7 @@ import kfcomm.jax
 import kfcomm.sync
 from kfcomm import testing
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.rendezvous.host import interfaces, is_loopback
 from tests.launch.launched import environ, finished
 
 jax = pytest.importorskip("jax")
@@ -61,20 +62,31 @@ def test_an_error_of_an_eager_call_is_ours() -> None:
         testing.run_threads(comms, rank)
 
 
-def test_processes_of_jax_distributed_find_each_other(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_processes_of_jax_distributed_need_no_variables(is_remote: bool, tmp_path: Path) -> None:
+    """Not even a token, where the coordinator's address is none of one host alone."""
+    found = [one.address for one in interfaces() if is_loopback(one.address) != is_remote and ":" not in one.address]
+    if not found:
+        pytest.skip("needs an address that is not a loopback one")
+    with socket.create_server((found[0], 0)) as server:
         port = server.getsockname()[1]
     program = (
         "import sys, jax, numpy as np, kfcomm\n"
-        f"jax.distributed.initialize('127.0.0.1:{port}', 2, int(sys.argv[1]))\n"
-        "with kfcomm.sync.init() as comm:\n"
-        "    print(comm.rank, comm.size, comm.all_reduce(np.ones(2))[0])\n"
+        f"jax.distributed.initialize('{found[0]}:{port}', 2, int(sys.argv[1]))\n"
+        "for _ in range(2):\n"
+        "    with kfcomm.sync.init() as comm:\n"
+        "        print(comm.rank, comm.size, comm.all_reduce(np.ones(2))[0])\n"
         "jax.distributed.shutdown()\n"
     )
-    options: Any = {"env": environ(JAX_PLATFORMS="cpu", TMPDIR=str(tmp_path)), "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], **options) for rank in range(2)]
+    ranks = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        folder = tmp_path / str(rank) if is_remote else tmp_path  # else both have the token of their user, in a file
+        env = environ(JAX_PLATFORMS="cpu", TMPDIR=str(folder))
+        command = [sys.executable, "-c", program, str(rank)]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     said = [rank.communicate()[0].split() for rank in ranks]
-    assert said == [["0", "2", "2.0"], ["1", "2", "2.0"]]
+    assert said == [["0", "2", "2.0"] * 2, ["1", "2", "2.0"] * 2]
 
 
 def test_in_a_world_of_one_everything_works() -> None:

@@ -27,7 +27,7 @@ from kfcomm.rendezvous.worlds import Environ
 if TYPE_CHECKING:
     from kfcomm.rendezvous.settings import Settings
 
-CHANNELS = ("munge", "pmi", "torchrun")
+CHANNELS = ("munge", "pmi", "torchrun", "jax")
 """In order of preference."""
 
 
