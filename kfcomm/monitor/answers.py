@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kfcomm.monitor.dumps import snapshot
-from kfcomm.monitor.live import JobQuestion
+from kfcomm.monitor.live import Question
 from kfcomm.monitor.statistics import statistics_of
 from kfcomm.strategies import Strategy
 
@@ -32,11 +32,11 @@ def answer_to(question: bytes, comm: World) -> Any:
     """
     comm = comm._latest
     match question:
-        case JobQuestion.DUMP.value:
+        case Question.DUMP.value:
             return snapshot(comm._session)
-        case JobQuestion.GRAPHS.value:
+        case Question.GRAPHS.value:
             return graphs(comm)
-        case JobQuestion.FIGURES.value:
+        case Question.FIGURES.value:
             found = statistics_of(comm._session, comm._group, comm._mailbox.group_ids, with_keys=False)
             news = tuple(one for one in found.events if one.time_s > found.time_s - NEW_S)
             return replace(found, events=news).as_json()

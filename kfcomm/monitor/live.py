@@ -43,7 +43,7 @@ _RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
 _numbers = count()
 
 
-class JobQuestion(Enum):
+class Question(Enum):
     """Requests that a rank answers."""
 
     STATISTICS = b"?"
@@ -122,7 +122,7 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
     return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
 
 
-def read(job: Job, question: JobQuestion = JobQuestion.STATISTICS) -> list[Statistics]:
+def read(job: Job, question: Question = Question.STATISTICS) -> list[Statistics]:
     """Statistics of the ranks of a job on this host, by rank, without those that have ended meanwhile.
 
     Takes as long as the slowest rank takes to answer, ``PATIENCE_S`` at most for each.
@@ -131,7 +131,7 @@ def read(job: Job, question: JobQuestion = JobQuestion.STATISTICS) -> list[Stati
     return [answer for answer in answers if answer is not None]
 
 
-def answer_of(name: str, question: JobQuestion) -> Any:
+def answer_of(name: str, question: Question) -> Any:
     """Decoded answer at one of a job's sockets; None if it has ended, does not answer, or answers with something else.
 
     Takes ``PATIENCE_S`` at most.
@@ -175,7 +175,7 @@ def attend(job: str, rank: int, answer: Callable[[bytes], Any]) -> Attendant | N
     return Attendant(listener, serve, "kfcomm-live")
 
 
-def _statistics(name: str, question: JobQuestion) -> Statistics | None:
+def _statistics(name: str, question: Question) -> Statistics | None:
     from kfcomm.monitor.statistics import Statistics  # here: this is done by those who watch, not by a rank
 
     answer = answer_of(name, question)

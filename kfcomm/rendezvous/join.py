@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.channels import agree_on_token
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
@@ -72,6 +71,8 @@ class JobStore:
         token, shown = settings.token, b""
         if token is None:
             await address_towards(None, settings)  # says so early if the store's name does not resolve yet
+            from kfcomm.rendezvous.channels import agree_on_token  # few need one
+
             client = StoreClient(settings.store, b"", timeout_s=settings.timeout_s, tls=tls)
             try:
                 token, shown = await agree_on_token(settings, lambda: _reported(client.shown(), settings, client))

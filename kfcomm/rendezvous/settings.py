@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 from kfcomm.common.arguments import hint, meant, plain_text, whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import concealed_token, given_token, user_token
-from kfcomm.rendezvous.channels import choose_channel
 from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
 from kfcomm.rendezvous.reader import Reader
@@ -318,6 +317,8 @@ def _find_token(reader: Reader, store: str | None, source: str, reasons: list[st
             return None, None
         found = concealed_token(store)
         if found is None and not _is_here(store):
+            from kfcomm.rendezvous.channels import choose_channel  # few need one
+
             channel = choose_channel(reader.environ, source, serves=reader.flag("serve", default=True))
             reasons.append(f"token: rank 0 hands it over by {channel}")
             return None, channel

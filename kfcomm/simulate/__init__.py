@@ -7,7 +7,7 @@ once, so that 100,000 take seconds.
 """
 
 from kfcomm.simulate.network import Host, Link, Local, PortQueue, SimulatedNetwork, Switch
-from kfcomm.simulate.results import CallResult, PortUse, Result, StepResult
+from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.runs import HostsJoined, HostsLeft, HostsLost, Pauses, RunStep, simulate_run
 from kfcomm.simulate.workload import Await, Call, Compute, parse_workload
 from kfcomm.simulate.world import late, num_messages, simulate, simulate_step
@@ -25,12 +25,12 @@ __all__ = [
     "Local",
     "Pauses",
     "PortQueue",
-    "PortUse",
     "Result",
     "RunStep",
     "SimulatedNetwork",
     "StepResult",
     "Switch",
+    "Use",
     "late",
     "num_messages",
     "parse_workload",

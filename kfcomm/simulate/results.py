@@ -10,7 +10,7 @@ _GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class PortUse:
+class Use:
     """Traffic through one port, in one direction."""
 
     port: str  # its name
@@ -89,7 +89,7 @@ class StepResult:
     compute_s: float
     seconds: float
     rank_seconds: tuple[float, ...]
-    busiest: PortUse
+    busiest: Use
     events: int
     simulated_ranks: int
     is_exact: bool
@@ -162,7 +162,7 @@ class Result:
     nbytes: int
     seconds: float
     rank_seconds: tuple[float, ...]
-    busiest: PortUse
+    busiest: Use
     messages: int
     nbytes_sent: int
     events: int

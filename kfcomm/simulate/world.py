@@ -22,7 +22,7 @@ from kfcomm.simulate.levels import extrapolated, is_too_large
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Agenda
 from kfcomm.simulate.ranks import Carry, Processors, Rank, RankCall, SimulatedSurroundings, SimulatedWork
-from kfcomm.simulate.results import CallResult, PortUse, Result, StepResult
+from kfcomm.simulate.results import CallResult, Result, StepResult, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.simulate.scripts import Script
 from kfcomm.simulate.staging import DeviceCopies, Segments
@@ -318,7 +318,7 @@ def _result(
         compute_s=sum(item.seconds for item in items if isinstance(item, Compute)),
         seconds=max(ends_s),
         rank_seconds=wiring.of_all(ends_s),
-        busiest=PortUse(busiest.name, busiest.nbytes, busiest.busy_s),
+        busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
         events=routes.agenda.num_events,
         simulated_ranks=len(ranks),
         is_exact=all(call.is_exact for call in calls),

@@ -23,7 +23,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.monitor.dashboard.frames import EventLog, clipped
 from kfcomm.monitor.dashboard.serving import Address, is_loopback, served
 from kfcomm.monitor.dashboard.watching import MAX_TRAINING, FrameFeed, JobObserver, Past
-from kfcomm.monitor.live import JobQuestion, answer_of, jobs
+from kfcomm.monitor.live import Question, answer_of, jobs
 from kfcomm.monitor.statistics import RecentEvent
 from tests.launch.launched import Launcher, launched
 
@@ -246,11 +246,11 @@ def test_rank_answers_every_question() -> None:
         comm.barrier("here")
         (mine,) = [one for one in jobs() if one.name == f"pid-{os.getpid()}"]
         ((_, name),) = mine.sockets
-        assert [key["name"] for key in answer_of(name, JobQuestion.STATISTICS)["keys"]] == ["here"]
-        assert answer_of(name, JobQuestion.FIGURES)["keys"] == []
-        assert answer_of(name, JobQuestion.DUMP)["uses"]
-        assert answer_of(name, JobQuestion.GRAPHS)["hosts"] == [0]
-    assert answer_of(name, JobQuestion.DUMP) is None
+        assert [key["name"] for key in answer_of(name, Question.STATISTICS)["keys"]] == ["here"]
+        assert answer_of(name, Question.FIGURES)["keys"] == []
+        assert answer_of(name, Question.DUMP)["uses"]
+        assert answer_of(name, Question.GRAPHS)["hosts"] == [0]
+    assert answer_of(name, Question.DUMP) is None
 
 
 def test_statistics_have_recent_events() -> None:

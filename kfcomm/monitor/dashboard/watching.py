@@ -25,7 +25,7 @@ from kfcomm.monitor.dashboard import frames
 from kfcomm.monitor.dashboard.frames import Frame, Usage
 from kfcomm.monitor.doctor import checked_record, diagnose
 from kfcomm.monitor.dumps import Record
-from kfcomm.monitor.live import JobQuestion
+from kfcomm.monitor.live import Question
 from kfcomm.monitor.statistics import RecentEvent
 from kfcomm.monitor.top import MAX_AT_ONCE, JobChange, JobWatcher
 
@@ -161,7 +161,7 @@ class JobObserver:
     # ---------------------------------------------------------------- figures
 
     async def _look_at_figures(self) -> None:
-        watcher = JobWatcher(self.job, read=partial(live.read, question=JobQuestion.FIGURES), pool=self._asking)
+        watcher = JobWatcher(self.job, read=partial(live.read, question=Question.FIGURES), pool=self._asking)
         while not self.has_ended.is_set():
             began_s = time.monotonic()
             change: JobChange = await self._in_thread(watcher.look)
@@ -213,7 +213,7 @@ class JobObserver:
         answering = [one for one in change.ranks.values() if one.now is not None]
         key = tuple((one.now.epoch, one.now.strategy) for one in answering[:1] if one.now is not None)
         if answering and key != self._known:
-            graphs = await self._in_thread(live.answer_of, answering[0].socket, JobQuestion.GRAPHS)
+            graphs = await self._in_thread(live.answer_of, answering[0].socket, Question.GRAPHS)
             if isinstance(graphs, dict) and "rules" in graphs:  # a rank of an older version knows no graphs
                 self._known = key
                 self.feed.publish("graphs", graphs)
@@ -264,7 +264,7 @@ def _dumps(change: JobChange, pool: Executor) -> list[Record]:
     """Dumps of the ranks that answer, of one epoch."""
     sockets = [one.socket for one in change.ranks.values() if one.now is not None]
     records = []
-    for answer in pool.map(partial(live.answer_of, question=JobQuestion.DUMP), sockets):
+    for answer in pool.map(partial(live.answer_of, question=Question.DUMP), sockets):
         with contextlib.suppress(KeyError, ValueError):  # of another version
             records.append(checked_record(answer))
     sizes = Counter(record["size"] for record in records)
