@@ -18,11 +18,17 @@ def driven(module: str, name: str, folder: Path, **environ: str) -> tuple[Any, s
     """Answer of a program, ``python -m MODULE NAME FOLDER``, and its output. It fails if the program does."""
     marks = folder / "marks"
     marks.mkdir()
+    said = output_of(["-m", module, name, str(marks)], folder, **environ)
+    return json.loads((folder / "answer.json").read_text()), said
+
+
+def output_of(program: list[str], folder: Path, **environ: str) -> str:
+    """Output of a program of Python, whose home is the folder. It fails if the program does."""
     env = os.environ | {"HOME": str(folder), "PYTHONPATH": str(ROOT), **environ}
-    command = [sys.executable, "-m", module, name, str(marks)]
+    command = [sys.executable, *program]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "answer.json").read_text()), done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def drive(programs: dict[str, Any]) -> None:

@@ -56,6 +56,11 @@ def test_two_groups() -> None:
     assert re.fullmatch(r"\[0\] largest error \d\.\de-\d\d; bit-identical on 4 ranks", error)
 
 
+def test_pipeline_has_the_losses_of_one_process() -> None:
+    (said,) = lines(four_ranks("pipeline.py"))
+    assert re.fullmatch(r"\[0\] loss 0\.\d+ at first, 0\.0\d+ in the end; of one process: equal", said)
+
+
 def test_adaptive() -> None:
     """Every strategy is tried, one is kept, and the slow rank is found; times decide which, and if others are tried."""
     said = "\n".join(four_ranks("adaptive.py").stdout.splitlines())

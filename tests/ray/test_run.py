@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.drivers import driven
+from tests.drivers import driven, output_of
 from tests.public_api import changes
 
 pytest.importorskip("ray", reason="needs Ray: pip install ray")
@@ -17,11 +19,17 @@ pytest.importorskip("ray", reason="needs Ray: pip install ray")
 BLOCKING, ASYNC = "kfcomm.sync.communicator", "kfcomm.world.communicator"
 
 
-def on_ray(name: str, folder: Path) -> tuple[Any, str]:
-    """Answer of a driver of `programs`, and its output. Sockets of Ray need a short path."""
+@contextlib.contextmanager
+def settings() -> Iterator[dict[str, str]]:
+    """Variables of Ray, whose sockets need a short path."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
-        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
-        return driven("tests.ray.programs", name, folder, RAY_TMPDIR=short, **settings)
+        yield {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
+
+
+def on_ray(name: str, folder: Path) -> tuple[Any, str]:
+    """Answer of a driver of `programs`, and its output."""
+    with settings() as variables:
+        return driven("tests.ray.programs", name, folder, **variables)
 
 
 def test_results_by_rank_on_two_nodes(tmp_path: Path) -> None:
@@ -86,6 +94,12 @@ def test_killed_node_is_replaced(tmp_path: Path) -> None:
 def test_sizes_are_asked_of_the_placement_group(tmp_path: Path) -> None:
     told, _ = on_ray("sizes", tmp_path)
     assert told == [[[0], [2, 3, 1]]]
+
+
+def test_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    with settings() as variables:
+        said = output_of(["examples/pipeline.py", "--ray"], tmp_path, **variables)
+    assert "of one process: equal" in said
 
 
 def test_public_api_is_the_recorded_one() -> None:
