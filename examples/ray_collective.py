@@ -11,7 +11,7 @@ try:
     import ray
     from ray.util import collective
 except ModuleNotFoundError as error:
-    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[ray]"') from None
+    raise SystemExit(f"this example needs {error.name}: pip install ray") from None
 
 import kfcomm.ray
 

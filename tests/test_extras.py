@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXAMPLES: dict[str, str] = {
     "digits": "demo", "elastic": "demo", "adaptive_training": "demo", "torch_cpu": "torch", "torch_attach": "torch",
     "torch_ddp": "torch", "lightning_train": "torch", "accelerate_train": "torch", "ray_train": "torch",
-    "jax_data_parallel": "jax", "ray_collective": "ray",
+    "jax_data_parallel": "jax",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tests.launch.launched import ROOT
 from tests.monitor.test_metrics import collected
 
 PAGES = [*PAGES_OF_PACKAGE, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray", "kfcomm.horovod")
+FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray", "kfcomm.dask", "kfcomm.horovod")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -148,8 +148,8 @@ OTHERS_CLASSES = {
     "KillOnBadExit", "ReadWriteMany",
     "Accelerator", "AdaGrad", "CancelledError", "CommunicationHook", "DDP", "DTensor", "DistBackendError",
     "DistributedDataParallel", "DistributedOptimizer", "GiB", "GradScaler", "InitProcessGroupKwargs",
-    "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "MiB", "ProcessGroup", "StrEnum", "TaskGroup",
-    "TorchConfig", "TorchTrainer",
+    "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "LocalCluster", "MiB", "ProcessGroup",
+    "StrEnum", "TaskGroup", "TorchConfig", "TorchTrainer",
 }  # fmt: skip
 """Of other libraries."""
 

@@ -18,6 +18,6 @@ def find(environ: Environ) -> Outcome:
     except ValueError:
         return Absent("Dask is imported; this is not a task of a worker")
     raise ConfigError(
-        f"Dask: a task of the worker {worker.address} has no rank: pass rank, size, store and token, which the client "
-        "gives to one task on each worker; for a world of one, pass size=1"
+        f"Dask: a task of the worker {worker.address} has no rank: use kfcomm.dask.run, or pass rank, size, store and "
+        "token; for a world of one, pass size=1"
     )

@@ -19,6 +19,6 @@ def find(environ: Environ) -> Outcome:
     if context.get_actor_id() is None and context.get_task_id() is None:
         return Absent("this process is Ray's driver, not a task or an actor")
     raise ConfigError(
-        "Ray: a task or an actor has no rank: use kfcomm.ray's collective groups or Ray Train, or pass rank, size and "
-        "store; for a world of one, pass size=1"
+        "Ray: a task or an actor has no rank: use kfcomm.ray.run, kfcomm.ray's collective groups or Ray Train, or pass "
+        "rank, size and store; for a world of one, pass size=1"
     )
