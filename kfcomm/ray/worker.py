@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import NamedTuple
 
 import ray
@@ -32,4 +33,10 @@ class Worker:
         found["elastic"] = place.is_elastic
         if is_later:
             found["join"] = place.uid
-        return run_rank(task, place.uid, found)
+        # Ray's handler would raise in the function, as if that had left; and blocking calls hold any handler, which cost
+        # 40 of 200 µs of a small all_reduce. By default SIGTERM ends this process, and Ray sees that.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            return run_rank(task, place.uid, found)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
