@@ -20,7 +20,7 @@ import shlex
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
@@ -38,10 +38,19 @@ logger = logging.getLogger("kfcomm")
 
 @dataclass(frozen=True, slots=True)
 class LaunchHost:
-    """One entry of the list: the IP address of a host and its number of ranks."""
+    """One entry of the list: the IP address of a host, its number of ranks, and its name where it was given one.
+
+    A pod that is moved keeps its name and has another address.
+    """
 
     address: str
     num_ranks: int
+    name: str = field(default="", compare=False)
+
+    @property
+    def identity(self) -> str:
+        """Name, or address without one."""
+        return self.name or self.address
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +153,8 @@ def parse_host(entry: str, least: int = 1) -> LaunchHost:
     if match is None or not least <= num_ranks <= MAX_RANKS:
         need = ", with at least one rank" if least else ""
         raise ConfigError(f"{entry[:_MAX_SHOWN]!r} must look like 10.0.0.1:4 or [fd00::1]:4{need}")
-    return LaunchHost(resolved(match[1] or match[2]), num_ranks)
+    given = match[1] or match[2]
+    return LaunchHost(resolved(given), num_ranks, "" if is_address(given) else given)
 
 
 def resolved(name: str) -> str:

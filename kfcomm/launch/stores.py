@@ -176,7 +176,8 @@ async def joined(job: LaunchJob, settings: Settings) -> AsyncIterator[tuple[Laun
         NotNeeded: the job ended before it used this host.
         RendezvousError: another launcher runs on this host; or the store cannot be reached.
     """
-    url = store_url(job.plan.hosts[0].address, job.options.store_port())
+    # By its name: a first host that is moved, as a pod is, comes back with another address.
+    url = store_url(job.plan.hosts[0].identity, job.options.store_port())
     client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=tls_of(settings))
     kept = job.options.store
     # after a common restart, wait until the first launcher knows this one
@@ -237,13 +238,13 @@ class JobRecord(NamedTuple):
     """Record of the job that a store holds."""
 
     identity: bytes  # of the job, by which clients recognise its store
-    hosts: tuple[tuple[str, int], ...]  # address and initial number of ranks of each
+    hosts: tuple[tuple[str, int], ...]  # name or address, and initial number of ranks, of each
     bounds: tuple[int, int]  # least and largest number of ranks
 
     @classmethod
     def of(cls, identity: bytes, plan: HostPlan, elastic: Elasticity) -> JobRecord:
         """Record of a new job."""
-        hosts = tuple((host.address, host.num_ranks) for host in plan.hosts)
+        hosts = tuple((host.identity, host.num_ranks) for host in plan.hosts)
         return cls(identity, hosts, (elastic.least, elastic.most))
 
     def to_wire(self) -> bytes:
