@@ -14,6 +14,7 @@ Comments in the Markdown, invisible when rendered, say what to do with the block
   after the other, in ``with kfcomm.sync.init() as comm``, with arrays ``x`` and ``y`` of four elements, and with what
   the block before it has made if that is marked ``<!-- before the rows -->``.
 - ``<!-- not run: WHY -->``: it is not run; Python is compiled all the same.
+- ``<!-- output: COMMAND -->``, on its own: built pages show what the command prints (`docs/outputs.py`).
 
 Every block of Python and every console has one of these marks. The blocks of one page are run in order, in one folder,
 by a Python that finds no other packages than kfcomm's own and those that the page has said to install by then: as if
