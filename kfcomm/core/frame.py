@@ -25,7 +25,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")

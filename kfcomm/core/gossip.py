@@ -5,10 +5,15 @@ about 2·log2(size) of them and no more than log2(size) steps between any two ra
 rank forwards the first copy to all its neighbours but the one it came from, and drops later copies, recognized by
 ``(origin, number)``. A STATUS answers a QUERY, and travels back along the path of the first copy of the query.
 
+Ranks that leave are not flooded one by one: size² · log2(size) messages where all leave at once. A LEAVING names all
+ranks that its neighbour has yet to hear of. The caller decides when it is sent (`Gossip.say_left`); all of a job need
+log2(size) rounds then, in which each rank sends one message to each neighbour.
+
 Invariants:
 
 - Each flood is delivered at most once per rank, and exactly once to every rank that the links in use connect to its
   origin, in whatever order the copies arrive.
+- Each LEAVING comes before a flood that follows it, on every path.
 - A link that comes up late, or again, first carries what was flooded before: ranks that left or are lost, the latest
   message of each kind of each rank in an agreement, and the latest news. So a flood that was sent while links were
   missing, or lost with one, still arrives.
@@ -36,7 +41,7 @@ MAX_QUERY_OPS = 64
 MAX_QUERY_NBYTES = 1 << 15
 MAX_TEXT_NBYTES = MAX_FIELD_NBYTES
 MAX_NAMED_RANKS = 1024
-"""Most ranks that an abort names as arrived, and as missing."""
+"""Most ranks that an abort names as arrived, and as missing; and that one LEAVING names."""
 WINDOW = 1024
 """Numbers per origin that may arrive out of order; older ones count as seen."""
 MAX_RECENT = 128
@@ -52,7 +57,7 @@ class Body(IntEnum):
     LOST = 2
     """[rank, reason, has ended]: this rank is gone without a goodbye; whether its process is known to have ended."""
     LEAVING = 3
-    """[rank]: the origin has closed its communicator and posts nothing more; it stays to answer questions."""
+    """[ranks]: these have closed their communicators and post nothing more; they stay to answer questions."""
     QUERY = 4
     """[target or -1, ops]: which of these (group id, key, seq) have you posted?"""
     STATUS = 5
@@ -129,10 +134,13 @@ class Gossip:
         self._linked: dict[int, None] = {}  # ordered: effects come in the same order on every run
         self._seen = [_Seen() for _ in range(size)]
         self._next_number = 0
-        self._facts: dict[tuple[int, int], Header] = {}
+        self._facts: dict[int, Header] = {}  # losses, by rank
         self._agreed: dict[tuple[int, int], Header] = {}
         self._recent: deque[Header] = deque(maxlen=MAX_RECENT)
         self._ways: dict[tuple[int, int], int] = {}
+        self._left: dict[int, None] = {}
+        self._untold: dict[int, dict[int, None]] = {}
+        """By neighbour, the ranks that have left and that it has yet to hear of."""
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -165,19 +173,35 @@ class Gossip:
         if not 0 <= rank < self.size or rank == self.rank:
             raise LocalProtocolError(f"rank {rank} cannot be a neighbour of rank {self.rank} in a world of {self.size}")
         self._linked[rank] = None
-        return [
-            (Effect.SEND, rank, header) for header in (*self._facts.values(), *self._agreed.values(), *self._recent)
-        ]
+        self._untold[rank] = dict(self._left)
+        missed = (*self._facts.values(), *self._agreed.values(), *self._recent)
+        return [*self.say_left(), *((Effect.SEND, rank, header) for header in missed)]
 
     def neighbour_lost(self, rank: int) -> None:
         """Stop using the link to ``rank``, which is down. Calling it again does nothing."""
         self._linked.pop(rank, None)
+        self._untold.pop(rank, None)
+
+    def leave(self) -> None:
+        """Note that this rank leaves; `say_left` tells the neighbours."""
+        self._note_left([self.rank], self.rank)
+
+    def say_left(self) -> Effects:
+        """Tell each neighbour of the ranks that have left, as far as it has yet to hear of them."""
+        effects: Effects = []
+        for neighbour, ranks in self._untold.items():
+            named = list(ranks)
+            ranks.clear()
+            for first in range(0, len(named), MAX_NAMED_RANKS):
+                body = [Body.LEAVING, named[first : first + MAX_NAMED_RANKS]]
+                effects.append((Effect.SEND, neighbour, (Kind.GOSSIP, self.rank, 0, body)))
+        return effects
 
     def flood(self, body: Sequence[Any]) -> tuple[int, Effects]:
         """Flood a body; returns the number of the flood, which its answers carry, and the effects."""
         fault = _fault(self.rank, body, self.size)
-        if fault or body[0] == Body.STATUS:
-            raise LocalProtocolError(fault or "a STATUS is sent with answer()")
+        if fault or body[0] in (Body.STATUS, Body.LEAVING):
+            raise LocalProtocolError(fault or "a STATUS is sent with answer(), a LEAVING with leave()")
         number = self._next_number
         self._next_number += 1
         header: Header = (Kind.GOSSIP, self.rank, number, list(body))
@@ -196,6 +220,9 @@ class Gossip:
             return [(Effect.FAIL, neighbour, fault)]
         if body[0] == Body.STATUS:
             return self._pass_back(header)
+        if body[0] == Body.LEAVING:
+            ranks = self._note_left(body[1], neighbour)
+            return [(Effect.DELIVER, origin, number, [Body.LEAVING, ranks])] if ranks else []
         # Only the first copy is passed on, which ends the flood; an answer takes its path back.
         if origin == self.rank or not self._seen[origin].add(number):
             return []
@@ -205,19 +232,31 @@ class Gossip:
 
     def _spread(self, header: Header, source: int) -> Effects:
         body = header[3]
-        if body[0] in (Body.LOST, Body.LEAVING):
+        if body[0] == Body.LOST:
             self._gone.add(body[1])
             # A known end of the process is stronger news than a loss, and replaces it for late links.
-            is_known_ended = body[0] == Body.LOST and body[3]
-            if is_known_ended or (body[0], body[1]) not in self._facts:
-                self._facts[body[0], body[1]] = header
+            if body[3] or body[1] not in self._facts:
+                self._facts[body[1]] = header
         elif body[0] == Body.AGREE:
             fact = (header[1], body[2][0])
             self._agreed.pop(fact, None)  # so that the latest is last: late links get them in order
             self._agreed[fact] = header
         else:
             self._recent.append(header)
-        return [(Effect.SEND, rank, header) for rank in self._linked if rank != source]
+        return [*self.say_left(), *((Effect.SEND, rank, header) for rank in self._linked if rank != source)]
+
+    def _note_left(self, ranks: Sequence[int], source: int) -> list[int]:
+        """Note that these have left, as ``source`` knows; return those that this rank had yet to hear of."""
+        new = [rank for rank in dict.fromkeys(ranks) if rank not in self._left]
+        self._left.update(dict.fromkeys(new))
+        self._gone.update(new)
+        for neighbour, untold in self._untold.items():
+            if neighbour == source:
+                for rank in ranks:
+                    untold.pop(rank, None)
+            else:
+                untold.update(dict.fromkeys(new))
+        return new
 
     def _remember_way(self, origin: int, number: int, neighbour: int) -> None:
         if len(self._ways) == MAX_WAYS:
@@ -309,7 +348,7 @@ _OP: tuple[_Check, ...] = (_is_group, _is_text, _is_seq)
 _ROWS: dict[int, tuple[_Check, ...]] = {
     Body.ABORT: (_is_group, _is_text, _is_seq, _is_cause),
     Body.LOST: (_is_rank, _is_text, _is_flag),
-    Body.LEAVING: (_is_rank,),
+    Body.LEAVING: (_is_ranks,),
     Body.QUERY: (_is_rank_or_none, _is_ops),
     Body.STATUS: (_is_rank, _is_flags, _is_text),
     Body.AGREE: (_is_seq, _is_agreement),
@@ -328,6 +367,4 @@ def _fault(origin: int, body: Sequence[Any], size: int) -> str:
         return "gossip of an unknown kind"
     if not _fits(body[1:], _ROWS[body[0]], size):
         return f"gossip {Body(body[0]).name} with fields that do not fit"
-    if body[0] == Body.LEAVING and body[1] != origin:
-        return f"rank {origin} says that rank {body[1]} is leaving"
     return ""

@@ -38,6 +38,7 @@ class World:
         self.ranks = {rank: Gossip(rank, size) for rank in range(size) if rank not in crashed}
         self.wires: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self.heard: dict[int, list[tuple]] = defaultdict(list)
+        self.left: dict[int, list[int]] = defaultdict(list)
 
     def link(self, one: int, other: int) -> None:
         for here, there in ((one, other), (other, one)):
@@ -54,6 +55,15 @@ class World:
         self.carry_out(rank, effects)
         return number
 
+    def leave(self, rank: int) -> None:
+        self.ranks[rank].leave()
+        self.say_left(rank)
+
+    def say_left(self, rank: int) -> list[tuple]:
+        effects = self.ranks[rank].say_left()
+        self.carry_out(rank, effects)
+        return effects
+
     def carry_out(self, rank: int, effects: list[tuple]) -> None:
         for tag, *fields in effects:
             if tag == Effect.SEND:
@@ -66,6 +76,8 @@ class World:
 
     def hear(self, rank: int, origin: int, number: int, body: list) -> None:
         self.heard[rank].append((origin, number, body[0]))
+        if body[0] == Body.LEAVING:
+            self.left[rank].extend(body[1])
         if body[0] == Body.QUERY and body[1] in (EVERYBODY, rank):
             posted = [bool(seq % 2) for _, _, seq in body[2]]
             self.carry_out(rank, self.ranks[rank].answer(origin, number, posted, f"rank {rank}"))
@@ -180,10 +192,10 @@ def test_a_link_that_comes_up_late_brings_the_news():
     net = World(3)
     net.flood(0, ABORT)
     net.flood(0, [Body.LOST, 2, "gone", False])
-    net.flood(0, [Body.LEAVING, 0])
+    net.leave(0)
     net.link(0, 1)
     net.run(first)
-    assert sorted(net.heard[1]) == [(0, 0, Body.ABORT), (0, 1, Body.LOST), (0, 2, Body.LEAVING)]
+    assert net.heard[1] == [(0, 0, Body.LEAVING), (0, 1, Body.LOST), (0, 0, Body.ABORT)]
     assert net.ranks[1].living == (1,)
     assert net.ranks[0].living == (0, 1)
     net.link(0, 1)
@@ -218,6 +230,65 @@ def test_of_an_agreement_the_latest_of_each_kind_is_told():
     told = [effect[2][3] for effect in gossip.neighbour_joined(1)]
     assert told[:2] == [[Body.AGREE, 2, [0, b"part"]], [Body.AGREE, 2, [4, 2]]]
     assert len(told) == 2 + MAX_RECENT
+
+
+@settings(max_examples=25)
+@given(worlds(), st.data(), st.randoms(use_true_random=False))
+def test_each_leaving_rank_is_reported_once_to_every_connected_rank(world, data, random):
+    size, crashed = world
+    net = World(size, crashed)
+    net.link_neighbours()
+    leavers = data.draw(st.sets(st.sampled_from(sorted(net.ranks)), min_size=1))
+    for rank in leavers:
+        net.leave(rank)
+    said = True
+    while said:
+        net.run(random.choice)
+        said = [effects for rank in net.ranks if (effects := net.say_left(rank))]
+    for rank, gossip in net.ranks.items():
+        heard = leavers & net.component(rank) - {rank}
+        assert sorted(net.left[rank]) == sorted(heard)
+        assert gossip.living == tuple(one for one in range(size) if one == rank or one not in heard)
+
+
+@pytest.mark.parametrize("size", [2, 8, 13, 64, 100])
+def test_ranks_that_leave_at_once_hear_of_each_other_in_log_rounds(size):
+    net = World(size)
+    net.link_neighbours()
+    for gossip in net.ranks.values():
+        gossip.leave()
+    num_links = sum(len(gossip.linked) for gossip in net.ranks.values())
+    rounds = (size - 1).bit_length()
+    for _ in range(rounds):
+        sent = sum(len(net.say_left(rank)) for rank in net.ranks)
+        assert sent <= num_links
+        net.run(first)
+    assert all(gossip.living == (rank,) for rank, gossip in net.ranks.items())
+
+
+def test_many_leaving_ranks_take_several_messages():
+    gossip = Gossip(0, 3000)
+    gossip.neighbour_joined(1)
+    gossip.neighbour_joined(2)
+    for first_rank in (1, 1001):
+        gossip.receive(2, [Kind.GOSSIP, 2, 0, [Body.LEAVING, list(range(first_rank, first_rank + 1000))]])
+    effects = gossip.say_left()
+    assert [len(effect[2][3][1]) for effect in effects] == [1024, 976]
+    assert {effect[1] for effect in effects} == {1}
+
+
+def test_leaving_ranks_are_reported_before_a_later_flood():
+    gossip = Gossip(0, 4)
+    gossip.neighbour_joined(1)
+    gossip.neighbour_joined(2)
+    assert gossip.receive(2, [Kind.GOSSIP, 2, 0, [Body.LEAVING, [2]]]) == [(Effect.DELIVER, 2, 0, [Body.LEAVING, [2]])]
+    assert gossip.receive(1, [Kind.GOSSIP, 1, 0, [Body.LEAVING, [1, 2]]])[0][3] == [Body.LEAVING, [1]]
+    assert gossip.receive(1, [Kind.GOSSIP, 1, 0, [Body.LEAVING, [2]]]) == []
+    _, effects = gossip.flood(ABORT)
+    assert [(effect[1], effect[2][3][0]) for effect in effects] == [
+        (2, Body.LEAVING), (1, Body.ABORT), (2, Body.ABORT)
+    ]  # fmt: skip
+    assert gossip.say_left() == []
 
 
 def test_a_broken_link_is_not_used():
@@ -295,7 +366,8 @@ BAD = {
     "an agreement on nothing": (1, [Body.AGREE, 1, []]),
     "an agreement in words": (1, [Body.AGREE, 1, "all right"]),
     "lost without reason": (1, [Body.LOST, 1, None, False]),
-    "leaving for another": (1, [Body.LEAVING, 2]),
+    "leaving stranger": (1, [Body.LEAVING, [4]]),
+    "leaving alone": (1, [Body.LEAVING, 1]),
     "query to an unknown rank": (1, [Body.QUERY, 4, []]),
     "query without list": (1, [Body.QUERY, 0, None]),
     "query too long": (1, [Body.QUERY, 0, [[b"", "", 0]] * (MAX_QUERY_OPS + 1)]),
@@ -337,8 +409,8 @@ def test_misuse_raises():
             gossip.neighbour_joined(rank)
     with pytest.raises(LocalProtocolError, match="answer"):
         gossip.flood([Body.STATUS, 0, [], ""])
-    with pytest.raises(LocalProtocolError, match="leaving"):
-        gossip.flood([Body.LEAVING, 1])
+    with pytest.raises(LocalProtocolError, match="leave"):
+        gossip.flood([Body.LEAVING, [0]])
 
 
 @given(

@@ -6,11 +6,11 @@ It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets t
     living ──▶ leaving   it announced it; its sockets may close without being missed
        └─────▶ lost      its port is closed, its launcher saw it end, or another rank reports it
 
-A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. It
-floods its *leave question*, which goes to all ranks and names no collective. Each of the others answers it when it has
-no questions left, unless it leaves too, which says the same. So leaving takes two floods, and one answer from
-each rank that stays. A flood from each of these, as for any other question, was size³ messages where all leave at once,
-and a third of the processor time of a job of 32 ranks that met once.
+A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. An
+other rank that leaves too needs it no longer either. Where all leave at once, as at the end of a program, that is all:
+they hear of each other in log2(size) rounds (see `kfcomm.core.gossip`). Where some stay, a rank that has heard of no
+further one for a while floods its *leave question*, which goes to all ranks and names no collective. Each rank that
+stays answers it when it has no questions left.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, batches, clip
+from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
 from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
 from kfcomm.engine.control import GONE, Answer, StatusSource, Upcalls, World
 from kfcomm.engine.control.links import ControlLinks
+from kfcomm.engine.control.questions import Question, Questions
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
 """How long a neighbour that should dial this rank is waited for before it is dialled instead."""
 DEAD_HOST_SHARE = 1 / 3
 """Of the time after which a silent peer is lost: so soon it is if its kernel, which needs no turns, is silent, too."""
+FEW = 8
+"""Worlds up to this size take no account of the number of messages: each leaving rank is reported at once."""
+GATHERED_S_PER_RANK = 0.25e-3
+"""How long, times the size of the world, news of leaving ranks is held back, so that one message names several."""
+STAY_S_PER_RANK = 2e-3
+"""Pause, times the size of the world, without news of leaving ranks before a rank that leaves asks those that stay."""
 ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses after which a question without a full answer is asked again; after the last it is given up."""
 
@@ -62,6 +68,8 @@ class ControlNode:
         self._released: set[int] = set()
         self._is_over = False
         self._is_leaving = False
+        self._gathering: asyncio.TimerHandle | None = None  # before it passes on who leaves
+        self._staying: asyncio.TimerHandle | None = None  # before it asks, while it leaves
         self._leave_question: Question | None = None
         self._leave_questions: dict[int, int] = {}
         self._done_with: set[int] = set()
@@ -113,11 +121,10 @@ class ControlNode:
         self._when_free.append(when_free)
         if not self._is_leaving:
             self._is_leaving = True
-            self._flood([Body.LEAVING, self.rank])
+            self._gossip.leave()
+            self._pass_on_leaving()
             self._look_who_needs_me()
-            if self._when_free:
-                self._leave_question = self._questions.ask([], EVERYBODY, None)
-                self._ask(self._leave_question)
+            self._ask_to_leave_soon()
         self._look_who_needs_me()
 
     def needed_by(self) -> list[int]:
@@ -129,6 +136,7 @@ class ControlNode:
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._free()
+        self._say_left()  # a neighbour that has yet to hear of others waits for them
         await self.links.close(goodbye_s)
 
     def linger(self) -> None:
@@ -224,7 +232,9 @@ class ControlNode:
         elif tag == Body.LOST:
             self._on_lost(*fields)
         elif tag == Body.LEAVING:
-            self._on_leaving(origin)
+            for rank in fields[0]:
+                self._on_leaving(rank)
+            self._pass_on_leaving()
         elif tag == Body.QUERY:
             self._on_query(origin, number, *fields)
         elif tag == Body.AGREE:
@@ -254,6 +264,8 @@ class ControlNode:
         self._left.add(rank)
         self._upcalls.post(self._upcalls.events.on_leaving, rank)
         self._look_who_needs_me()
+        if self._is_leaving:
+            self._ask_to_leave_soon()
 
     # Questions and answers.
 
@@ -316,80 +328,44 @@ class ControlNode:
 
     # Leaving.
 
+    def _pass_on_leaving(self) -> None:
+        """Tell the neighbours who leaves, with who else leaves within a moment."""
+        if self._gossip.size <= FEW:
+            self._say_left()
+        elif self._gathering is None:
+            pause_s = GATHERED_S_PER_RANK * self._gossip.size
+            self._gathering = asyncio.get_running_loop().call_later(pause_s, self._say_left)
+
+    def _say_left(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        self._carry_out(self._gossip.say_left())
+
+    def _ask_to_leave_soon(self) -> None:
+        """Ask the ranks that stay, once no further one has left for a while."""
+        if self._staying is not None:
+            self._staying.cancel()
+        if not self._when_free or self._leave_question is not None:
+            return
+        if self._gossip.size <= FEW:
+            self._ask_to_leave()
+        else:
+            pause_s = STAY_S_PER_RANK * self._gossip.size
+            self._staying = asyncio.get_running_loop().call_later(pause_s, self._ask_to_leave)
+
+    def _ask_to_leave(self) -> None:
+        self._leave_question = self._questions.ask([], EVERYBODY, None)
+        self._ask(self._leave_question)
+
     def _look_who_needs_me(self) -> None:
         if self._is_leaving and not self.needed_by():
             self._free()
 
     def _free(self) -> None:
+        if self._staying is not None:
+            self._staying.cancel()
         if self._leave_question is not None:
             self._questions.close(self._leave_question)
         while self._when_free:
             self._when_free.pop()()
-
-
-@dataclass(eq=False, slots=True)
-class Question:
-    """One question to ``target`` (or all, -1)."""
-
-    target: int
-    parts: list[list[list[Any]]]  # the ops, as many to a part as fit one QUERY
-    answer: Answer | None  # None where only the asking counts
-    times_asked: int = 0
-    answered: set[int] = field(default_factory=set)  # ranks whose answer is complete
-    _replies: dict[int, dict[int, list[bool]]] = field(default_factory=dict)
-
-    def add(self, part: int, rank: int, posted: list[bool]) -> list[bool] | None:
-        """Add a reply to one part; return the whole answer of that rank once it is complete, else None."""
-        if rank in self.answered or len(posted) != len(self.parts[part]):
-            return None
-        replies = self._replies.setdefault(rank, {})
-        replies[part] = posted
-        if len(replies) < len(self.parts):
-            return None
-        self.answered.add(rank)
-        del self._replies[rank]
-        return [flag for _, reply in sorted(replies.items()) for flag in reply]
-
-
-class Questions:
-    """Questions that this rank has asked and that are not fully answered yet.
-
-    A question may name more collectives than one QUERY holds: then it travels in parts, and its answer is given when
-    the last part's has come. It may be asked again under new numbers, so replies can come twice, late or in any order;
-    each rank's answer is given once.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Question, None] = {}
-        self._floods: dict[int, tuple[Question, int]] = {}
-
-    def ask(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> Question:
-        """Open a question."""
-        question = Question(target, batches(ops), answer)
-        self._open[question] = None
-        return question
-
-    def is_open(self, question: Question) -> bool:
-        """Whether answers are still waited for."""
-        return question in self._open
-
-    def sent(self, number: int, question: Question, part: int) -> None:
-        """Note that the flood of that number carries this part."""
-        self._floods[number] = (question, part)
-
-    def reply(self, number: int, rank: int, posted: list[bool]) -> tuple[Question, list[bool]] | None:
-        """Take a STATUS of ``rank``; return the question that it completes and the whole answer, or None."""
-        question, part = self._floods.get(number, (None, 0))
-        if question is None or question.target not in (-1, rank):
-            return None
-        whole = question.add(part, rank, posted)
-        return None if whole is None else (question, whole)
-
-    def close(self, question: Question) -> None:
-        """Forget a question."""
-        self._open.pop(question, None)
-        self._floods = {number: asked for number, asked in self._floods.items() if asked[0] is not question}
-
-    def about(self, rank: int) -> list[Question]:
-        """The open questions to ``rank`` alone."""
-        return [question for question in self._open if question.target == rank]

@@ -278,19 +278,34 @@ async def test_all_leave_at_once(size):
 
 
 @pytest.mark.asyncio
-async def test_leaving_takes_two_floods_of_each_rank_and_an_answer_of_each_other(monkeypatch):
-    """A flood is at most a message on each link, either way; an answer takes a step to each of log2(size) at most."""
-    size, num_links, most_steps = 16, 16 * 7, 4
+async def test_leaving_rank_names_several_others_in_one_message(monkeypatch):
+    """A flood of each leaving rank would take 16 · 16 · 7 messages, and another one of its question as many again."""
+    size, num_links = 16, 16 * 7
     sent = []
     send = ControlLinks.send
     monkeypatch.setattr(
         ControlLinks, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header))
     )
+    monkeypatch.setattr(node, "GATHERED_S_PER_RANK", 0.02)
+    monkeypatch.setattr(node, "STAY_S_PER_RANK", 0.5)
     async with planes(size) as world:
         await alive(world, set())
         sent.clear()
         await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads))
-        assert len(sent) <= size * (2 * num_links + (size - 1) * most_steps)
+        kinds = [header[3][0] for header in sent if header[0] == Kind.GOSSIP]
+        assert Body.QUERY not in kinds
+        assert kinds.count(Body.LEAVING) < 8 * num_links
+
+
+@pytest.mark.asyncio
+async def test_leaving_rank_asks_those_that_stay():
+    async with planes(10) as world:
+        for leaver in range(2):
+            await world.threads[leaver].leave(LEAVE_S)
+        for engine in world.engines[2:]:
+            await world.until(lambda engine=engine: sorted(engine.left) == [0, 1])
+        await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads[2:]))
+        assert not any(engine.lost for engine in world.engines)
 
 
 @pytest.mark.asyncio
