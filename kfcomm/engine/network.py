@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from kfcomm.transports.base import Endpoint, Link, Waiter
     from kfcomm.transports.reactor import Reactor
 
-DESCRIPTORS_PER_PEER = 10
-"""Of each other rank: sockets, and on one host memory of either side; 7.4 were counted between 12 ranks of one host."""
+DESCRIPTORS_PER_PEER = 6
+"""Of each other rank: sockets of links both ways, which stay over TCP, and memory passed while a link is opened."""
 
 logger = logging.getLogger("kfcomm")
 

@@ -31,7 +31,7 @@ def test_a_low_soft_limit_is_raised_for_launcher_and_ranks(program: str) -> None
     assert done.returncode == 0, done.stderr
     limits = [int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
     assert len(limits) == 8
-    assert all(64 + 8 * 10 <= one <= 4000 for one in limits)
+    assert all(64 + 8 * 6 <= one <= 4000 for one in limits)
 
 
 def test_a_hard_limit_that_does_not_do_is_told_before_anything_starts() -> None:
@@ -50,11 +50,44 @@ def test_rank_that_cannot_join_says_how_many_it_needs() -> None:
 
 
 def test_rank_without_descriptors_for_a_link_says_what_to_do() -> None:
-    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n" + JOINS
-    done = limited(400, 4000, "-n", "8", "--strategy", "star", sys.executable, "-c", program)
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (44, 44))\n" + JOINS
+    star = "--strategy", "star", "--transport", "tcp"
+    done = limited(400, 4000, "-n", "12", *star, sys.executable, "-c", program)
     assert done.returncode == 1
-    assert "Too many open files: 60 are allowed here, and the hard limit is 60; raise it" in done.stderr
+    assert "Too many open files: 44 are allowed here, and the hard limit is 44; raise it" in done.stderr
     assert "OSError" not in done.stderr
+
+
+COUNTS = """
+import os
+import resource
+import numpy as np
+import kfcomm
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+
+def show(when):
+    comm.barrier()  # the links of every rank are open
+    print(when, len(os.listdir("/proc/self/fd")), flush=True)
+
+with kfcomm.sync.init() as comm:
+    for _ in range(3):
+        comm.all_reduce(np.ones(8), name="short")
+    show("short")
+    comm.all_reduce(np.ones(1 << 17), name="long")
+    show("long")
+"""
+
+
+def test_descriptors_of_a_rank_do_not_grow_with_its_links() -> None:
+    size = 24
+    done = limited(400, 4000, "-n", str(size), sys.executable, "-c", COUNTS)
+    assert done.returncode == 0, done.stderr
+    assert "kfcomm" not in done.stderr, "close() was not quiet"
+    counts = [int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(counts) == 2 * size
+    assert max(counts) < 2 * size
+    assert max(counts) < 64
 
 
 def test_a_limit_that_is_high_enough_stays() -> None:

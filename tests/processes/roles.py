@@ -19,6 +19,7 @@ import numpy as np
 import kfcomm
 from kfcomm import sync
 from kfcomm.engine.network import SocketNetwork
+from kfcomm.transports.shm.link import ShmLink
 from tests.processes.actor import meet
 
 if TYPE_CHECKING:
@@ -148,12 +149,15 @@ async def digest_under(comm: kfcomm.Communicator, strategy: str, elements: int) 
 
 async def unplug(me: Actor) -> int:
     """Break every data connection of this rank, as a broken cable would; their number."""
-    descriptors = me.comm._session.engine.links.descriptors()
-    for descriptor in descriptors:
-        # The other end may have broken it already.
-        with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-    return len(descriptors)
+    links = me.comm._session.engine.links._links()
+    for link in links:
+        for descriptor in link.descriptors():
+            # The other end may have broken it already.
+            with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if isinstance(link, ShmLink):  # which has none
+            link.peer_lost()
+    return len(links)
 
 
 async def many(me: Actor, *, count: int) -> dict[str, int]:

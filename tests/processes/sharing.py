@@ -77,6 +77,12 @@ async def below_dev_shm(me: Actor) -> list[str]:
         return [line for line in maps if "/dev/shm" in line]
 
 
+async def segments(me: Actor) -> int:
+    """The number of segments of links that this process has mapped."""
+    with open("/proc/self/maps") as maps:  # noqa: ASYNC230
+        return sum("kfcomm-link" in line for line in maps)
+
+
 async def fork_a_meddler(me: Actor) -> None:
     """A forked child that uses every link of its parent, and ends."""
     child = os.fork()

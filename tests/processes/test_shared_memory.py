@@ -28,10 +28,10 @@ def test_a_rank_killed_while_it_owns_and_reads_shared_memory_leaves_nothing() ->
         for call in waiting:
             assert call.failure(PeerLost).fields["rank"] == VICTIM
         assert do(survivors, sharing.no_pieces) == [True, True]
-        # Arena, slots and heap, those of the other, and the segments of two links, some of them twice, since a mapping
-        # holds one, too: what was the victim's is open no more.
+        # Its own arena, slots and heap; and two links to the other rank: those to the victim are mapped no more.
         assert len(set(do(survivors, roles.group_all_reduce, group="without", elements=BIG))) == 1
-        assert do(survivors, sharing.memfds) == [9, 9]
+        assert do(survivors, sharing.memfds) == [3, 3]
+        assert do(survivors, sharing.segments) == [2, 2]
         do(survivors, roles.leave)
         assert do(survivors, sharing.memfds) == [0, 0]
 

@@ -38,7 +38,7 @@ FEW = 8
 """Worlds up to this size take no account of the number of messages: each leaving rank is reported at once."""
 GATHERED_S_PER_RANK = 0.25e-3
 """How long, times the size of the world, news of leaving ranks is held back, so that one message names several."""
-STAY_S_PER_RANK = 2e-3
+STAY_S_PER_RANK = 4e-3
 """Pause, times the size of the world, without news of leaving ranks before a rank that leaves asks those that stay."""
 ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses after which a question without a full answer is asked again; after the last it is given up."""

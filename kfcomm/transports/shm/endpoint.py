@@ -3,11 +3,14 @@
 Each link begins with an offer over a Unix socket whose handshake is over::
 
     publisher                                       subscriber
-    sizes, with the descriptors of the       ──▶    maps all, or cannot
-    link's segment, arena, slots, and heap
-                                             ◀──    "y", or "n" and the reason
+    sizes, address of its bell, and          ──▶    maps all, or cannot
+    descriptors of the link's segment,
+    arena, slots, and heap
+                                             ◀──    "y" and the address of its bell, or "n" and the reason
+    "y"                                      ──▶
 
-Either side may fail at any point: then the socket is closed, and nothing of the offer is left.
+Then both close the socket: a link needs none (see `bell`), and no descriptor of the other side's memory. Either side
+may fail at any point: then the socket is closed, and nothing of the offer is left.
 
 An endpoint owns the arena, which is made with the first link that this rank opens, and the hub.
 """
@@ -26,15 +29,16 @@ from typing import NamedTuple
 from kfcomm.common.sockets import readable, why_failed
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.base import Endpoint, LinkRefused, Surroundings
+from kfcomm.transports.shm.bell import MAX_ADDRESS_NBYTES, Bell, is_address
 from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import LinkParts, ShmLink
 from kfcomm.transports.shm.receiver import ShmReceiver
-from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared
+from kfcomm.transports.shm.ring import SHARED_NBYTES, Shared, Word
 from kfcomm.transports.shm.segment import SLAB_NBYTES, Arena, attach, create, pieces_in, why_unsupported
 from kfcomm.transports.shm.sender import ShmSender
 from kfcomm.transports.shm.slots import SlotMemory
-from kfcomm.transports.sockets import Connection, closed_on_failure, told_as_lost
+from kfcomm.transports.sockets import Connection, told_as_lost
 from kfcomm.types import override
 
 __all__ = ["ShmEndpoint", "open_endpoint", "why_unsupported"]
@@ -47,10 +51,12 @@ MIN_SLABS, MAX_SLABS = 32, 64
 """Size of an arena in MiB: memory that this rank shows to all its peers together. Pages are taken as they are used."""
 
 _OFFER = struct.Struct("<8sQQI")
-_MAGIC = b"kfcomm 3"
+_MAGIC = b"kfcomm 4"
 _YES, _NO = b"y", b"n"
 _MAX_REASON_NBYTES = 500
 _MAX_ARENA_NBYTES = 1 << 36
+_MAX_RESERVED_NBYTES = 1 << 45
+"""Address space for the heaps of all ranks of a host; of larger ones descriptors are kept. A process has 1 << 47."""
 _TOO_EARLY = "before memory was shared"
 
 
@@ -82,8 +88,8 @@ class ShmEndpoint(Endpoint):
 
     @override
     async def connect(self, connection: Connection, peer: int) -> ShmLink:
-        sock, local = connection.plain, self._surroundings.local
-        with closed_on_failure(sock):
+        local = self._surroundings.local
+        with contextlib.closing(connection.plain) as sock:
             if (unsupported := why_unsupported()) is not None:
                 raise LinkRefused(unsupported)
             if self._arena is None:
@@ -91,8 +97,9 @@ class ShmEndpoint(Endpoint):
             if self._slots is None:
                 self._slots = SlotMemory.make(local, self.heaps)
             slots = self._slots
-            shared = await offer(sock, self._arena, self._max_lent, slots, self.heaps.own())
-        link = ShmSender(self._wire(sock, peer, shared, slots), self._arena, self._large_window_nbytes)
+            own = Own(self._arena, self._max_lent, slots, self.heaps.own(), self._bell().address)
+            shared, bell = await offer(sock, own)
+        link = ShmSender(self._wire(bell, peer, shared, slots), self._arena, self._large_window_nbytes)
         self.hub.add(link)
         return link
 
@@ -107,6 +114,7 @@ class ShmEndpoint(Endpoint):
 
     @override
     def forget(self, peer: int) -> None:
+        self.hub.peer_lost(peer)
         self.hub.reclaim(peer)
         self.heaps.forget(peer)
 
@@ -117,7 +125,7 @@ class ShmEndpoint(Endpoint):
     @override
     def descriptors(self) -> list[int]:
         own = [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]
-        return [*own, *self.heaps.descriptors()]
+        return [*own, *self.heaps.descriptors(), *self.hub.descriptors()]
 
     @override
     async def close(self) -> None:
@@ -147,35 +155,58 @@ class ShmEndpoint(Endpoint):
 
     async def _adopt(self, sock: socket.socket, peer: int) -> None:
         try:
-            with closed_on_failure(sock):
-                shared, arena, max_lent, slots, heap = await accept(
-                    sock, OFFER_WITHIN_S, self._surroundings.local, self.heaps
-                )
+            with contextlib.closing(sock):
+                offered = await accept(sock, OFFER_WITHIN_S, self._surroundings.local, self.heaps, self._bell())
         except KfcommError as error:
             logger.debug("no memory is shared with rank %d: %s", peer, error)
             return
-        if heap is not None:
-            self.heaps.add(peer, heap)
-        link = ShmReceiver(self._wire(sock, peer, shared, slots), arena, max_lent)
+        if offered.heap is not None:
+            self.heaps.add(peer, offered.heap)
+        wire = self._wire(offered.bell, peer, offered.shared, offered.slots)
+        link = ShmReceiver(wire, offered.arena, offered.max_lent)
         self.hub.add(link)
         self._surroundings.inbound.opened(link)
 
-    def _wire(self, sock: socket.socket, peer: int, shared: Shared, slots: SlotMemory) -> LinkParts:
-        return LinkParts(sock, self._surroundings.reactor, self._surroundings.inbound, peer, shared, self.hub, slots)
+    def _bell(self) -> Bell:
+        try:
+            return self.hub.bell
+        except OSError as error:
+            raise LinkRefused(f"no socket to be woken by: {why_failed(error)}") from error
+
+    def _wire(self, bell: bytes, peer: int, shared: Shared, slots: SlotMemory) -> LinkParts:
+        return LinkParts(bell, self._surroundings.reactor, self._surroundings.inbound, peer, shared, self.hub, slots)
+
+
+class Own(NamedTuple):
+    """Memory of this process that it shows to a peer."""
+
+    arena: Arena
+    max_lent: int
+    slots: SlotMemory
+    heap: Heap | None
+    bell: bytes
 
 
 class Offer(NamedTuple):
-    """Memory of a peer: link segment and arena, mapped, and slots and heap, to be mapped at their first use."""
+    """Memory of a peer: all of it is mapped where that can be; and the address of its bell."""
 
     shared: Shared
     arena: memoryview
     max_lent: int
     slots: SlotMemory
     heap: PeerHeap | None
+    bell: bytes
+
+    def decline(self) -> None:
+        """Let go of it, and let a peer that has begun to use the link know."""
+        self.shared.words[Word.RECEIVER_ENDED] = 1
+        self.slots.close()
+        if self.heap is not None:
+            self.heap.close()
 
 
-async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMemory, heap: Heap | None) -> Shared:
-    """Show the peer a new segment, the arena, the slots, and the heap if there is one; the socket stays open.
+async def offer(sock: socket.socket, own: Own) -> tuple[Shared, bytes]:
+    """Show the peer a new segment and memory of this process; return the segment and the address of the peer's bell.
 
     Raises:
         LinkRefused: the peer or this process cannot share memory.
@@ -184,9 +215,9 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMem
     descriptor, mapping = create("kfcomm-link", SHARED_NBYTES)
     with told_as_lost(_TOO_EARLY):
         try:
-            message = _OFFER.pack(_MAGIC, SHARED_NBYTES, arena.nbytes, max_lent)
-            own = [] if heap is None else [heap.descriptor]
-            socket.send_fds(sock, [message], [descriptor, arena.descriptor, slots.descriptor, *own])
+            message = _OFFER.pack(_MAGIC, SHARED_NBYTES, own.arena.nbytes, own.max_lent) + own.bell
+            heap = [] if own.heap is None else [own.heap.descriptor]
+            socket.send_fds(sock, [message], [descriptor, own.arena.descriptor, own.slots.descriptor, *heap])
         except ConnectionError:
             raise
         except OSError as error:
@@ -195,15 +226,17 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMem
             os.close(descriptor)
         await readable(sock.fileno())  # without a timeout: a busy peer answers late, and its end ends the wait
         answer = sock.recv(1 + _MAX_REASON_NBYTES)
-    if answer[:1] != _YES:
-        raise LinkRefused(answer[1:].decode(errors="replace") or "the peer closed the connection")
-    return Shared(mapping)
+        said, bell = answer[:1], answer[1:]
+        if said == _YES and is_address(bell):
+            sock.send(_YES)
+            return Shared(mapping), bell
+    raise LinkRefused(bell.decode(errors="replace") or "the peer closed the connection")
 
 
-async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], heaps: Heaps) -> Offer:
-    """Map what a peer offers and answer yes, or answer no with the reason; the socket stays open.
+async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], heaps: Heaps, bell: Bell) -> Offer:
+    """Map what a peer offers and answer yes, or answer no with the reason.
 
-    ``ranks``, ``heaps``: of this host, as for ``SlotMemory``.
+    ``ranks``, ``heaps``: of this host, as for ``SlotMemory``; ``bell``: of this process.
 
     Raises:
         RemoteProtocolError: the message is not an offer.
@@ -213,14 +246,18 @@ async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], he
     try:
         with told_as_lost(_TOO_EARLY):
             await _wait_for_offer(sock, timeout_s)
-            message, descriptors, _, _ = socket.recv_fds(sock, _OFFER.size, 4, socket.MSG_CMSG_CLOEXEC)
+            longest = _OFFER.size + MAX_ADDRESS_NBYTES
+            message, descriptors, _, _ = socket.recv_fds(sock, longest, 4, socket.MSG_CMSG_CLOEXEC)
             mapped = _map(message, descriptors, ranks, heaps)
             try:
-                sock.send(_YES)
+                sock.send(_YES + bell.address)
+                # The link has begun once the peer says so: until then it may give up, and this side would not know.
+                await readable(sock.fileno())
+                if sock.recv(1) != _YES:
+                    raise TransportError("the peer gave up")
             except BaseException:
-                mapped.slots.close()
-                if mapped.heap is not None:
-                    mapped.heap.close()
+                mapped.decline()
+                bell.ring(mapped.bell)
                 raise
             return mapped
     except KfcommError as error:
@@ -235,9 +272,10 @@ async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], he
 def _map(message: bytes, descriptors: list[int], ranks: Sequence[int], heaps: Heaps) -> Offer:
     if (unsupported := why_unsupported()) is not None:
         raise TransportError(unsupported)
-    if len(message) != _OFFER.size or len(descriptors) not in (3, 4):
+    bell = message[_OFFER.size :]
+    if not is_address(bell) or len(descriptors) not in (3, 4):
         raise RemoteProtocolError(f"an offer of {len(message)} bytes and {len(descriptors)} descriptors")
-    magic, shared_nbytes, arena_nbytes, max_lent = _OFFER.unpack(message)
+    magic, shared_nbytes, arena_nbytes, max_lent = _OFFER.unpack(message[: _OFFER.size])
     if magic != _MAGIC or shared_nbytes != SHARED_NBYTES or arena_nbytes > _MAX_ARENA_NBYTES:
         raise RemoteProtocolError(f"an offer of another kind ({magic!r}, {shared_nbytes} and {arena_nbytes} bytes)")
     shared = attach(descriptors[0], shared_nbytes, writable=True)
@@ -245,7 +283,10 @@ def _map(message: bytes, descriptors: list[int], ranks: Sequence[int], heaps: He
     heap = PeerHeap(descriptors[3]) if len(descriptors) > 3 else None
     slots = SlotMemory(descriptors[2], ranks, heaps)
     del descriptors[2:]  # heap and slots close theirs
-    return Offer(Shared(shared), pieces_in(arena), max_lent, slots, heap)
+    slots.reserve()
+    if heap is not None:
+        heap.reserve(_MAX_RESERVED_NBYTES // len(ranks))
+    return Offer(Shared(shared), pieces_in(arena), max_lent, slots, heap, bell)
 
 
 async def _wait_for_offer(sock: socket.socket, timeout_s: float) -> None:

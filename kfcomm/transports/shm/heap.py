@@ -11,6 +11,7 @@ trusted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -185,15 +186,26 @@ class PeerHeap:
     def __init__(self, descriptor: int) -> None:
         self._nbytes = size_of(descriptor)
         self.descriptor = descriptor
-        self._mapping: mmap.mmap | None = None
-        self._writable: mmap.mmap | None = None
+        self._reserved: memoryview | None = None
+        self._mapping: memoryview | None = None
+        self._writable: memoryview | None = None
 
     def close(self) -> None:
         """Close it: no further array is read."""
-        self._mapping = self._writable = None
+        self._mapping = self._writable = self._reserved = None
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def reserve(self, most_nbytes: int) -> None:
+        """Map it without using it, if it has no more bytes and that can be, and so do without its descriptor."""
+        if self._nbytes <= most_nbytes:
+            with contextlib.suppress(KfcommError):
+                self._reserved = attach(self.descriptor, self._nbytes, writable=True)
+                self._close_descriptor()
 
     def map(self) -> bool:
         """Map it for reading; returns whether that works."""
@@ -214,7 +226,9 @@ class PeerHeap:
             raise RemoteProtocolError(f"an array of {count} elements at {at} of a heap of {self._nbytes} bytes")
         return np.frombuffer(mapping, dtype, count, at)
 
-    def _mapped(self, *, writable: bool) -> mmap.mmap | None:
+    def _mapped(self, *, writable: bool) -> memoryview | None:
+        if self._reserved is not None:
+            return self._reserved if writable else self._reserved.toreadonly()
         if self.descriptor < 0:
             return None
         try:

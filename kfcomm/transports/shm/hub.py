@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from kfcomm.transports.base import Watched
 from kfcomm.transports.reactor import Reactor, Timer
+from kfcomm.transports.shm.bell import Bell
 from kfcomm.transports.shm.link import ShmLink
 from kfcomm.transports.shm.ring import Parked, RingReader, fence
 from kfcomm.transports.shm.sender import ShmSender
@@ -43,6 +44,7 @@ class Hub:
         self._reactor = reactor
         self._slots = slots
         self._is_waiting = is_waiting
+        self._bell: Bell | None = None
         self._links: tuple[ShmLink, ...] = ()
         self.restless: set[ShmLink] = set()  # links to be polled also without news, until they have nothing left to do
         self._news: tuple[tuple[ShmLink, memoryview, int, RingReader], ...] = ()
@@ -60,7 +62,26 @@ class Hub:
         self._keep((*self._links, link))
         if self.is_awake:
             link.unpark()
+        self._reactor.call_soon(link.look_for_end)  # its bell may have been rung before
         self.wake()
+
+    @property
+    def bell(self) -> Bell:
+        """The bell of this process. Raises `OSError`: the system has no socket to give."""
+        if self._bell is None:
+            self._bell = Bell(self._reactor, self._rung)
+        return self._bell
+
+    def ring(self, address: bytes) -> None:
+        """Wake the process with that bell."""
+        if self._bell is not None:
+            self._bell.ring(address)
+
+    def peer_lost(self, peer: int) -> None:
+        """End the links to a peer that is gone for good."""
+        for link in self._links:
+            if link.peer == peer:
+                link.peer_lost()
 
     def remove(self, link: ShmLink) -> None:
         """Remove a link that has ended. Pieces that its peer may still read are freed when the peer releases them."""
@@ -109,8 +130,8 @@ class Hub:
         return moved
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors of all links."""
-        return [descriptor for link in self._links for descriptor in link.descriptors()]
+        """Return the descriptor of the bell."""
+        return [] if self._bell is None or self._bell.descriptor < 0 else [self._bell.descriptor]
 
     def sever(self) -> None:
         """In a forked child: stop polling, and touch nothing that the parent shares with its peers."""
@@ -124,6 +145,8 @@ class Hub:
         for link in self._links:
             link.abort()
         self._ended.clear()
+        if self._bell is not None:
+            self._bell.close()
         if self._backstop is not None:
             self._backstop.cancel()
         if self in self._reactor.pollers:
@@ -173,6 +196,12 @@ class Hub:
         for link in self.restless:
             if link.owes_bell:
                 link.ring_bell()
+
+    def _rung(self) -> None:
+        self.wake()
+        self.progress()
+        for link in self._links:
+            link.look_for_end()
 
     def _keep(self, links: tuple[ShmLink, ...]) -> None:
         self._links = links

@@ -1,7 +1,8 @@
-"""Common part of both ends of a shared-memory link: the socket that wakes, and the end.
+"""Common part of both ends of a shared-memory link: waking the peer, and the end.
 
-The socket carries no data. A byte on it wakes a peer that has parked; its end is the end of the peer, after which
-what the ring still holds is read first. So a goodbye is a record (BYE), as on other links.
+A link has no socket. A peer that has parked is woken by its bell, as of all its links. Each side has a word in the
+segment that says that it has ended: then what the ring still holds is read first. So a goodbye is a record (BYE), as on
+other links. A process that dies stores nothing; the control plane reports it (see `ShmLink.peer_lost`).
 
 Invariants:
 
@@ -14,8 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +24,6 @@ from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Inbound, Link
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.shm.ring import Parked, RingReader, RingWriter, Shared, Word, fence
-from kfcomm.transports.sockets import broken
 from kfcomm.types import override
 
 if TYPE_CHECKING:
@@ -35,16 +33,17 @@ if TYPE_CHECKING:
 BYE = int(Kind.BYE)
 BURST_NBYTES = 1 << 14
 """Bytes of records read before others get their turn: a peer may write as fast as this side reads."""
-_BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
-_MAX_BELLS = 4096
 _BELL_AFTER_LOOKS = 16
 
 
 class LinkParts(NamedTuple):
-    """Parts of a link to a ``peer``, once both sides have mapped everything; ``keeper`` polls it."""
+    """Parts of a link to a ``peer``, once both sides have mapped everything; ``keeper`` polls it.
 
-    sock: socket.socket
+    ``bell`` is the address of the peer's.
+    """
+
+    bell: bytes
     reactor: Readiness
     inbound: Inbound
     peer: int
@@ -63,14 +62,14 @@ class ShmLink(Link, ABC):
     _near: Word
     _far: Word
     _tail: Word
+    _near_end: Word
+    _far_end: Word
 
     def __init__(self, wire: LinkParts, rings: tuple[RingWriter, RingReader]) -> None:
-        sock = wire.sock
-        sock.setblocking(False)
         self.peer = wire.peer
         self.state: Any = None
-        self._sock = sock
-        self._fd = sock.fileno()
+        self.is_open = True
+        self._bell = wire.bell
         self._reactor = wire.reactor
         self._inbound = wire.inbound
         self._words = wire.shared.words
@@ -88,10 +87,9 @@ class ShmLink(Link, ABC):
         self._bell_looks = 0
         # this side has said goodbye, or is about to, or the link has ended
         self.is_closing = self._said_bye = self._heard_bye = False
-        wire.reactor.add_reader(self._fd, self._rung)
 
     def __repr__(self) -> str:
-        now = "closed" if self._fd < 0 else "closing" if self.is_closing else "open"
+        now = "closed" if not self.is_open else "closing" if self.is_closing else "open"
         return f"<{type(self).__name__} to rank {self.peer}, {now}>"
 
     @override
@@ -119,7 +117,7 @@ class ShmLink(Link, ABC):
     @override
     def flush(self) -> None:
         # Records are in the ring already: only a parked peer has to be woken.
-        if self._fd >= 0:
+        if self.is_open:
             try:
                 self._advance()
             except RemoteProtocolError as error:
@@ -155,7 +153,7 @@ class ShmLink(Link, ABC):
         """Wake the peer if it has parked because the ring was full: something of it was read."""
         with self._fence:
             pass
-        if self._words[self._far] == _FOR_ROOM and self._fd >= 0:
+        if self._words[self._far] == _FOR_ROOM and self.is_open:
             self.wake_peer()
 
     @property
@@ -183,7 +181,7 @@ class ShmLink(Link, ABC):
 
     @override
     def descriptors(self) -> tuple[int, ...]:
-        return (self._fd,) if self._fd >= 0 else ()
+        return ()
 
     @override
     def abort(self) -> None:
@@ -191,7 +189,7 @@ class ShmLink(Link, ABC):
 
     def sever(self) -> None:
         """In a forked child: leave the link to the parent, and touch neither its memory nor the loop any more."""
-        self._fd = -1
+        self.is_open = False
         self.is_closing = True
         self._into.close()
         self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
@@ -206,39 +204,34 @@ class ShmLink(Link, ABC):
 
     def _say_bye(self) -> None:
         """Say goodbye after the queue; retried at every poll."""
-        if self._fd < 0 or self._said_bye:
+        if not self.is_open or self._said_bye:
             return
         self._advance()
         if self.queue or not self._out.put_encoded(self._packed((BYE,))):
             return
         self._said_bye = True
-        with contextlib.suppress(OSError):  # the peer is gone: reading will say so
-            self._sock.shutdown(socket.SHUT_WR)
+        self._say_end()
 
     @override
     def wake_peer(self) -> None:
-        # A socket full of bells needs no further one. If the peer is gone, reading finds out, after what it has left in
-        # the ring: so nothing ends here.
-        with contextlib.suppress(OSError):
-            self._sock.send(_BELL)
+        self._keeper.ring(self._bell)
 
-    def _rung(self) -> None:
-        try:
-            rung = self._sock.recv(_MAX_BELLS)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._last_words(self._broken(error))
-            return
-        if rung:
-            self._keeper.wake()
-            self.poll()
-        else:
+    def _say_end(self) -> None:
+        self._words[self._near_end] = 1
+        self.wake_peer()
+
+    def look_for_end(self) -> None:
+        """End if the peer has."""
+        if self.is_open and self._words[self._far_end]:
             self._last_words(TransportError(f"rank {self.peer} closed its connection without a goodbye"))
+
+    def peer_lost(self) -> None:
+        """Read what a peer that is lost has left, and end."""
+        self._last_words(TransportError(f"rank {self.peer} is lost"))
 
     def _last_words(self, error: TransportError | None) -> None:
         """Read what a peer that is gone has left, and end."""
-        while self._fd >= 0 and self.poll():
+        while self.is_open and self.poll():
             pass
         self._end_with(None if self._heard_bye or self.is_closing else error)
 
@@ -252,18 +245,14 @@ class ShmLink(Link, ABC):
             raise RemoteProtocolError(f"rank {self.peer} sent a {name} {'after its BYE' if self._heard_bye else ''}")
         return header
 
-    def _broken(self, error: OSError) -> TransportError | None:
-        return None if self._heard_bye else broken(self.peer, error)
-
     def _end_with(self, error: BaseException | None) -> None:
-        if self._fd < 0:
+        if not self.is_open:
             return
-        self._reactor.remove_reader(self._fd)
-        self._fd = -1
+        self.is_open = False
         self.is_closing = True
         self._into.close()
         self._let_go()
-        self._sock.close()
+        self._say_end()
         self._keeper.remove(self)
         self._reactor.call_soon(self._report, error)
 

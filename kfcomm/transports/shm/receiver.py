@@ -27,6 +27,7 @@ class ShmReceiver(ShmLink):
     """Receiving end; ``arena`` is the peer's, ``max_lent`` bounds its pieces on loan."""
 
     _near, _far, _tail = Word.RECEIVER_PARKED, Word.SENDER_PARKED, Word.FORTH_TAIL
+    _near_end, _far_end = Word.RECEIVER_ENDED, Word.SENDER_ENDED
 
     def __init__(self, wire: LinkParts, arena: memoryview, max_lent: int) -> None:
         self._arena = arena
@@ -79,7 +80,7 @@ class ShmReceiver(ShmLink):
     def give_back(self, piece: int) -> None:
         self._lent_nbytes -= self._lent.pop(piece)
         self._words[Word.LENT] = self._lent_nbytes
-        if self._fd >= 0:
+        if self.is_open:
             self._return(piece)
             self.ring_bell()
         else:
@@ -87,7 +88,7 @@ class ShmReceiver(ShmLink):
 
     @override
     def poll(self) -> bool:
-        if self._fd < 0:
+        if not self.is_open:
             return False
         try:
             if self.queue:
@@ -101,7 +102,7 @@ class ShmReceiver(ShmLink):
                     self._inbound.burst_end(self)
                     with self._fence:
                         pass
-                    if self._words[_SENDER_PARKED] and self._fd >= 0:
+                    if self._words[_SENDER_PARKED] and self.is_open:
                         self.ring_bell()
                     else:
                         self.owes_bell = False
@@ -112,7 +113,7 @@ class ShmReceiver(ShmLink):
         except BaseException as error:
             self._end_with(error)
             raise
-        if self.owes_bell and self._fd >= 0:
+        if self.owes_bell and self.is_open:
             self._settle_bell()
         if not (self.queue or self.owes_bell or self.is_closing):
             self._restless.discard(self)
@@ -145,9 +146,9 @@ class ShmReceiver(ShmLink):
         finally:
             # ``lend`` clears it: then the piece goes back with ``give_back``, not now.
             is_lent, self._shown = self._shown is None, None
-            if self._fd < 0:
+            if not self.is_open:
                 self._say_closed()
-        if not is_lent and self._fd >= 0:
+        if not is_lent and self.is_open:
             self._return(piece)
 
     def _frame(self, header: Header) -> None:

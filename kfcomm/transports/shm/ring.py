@@ -250,6 +250,9 @@ class Word(IntEnum):
     """1 once the receiver reads the sender's arena no more."""
     LENT = 8 * _LINE
     """Bytes in pieces on loan to the receiver."""
+    SENDER_ENDED = 9 * _LINE
+    """1 once the sender writes nothing more, and reads what is there; the same of the receiver."""
+    RECEIVER_ENDED = 10 * _LINE
 
 
 class Parked(IntEnum):
@@ -272,8 +275,7 @@ class Shared:
 
     __slots__ = ("_back", "_forth", "returned", "words")
 
-    def __init__(self, mapping: mmap.mmap) -> None:
-        memory = memoryview(mapping)
+    def __init__(self, memory: memoryview) -> None:
         self.words = memory[:_RETURNED_AT].cast("Q")
         self.returned = memory[_RETURNED_AT:_FORTH_AT].cast("Q")
         self._forth = memory[_FORTH_AT : _FORTH_AT + FORTH_NBYTES + SLACK_NBYTES]

@@ -8,7 +8,7 @@ crash leaves nothing behind.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -16,6 +16,8 @@ import socket
 import sys
 import weakref
 from bisect import bisect_left
+
+import numpy as np
 
 from kfcomm.common.sockets import why_failed
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -48,8 +50,8 @@ def why_unsupported() -> str | None:
     return None
 
 
-def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a segment; returns its descriptor, which the caller closes, and its mapping.
+def create(name: str, nbytes: int) -> tuple[int, memoryview]:
+    """Make a segment; returns its descriptor, which the caller closes, and its bytes.
 
     Raises:
         LinkRefused: the system refuses the memory.
@@ -57,7 +59,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     try:
         descriptor = make(name, nbytes)
         try:
-            return descriptor, mmap.mmap(descriptor, nbytes)
+            return descriptor, mapped(descriptor, nbytes, writable=True)
         except BaseException:
             os.close(descriptor)
             raise
@@ -65,7 +67,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
         raise LinkRefused(f"cannot share {nbytes} bytes of memory: {why_failed(error)}") from error
 
 
-def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+def attach(descriptor: int, nbytes: int, *, writable: bool) -> memoryview:
     """Map a peer's segment of ``nbytes``; the descriptor stays the caller's.
 
     Raises:
@@ -74,9 +76,32 @@ def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
     """
     check(descriptor, nbytes)
     try:
-        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        return mapped(descriptor, nbytes, writable=writable)
     except OSError as error:
         raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {why_failed(error)}") from error
+
+
+def mapped(descriptor: int, nbytes: int, *, writable: bool, offset: int = 0) -> memoryview:
+    """Return memory of a segment, mapped as long as a view of it lives. Raises `OSError`: it cannot be mapped."""
+    # An mmap.mmap keeps a descriptor of its own, of which a rank with many peers would have some for each. Python 3.13
+    # can do without, by ``trackfd=False``.
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
+    if address in (None, _MAP_FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False
+    view: memoryview = np.asarray(memory).data
+    return view if writable else view.toreadonly()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def check(descriptor: int, nbytes: int) -> None:
@@ -121,9 +146,9 @@ written at the same places within their pages, which processors mistake for the 
 PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
 
 
-def pieces_in(mapping: mmap.mmap) -> memoryview:
+def pieces_in(segment: memoryview) -> memoryview:
     """Return the part of an arena's segment that holds pieces; offsets of pieces count from its start."""
-    return memoryview(mapping)[SKEW_NBYTES:-SKEW_NBYTES]
+    return segment[SKEW_NBYTES:-SKEW_NBYTES]
 
 
 class Arena:
@@ -140,7 +165,7 @@ class Arena:
         segment: descriptor and mapping of an existing segment of that size; a new one by default.
     """
 
-    def __init__(self, num_slabs: int, segment: tuple[int, mmap.mmap] | None = None) -> None:
+    def __init__(self, num_slabs: int, segment: tuple[int, memoryview] | None = None) -> None:
         self.num_slabs = num_slabs
         self.nbytes = num_slabs * SLAB_NBYTES + 2 * SKEW_NBYTES
         # of the segment, to be passed to peers; -1 when it is closed or handed on
@@ -258,8 +283,7 @@ class Arena:
         self.descriptor = -1
         self._idle_slabs, self._size_of_slab, self._used_of_slab = [], [], []
         self._free = tuple([] for _ in PIECE_NBYTES)
-        with contextlib.suppress(BufferError):
-            self._view.release()
+        self._view = memoryview(b"")
         return made
 
     def close(self) -> None:
@@ -267,9 +291,7 @@ class Arena:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-            self._view.release()
-            with contextlib.suppress(BufferError):
-                self._mapping.close()
+            self._view = self._mapping = memoryview(b"")
 
     def _cut(self, size: int) -> bool:
         """Cut one more slab into pieces; False if all are in use."""

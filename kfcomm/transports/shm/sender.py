@@ -47,6 +47,7 @@ class ShmSender(ShmLink):
     """Sending end; ``arena`` holds the payloads, ``large_nbytes`` is the larger window."""
 
     _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
+    _near_end, _far_end = Word.SENDER_ENDED, Word.RECEIVER_ENDED
 
     def __init__(self, wire: LinkParts, arena: Arena, large_nbytes: int = WINDOW_NBYTES) -> None:
         self._arena = arena
@@ -134,7 +135,7 @@ class ShmSender(ShmLink):
 
     @override
     def poll(self) -> bool:
-        if self._fd < 0:
+        if not self.is_open:
             return False
         moved = False
         try:
@@ -158,7 +159,7 @@ class ShmSender(ShmLink):
         except BaseException as error:
             self._end_with(error)
             raise
-        if self.owes_bell and self._fd >= 0:
+        if self.owes_bell and self.is_open:
             self._settle_bell()
         if not (self._pieces or self.queue or self.owes_bell or self.is_closing):
             self._restless.discard(self)

@@ -31,6 +31,7 @@ wrong word or buffer of a peer spoils results as a wrong message would, and noth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -45,7 +46,7 @@ import numpy as np
 from kfcomm.core.signature import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
 from kfcomm.transports.shm.heap import Heaps
-from kfcomm.transports.shm.segment import attach, check, create
+from kfcomm.transports.shm.segment import attach, check, create, mapped
 
 if TYPE_CHECKING:
     from kfcomm.transports.shm.slot import Slot
@@ -198,7 +199,8 @@ class SlotMemory:
         self._own_place = self.places[heaps.rank]
         self._everywhere = tuple(range(len(ranks)))
         self._stride = nbytes_of_regions(len(ranks))
-        self._mapping: tuple[mmap.mmap, mmap.mmap] | None = None
+        self._reserved: tuple[memoryview, memoryview] | None = None  # mapped, and not used yet
+        self._mapping: tuple[memoryview, memoryview] | None = None
         self.own_words = memoryview(b"").cast("q")  # stored by this process, by ``POSTED`` or another kind, plus slot
         self.parked: Words = list
         self.num_slots = 0  # ever handed out here
@@ -212,8 +214,7 @@ class SlotMemory:
     @classmethod
     def make(cls, ranks: Sequence[int], heaps: Heaps) -> SlotMemory:
         """Make the memory of this process. Raises `LinkRefused`: the system refuses the memory."""
-        descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
-        mapping.close()
+        descriptor, _ = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         return cls(descriptor, ranks, heaps, is_own=True)
 
     def for_next(self, ranks: Mapping[int, int], heaps: Heaps) -> SlotMemory:
@@ -234,26 +235,39 @@ class SlotMemory:
         self._num_inherited += 1
         return MAX_SLOTS - self._num_inherited
 
+    def reserve(self) -> None:
+        """Map the memory of a peer without using it, if that can be, and so do without its descriptor."""
+        # Address space only: pages are taken as they are used.
+        with contextlib.suppress(KfcommError, OSError):
+            self._reserved = self._map()
+            self._close_descriptor()
+
     def close(self) -> None:
-        """Close the descriptor: memory without a used slot is never mapped."""
+        """Let go of memory without a used slot; no further peer can map that of this process."""
+        self._reserved = None
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _mapped(self) -> tuple[mmap.mmap, mmap.mmap]:
+    def _map(self) -> tuple[memoryview, memoryview]:
+        stride, descriptor = self._stride, self.descriptor
+        everything = attach(descriptor, stride * len(self.places), writable=False)
+        return everything, mapped(descriptor, stride, writable=True, offset=stride * self._own_place)
+
+    def _mapped(self) -> tuple[memoryview, memoryview]:
         """Map all regions for reading, and that of this process for writing.
 
         Raises:
             KfcommError, OSError: it cannot be mapped.
         """
         if self._mapping is None:
-            stride, descriptor = self._stride, self.descriptor
-            everything = attach(descriptor, stride * len(self.places), writable=False)
-            own = mmap.mmap(descriptor, stride, offset=stride * self._own_place)
-            self._mapping = everything, own
+            self._mapping = _, own = self._reserved or self._map()
             if not self._is_own:
                 self.close()
-            self.own_words = memoryview(own)[:_BUFFERS_AT].cast("q")
+            self.own_words = own[:_BUFFERS_AT].cast("q")
             self.parked = self._words_at(0, self._everywhere)
         return self._mapping
 
@@ -301,8 +315,8 @@ class SlotMemory:
             return None
         if not all(world in self.places for world in spec.members):
             return None
-        if self.descriptor < 0 and self._mapping is None:  # the link that brought the memory has ended
-            return None
+        if self.descriptor < 0 and self._mapping is None and self._reserved is None:
+            return None  # the link that brought the memory has ended
         try:
             self._mapped()
         except (KfcommError, OSError) as error:
@@ -341,7 +355,7 @@ class SlotMemory:
         return [np.frombuffer(everything, dtype, count, at + place * self._stride) for place in places]
 
     def _words_at(self, at: int, places: tuple[int, ...]) -> Words:
-        words = memoryview(self._mapped()[0]).cast("q")
+        words = self._mapped()[0].cast("q")
         step, stride = _step(places), self._stride // 8
         first = at // 8 + places[0] * stride
         if step:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import select
-import socket
 
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -77,20 +76,19 @@ class Pair:
         link, notes: the publisher, and what it hears.
         other, heard: the subscriber, and what it hears.
         words: the control words, as the subscriber's process has them mapped.
-        sock: of the subscriber.
     """
 
     def __init__(self, here, there, *, max_lent=8, peers=(1, 0), notes=Notes):
         near, far = segments()
-        socks = socket.socketpair()
         arena = pieces_in(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
         self.notes, self.heard = notes(), notes()
-        self.link = ShmSender(LinkParts(socks[0], here.reactor, self.notes, peers[0], near, here.hub), here.arena)
+        self.link = ShmSender(
+            LinkParts(there.hub.bell.address, here.reactor, self.notes, peers[0], near, here.hub), here.arena
+        )
         self.other = ShmReceiver(
-            LinkParts(socks[1], there.reactor, self.heard, peers[1], far, there.hub), arena, max_lent
+            LinkParts(here.hub.bell.address, there.reactor, self.heard, peers[1], far, there.hub), arena, max_lent
         )
         self.words, self.shared = far.words, far
-        self.sock = socks[1]
         here.hub.add(self.link)
         there.hub.add(self.other)
 

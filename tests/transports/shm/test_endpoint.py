@@ -13,7 +13,7 @@ from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm import endpoint, segment
-from kfcomm.transports.shm.endpoint import ShmEndpoint, accept, offer
+from kfcomm.transports.shm.endpoint import Own, ShmEndpoint, accept, offer
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.ring import SHARED_NBYTES
 from kfcomm.transports.shm.segment import SKEW_NBYTES, Arena, create
@@ -42,6 +42,17 @@ class Inbound(Notes):
 
 
 BOTH = (0, 1)
+BELL = b"\0none"
+"""Address of a bell that does not exist."""
+
+
+class SilentBell:
+    """Bell of a process that rings no other."""
+
+    address = BELL
+
+    def ring(self, address):
+        pass
 
 
 def over(sock):
@@ -143,7 +154,7 @@ async def test_shared_memory_has_no_name():
         assert opened
         assert all("(deleted)" in target for target in opened)
         assert here.descriptors()
-        assert len(there.descriptors()) == 1  # of a heap that may have to be mapped
+        assert there.descriptors() == there.hub.descriptors()
 
 
 @pytest.mark.asyncio
@@ -151,6 +162,7 @@ async def test_late_links_end_with_endpoint():
     async with two() as ((here, there), (notes, heard), (near, far)):
         there.adopt(over(far), 0)
         link = await here.connect(over(near), 1)
+        await heard.until(lambda heard: heard.links)
         await there.close()
         await here.close()
         await notes.until(lambda notes: notes.ends)
@@ -158,6 +170,17 @@ async def test_late_links_end_with_endpoint():
         assert link.is_closing
         assert not here.descriptors()
         assert here.hub.descriptors() == there.hub.descriptors() == []
+
+
+@pytest.mark.asyncio
+async def test_link_ends_whose_other_end_was_closed_before_it_began():
+    async with two() as ((here, there), (notes, heard), (near, far)):
+        there.adopt(over(far), 0)
+        await here.connect(over(near), 1)
+        await there.close()
+        await notes.until(lambda notes: notes.ends)
+        assert isinstance(notes.ends[0], TransportError)
+        assert not heard.links
 
 
 # A process that cannot
@@ -219,8 +242,8 @@ def memory(nbytes, sealed=True):
     return descriptor
 
 
-def message(*, magic=b"kfcomm 3", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
-    return endpoint._OFFER.pack(magic, shared, arena, max_lent)
+def message(*, magic=endpoint._MAGIC, shared=SHARED_NBYTES, arena=MIB, max_lent=4):
+    return endpoint._OFFER.pack(magic, shared, arena, max_lent) + BELL
 
 
 SLOTS = 2 * nbytes_of_regions(2)
@@ -228,6 +251,8 @@ SLOTS = 2 * nbytes_of_regions(2)
 OFFERS = [
     ("garbage", b"GET / HTTP/1.1\r\n\r\n", ()),
     ("a short offer", message()[:20], (SHARED_NBYTES, MIB, SLOTS)),
+    ("no bell", message()[: -len(BELL)], (SHARED_NBYTES, MIB, SLOTS)),
+    ("a bell with a path", message()[: -len(BELL)] + b"/tmp/bell", (SHARED_NBYTES, MIB, SLOTS)),
     ("no descriptors", message(), ()),
     ("one descriptor", message(), (SHARED_NBYTES,)),
     ("two descriptors", message(), (SHARED_NBYTES, MIB)),
@@ -252,7 +277,7 @@ async def test_invalid_offer_is_refused_and_leaves_nothing(data, sizes):
         socket.send_fds(peer, [data], passed)
         before = descriptors()
         with pytest.raises(RemoteProtocolError):
-            await accept(sock, 60.0, BOTH, Heaps(1))
+            await accept(sock, 60.0, BOTH, Heaps(1), SilentBell())
         assert descriptors() == before
         assert peer.recv(1000).startswith(b"n")
         for descriptor in passed:
@@ -269,15 +294,15 @@ async def test_descriptors_beyond_those_of_an_offer_are_dropped(has_heap):
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
         peer.sendmsg([message()], [rights])
         before = sum(descriptors().values())
-        mapped = await accept(sock, 60.0, BOTH, Heaps(1))
-        # each mapping holds one, those of the slots and of the heap are to come
-        assert sum(descriptors().values()) == before + 3 + has_heap
+        peer.send(b"y")
+        mapped = await accept(sock, 60.0, BOTH, Heaps(1), SilentBell())
+        assert sum(descriptors().values()) == before
         mapped.slots.close()
         assert (mapped.heap is not None) == has_heap
         if mapped.heap is not None:
             mapped.heap.close()
         assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
-        assert peer.recv(10) == b"y"
+        assert peer.recv(10) == b"y" + BELL
         for descriptor in passed:
             os.close(descriptor)
 
@@ -292,7 +317,7 @@ async def test_a_refusal_is_told_as_one(answer):
         peer.send(answer)
         peer.shutdown(socket.SHUT_WR)
         with pytest.raises(LinkRefused) as caught:
-            await offer(sock, mine, 4, shown, None)
+            await offer(sock, Own(mine, 4, shown, None, BELL))
         assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
 
@@ -301,7 +326,7 @@ async def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
     with pair() as (sock, peer), arena() as mine, slots() as shown:
         peer.close()
         with pytest.raises(TransportError) as caught:
-            await offer(sock, mine, 4, shown, None)
+            await offer(sock, Own(mine, 4, shown, None, BELL))
         assert not isinstance(caught.value, LinkRefused)
 
 
@@ -310,28 +335,58 @@ async def test_a_peer_that_goes_before_its_offer():
     with pair() as (sock, peer):
         peer.close()
         with pytest.raises(KfcommError):
-            await accept(sock, 60.0, BOTH, Heaps(1))
+            await accept(sock, 60.0, BOTH, Heaps(1), SilentBell())
 
 
 @pytest.mark.asyncio
 async def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
     async with two() as ((_, there), (_, heard), (near, far)):
         with arena() as mine, slots() as shown:
-            offering = asyncio.ensure_future(offer(near, mine, 4, shown, None))
+            offering = asyncio.ensure_future(offer(near, Own(mine, 4, shown, None, BELL)))
             await asyncio.sleep(0)
             there.adopt(over(far), 0)
             await heard.until(lambda heard: heard.links)
             await offering
-            near.close()
+            there.forget(0)
             await heard.until(lambda heard: heard.ends)
-            assert "without a goodbye" in str(heard.ends[0])
+            assert "rank 0 is lost" in str(heard.ends[0])
+
+
+@pytest.mark.asyncio
+async def test_peer_that_gives_up_after_its_offer_leaves_no_link():
+    async with two() as ((_, there), (_, heard), (near, far)):
+        with arena() as mine, slots() as shown:
+            offering = asyncio.ensure_future(offer(near, Own(mine, 4, shown, None, BELL)))
+            await asyncio.sleep(0)
+            there.adopt(over(far), 0)
+            offering.cancel()
+            await asyncio.gather(offering, return_exceptions=True)
+            near.close()
+            while far.fileno() >= 0:  # noqa: ASYNC110  its task tells nobody
+                await asyncio.sleep(0)
+            assert not heard.links
+            assert not there.hub._links
+
+
+@pytest.mark.asyncio
+async def test_link_has_no_descriptor_and_its_end_is_heard_by_the_bell():
+    async with two() as ((here, there), (notes, heard), (near, far)):
+        there.adopt(over(far), 0)
+        link = await here.connect(over(near), 1)
+        await heard.until(lambda heard: heard.links)
+        assert near.fileno() == far.fileno() == -1
+        assert link.descriptors() == heard.links[0].descriptors() == ()
+        link.abort()
+        await heard.until(lambda heard: heard.ends)
+        assert "without a goodbye" in str(heard.ends[0])
+        assert notes.ends == [None]
 
 
 @pytest.mark.asyncio
 async def test_a_connection_without_an_offer_is_given_up():
     with pair() as (sock, peer):
         with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
-            await accept(sock, 0.0, BOTH, Heaps(1))
+            await accept(sock, 0.0, BOTH, Heaps(1), SilentBell())
         assert peer.recv(1000).startswith(b"nno word")
 
 
@@ -339,11 +394,11 @@ async def test_a_connection_without_an_offer_is_given_up():
 async def test_offer_waits_for_busy_peer(monkeypatch):
     monkeypatch.setattr(endpoint, "OFFER_WITHIN_S", 0.0)
     with pair() as (sock, peer), arena() as mine, slots() as shown:
-        offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
+        offering = asyncio.ensure_future(offer(sock, Own(mine, 4, shown, None, BELL)))
         await turns(50)
         assert not offering.done()
-        peer.send(b"y")
-        await offering
+        peer.send(b"y" + BELL)
+        assert (await offering)[1] == BELL
 
 
 @pytest.mark.asyncio

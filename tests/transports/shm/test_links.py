@@ -1,5 +1,4 @@
 import asyncio
-import socket
 
 import pytest
 
@@ -324,14 +323,17 @@ async def test_the_receiver_may_close_alone():
 
 
 @on_every_loop
-@pytest.mark.parametrize("how", [socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR])
+@pytest.mark.parametrize("who", ["publisher", "subscriber"])
 @pytest.mark.parametrize("waits", [False, True])
-async def test_a_socket_that_is_shut_while_both_live_is_a_loss_on_both_sides(how, waits):
+async def test_peer_that_is_given_up_while_both_live_is_a_loss_on_both_sides(who, waits):
     async with linked() as pair:
         if waits:
             fill(pair.link)
             pair.link.send(chunk(99), memoryview(HALF), owner := Owner())
-        pair.sock.shutdown(how)
+        if who == "publisher":
+            pair.other._keeper.peer_lost(0)
+        else:
+            pair.link._keeper.peer_lost(1)
         await pair.ended()
         for ends in (pair.notes.ends, pair.heard.ends):
             assert isinstance(ends[0], TransportError)
@@ -365,7 +367,7 @@ async def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says
         pair.link.send(chunk(0), memoryview(noise(MIB)))
         pair.link.flush()
         await pair.heard.until(lambda heard: heard.frames)
-        pair.sock.shutdown(socket.SHUT_RDWR)
+        pair.link._keeper.peer_lost(1)
         await pair.ended()
         hub.reclaim()
         assert arena.pieces_in_use == 1
@@ -464,7 +466,6 @@ async def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
         pair.link.send(chunk(0), memoryview(HALF))
         pair.link.flush()
         await pair.heard.until(lambda heard: heard.frames)
-        fds = pair.link._fd, pair.other._fd
         here.hub.sever()
         there.hub.sever()
         before = pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()
@@ -481,9 +482,6 @@ async def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
         await turns(5)
         assert (pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()) == before
         assert not pair.notes.ends
-        for number, link in zip(fds, (pair.link, pair.other), strict=True):
-            link._reactor.remove_reader(number)
-            link._sock.close()
 
 
 @pytest.mark.asyncio
