@@ -75,6 +75,7 @@ class StoreClient(KeyValue):
         self._nonce: bytes | None = None
         self._http = HttpClient(*host_and_port(url), None if tls is None else tls.client)
         self.identity = b""  # of the job whose store has answered; empty before
+        self.joined: dict[str, list[int]] = {}  # generations of the world, by uid of the process, see ``join``
         self.trouble = ""  # cause of the last failed attempt; empty after a success
 
     async def get(self, key: str, timeout_s: float) -> bytes:

@@ -250,6 +250,15 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
     Raises:
         RendezvousError: the store is gone, and did not come back within ``timeout_s`` seconds.
     """
+    mine = client.joined.pop(me.uid, None) or await _generations_of(me, client, timeout_s)
+    # In order: the claim for the last generation lets the store close.
+    for generation in mine:
+        await client.claim(_left_key(generation, me.rank), b"", timeout_s=timeout_s)
+    return mine[-1] if mine else None
+
+
+async def _generations_of(me: PeerInfo, client: StoreClient, timeout_s: float) -> list[int]:
+    """Generations that a process has joined, as the store knows them: it may have been cancelled before it did."""
     mine: list[int] = []
     for generation in range(_MAX_GENERATIONS):
         held = await client.find(_claim_key(generation, me.rank), timeout_s=timeout_s)
@@ -257,10 +266,7 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
             break
         if _Claim.from_wire(held).peer.uid == me.uid:
             mine.append(generation)
-    # In order: the claim for the last generation lets the store close.
-    for generation in mine:
-        await client.claim(_left_key(generation, me.rank), b"", timeout_s=timeout_s)
-    return mine[-1] if mine else None
+    return mine
 
 
 class _Claim(NamedTuple):
@@ -294,6 +300,7 @@ async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float)
         key = _claim_key(generation, me.rank)
         held = _Claim.from_wire(await client.claim(key, mine.to_wire(), timeout_s=timeout_s))
         if held == mine:
+            client.joined.setdefault(me.uid, []).append(generation)
             return generation
         if held.peer.uid != me.uid and await client.find(_left_key(generation, me.rank)) is None:
             raise RendezvousError(

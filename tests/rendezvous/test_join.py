@@ -202,6 +202,26 @@ async def test_no_request_after_the_last_rank_left() -> None:
 
 
 @pytest.mark.asyncio
+async def test_leaving_takes_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened_job() as job:
+        await job.join(peer(0), 1)
+        calls: list[str] = []
+        call = StoreClient._call
+        monkeypatch.setattr(StoreClient, "_call", lambda *args, **kw: (calls.append(args[1]), call(*args, **kw))[1])
+        assert await leave(peer(0), job.client) == 0
+        assert calls == ["claim"]
+
+
+@pytest.mark.asyncio
+async def test_leaving_finds_what_another_client_of_the_process_has_joined() -> None:
+    async with opened_job() as job:
+        await job.join(peer(0), 1)
+        other = StoreClient(job.server.url, TOKEN)
+        assert await leave(peer(0), other) == 0
+        await other.close()
+
+
+@pytest.mark.asyncio
 async def test_leaving_without_joining_is_a_no_op() -> None:
     async with opened_job() as job:
         assert await leave(peer(0), job.client) is None
