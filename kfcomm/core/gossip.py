@@ -41,7 +41,7 @@ MAX_QUERY_OPS = 64
 MAX_QUERY_NBYTES = 1 << 15
 MAX_TEXT_NBYTES = MAX_FIELD_NBYTES
 MAX_NAMED_RANKS = 1024
-"""Most ranks that an abort names as arrived, and as missing; and that one LEAVING names."""
+"""Most ranks that an abort names as arrived, and as missing; and that one LEAVING or RELEASE names."""
 WINDOW = 1024
 """Numbers per origin that may arrive out of order; older ones count as seen."""
 MAX_RECENT = 128
@@ -64,6 +64,9 @@ class Body(IntEnum):
     """[rank, posted, activity]: the answer of a rank; origin and number are the query's."""
     AGREE = 6
     """[number, message]: message of the origin in its agreement of that number, see `kfcomm.core.membership`."""
+
+    RELEASE = 7
+    """[ranks]: the origin stays, and asks these, which have left, nothing more."""
 
 
 class Effect(IntEnum):
@@ -352,6 +355,7 @@ _ROWS: dict[int, tuple[_Check, ...]] = {
     Body.QUERY: (_is_rank_or_none, _is_ops),
     Body.STATUS: (_is_rank, _is_flags, _is_text),
     Body.AGREE: (_is_seq, _is_agreement),
+    Body.RELEASE: (_is_ranks,),
 }
 
 

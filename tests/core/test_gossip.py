@@ -368,6 +368,7 @@ BAD = {
     "lost without reason": (1, [Body.LOST, 1, None, False]),
     "leaving stranger": (1, [Body.LEAVING, [4]]),
     "leaving alone": (1, [Body.LEAVING, 1]),
+    "release of a stranger": (1, [Body.RELEASE, [4]]),
     "query to an unknown rank": (1, [Body.QUERY, 4, []]),
     "query without list": (1, [Body.QUERY, 0, None]),
     "query too long": (1, [Body.QUERY, 0, [[b"", "", 0]] * (MAX_QUERY_OPS + 1)]),

@@ -8,9 +8,10 @@ It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets t
 
 A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. An
 other rank that leaves too needs it no longer either. Where all leave at once, as at the end of a program, that is all:
-they hear of each other in log2(size) rounds (see `kfcomm.core.gossip`). Where some stay, a rank that has heard of no
+they hear of each other in log2(size) rounds (see `kfcomm.core.gossip`). Where many stay, a rank that has heard of no
 further one for a while floods its *leave question*, which goes to all ranks and names no collective. Each rank that
-stays answers it when it has no questions left.
+stays answers it when it has no questions left. Where few stay, these do not wait for the questions of all the others:
+each floods whom it needs no longer, together.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ GATHERED_S_PER_RANK = 0.25e-3
 """How long, times the size of the world, news of leaving ranks is held back, so that one message names several."""
 STAY_S_PER_RANK = 4e-3
 """Pause, times the size of the world, without news of leaving ranks before a rank that leaves asks those that stay."""
+PATIENCE_S = 2.0
+"""The same where few stay, which say by themselves whom they need no longer."""
 ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses after which a question without a full answer is asked again; after the last it is given up."""
 
@@ -70,9 +73,11 @@ class ControlNode:
         self._is_leaving = False
         self._gathering: asyncio.TimerHandle | None = None  # before it passes on who leaves
         self._staying: asyncio.TimerHandle | None = None  # before it asks, while it leaves
+        self._releasing: asyncio.TimerHandle | None = None  # before it says whom it needs no longer, while it stays
         self._leave_question: Question | None = None
         self._leave_questions: dict[int, int] = {}
         self._done_with: set[int] = set()
+        self._said_done: set[int] = set()
         self._when_free: list[Callable[[], None]] = []
 
     # What the engine wants (see ControlPlane).
@@ -135,6 +140,8 @@ class ControlNode:
         """Say goodbye on every link; bounded, see `ControlLinks.close`."""
         if self._next_beat is not None:
             self._next_beat.cancel()
+        if self._releasing is not None:
+            self._releasing.cancel()
         self._free()
         self._say_left()  # a neighbour that has yet to hear of others waits for them
         await self.links.close(goodbye_s)
@@ -235,6 +242,10 @@ class ControlNode:
             for rank in fields[0]:
                 self._on_leaving(rank)
             self._pass_on_leaving()
+        elif tag == Body.RELEASE:
+            if self.rank in fields[0]:
+                self._released.add(origin)
+                self._look_who_needs_me()
         elif tag == Body.QUERY:
             self._on_query(origin, number, *fields)
         elif tag == Body.AGREE:
@@ -285,6 +296,23 @@ class ControlNode:
         self._done_with.add(rank)
         if rank in self._leave_questions and not self._is_leaving:
             self._carry_out(self._gossip.answer(rank, self._leave_questions.pop(rank), [], self._status.activity()))
+        if self._releasing is not None:
+            self._releasing.cancel()
+        if self._gossip.size > FEW and self._are_few(self._gossip.living):
+            pause_s = STAY_S_PER_RANK * self._gossip.size
+            self._releasing = asyncio.get_running_loop().call_later(pause_s, self._say_done)
+
+    def _say_done(self) -> None:
+        """Tell the ranks that have left that this one needs them no longer."""
+        if not self._is_leaving:
+            ranks = sorted(self._done_with - self._said_done)
+            self._said_done.update(ranks)
+            for first in range(0, len(ranks), MAX_NAMED_RANKS):
+                self._flood([Body.RELEASE, ranks[first : first + MAX_NAMED_RANKS]])
+
+    def _are_few(self, ranks: Sequence[int]) -> bool:
+        """Whether a flood of each of these costs less than one of each other rank."""
+        return len(ranks) <= self._gossip.size.bit_length()
 
     def _on_status(self, number: int, rank: int, posted: list[bool], activity: str) -> None:
         found = self._questions.reply(number, rank, posted)
@@ -351,7 +379,7 @@ class ControlNode:
         if self._gossip.size <= FEW:
             self._ask_to_leave()
         else:
-            pause_s = STAY_S_PER_RANK * self._gossip.size
+            pause_s = PATIENCE_S if self._are_few(self.needed_by()) else STAY_S_PER_RANK * self._gossip.size
             self._staying = asyncio.get_running_loop().call_later(pause_s, self._ask_to_leave)
 
     def _ask_to_leave(self) -> None:

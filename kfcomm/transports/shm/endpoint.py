@@ -249,6 +249,8 @@ async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], he
             longest = _OFFER.size + MAX_ADDRESS_NBYTES
             message, descriptors, _, _ = socket.recv_fds(sock, longest, 4, socket.MSG_CMSG_CLOEXEC)
             mapped = _map(message, descriptors, ranks, heaps)
+            while descriptors:  # all is mapped: none is held while the peer answers
+                os.close(descriptors.pop())
             try:
                 sock.send(_YES + bell.address)
                 # The link has begun once the peer says so: until then it may give up, and this side would not know.

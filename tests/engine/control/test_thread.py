@@ -309,6 +309,24 @@ async def test_leaving_rank_asks_those_that_stay():
 
 
 @pytest.mark.asyncio
+async def test_few_ranks_that_stay_release_the_others_unasked(monkeypatch):
+    sent = []
+    send = ControlLinks.send
+    monkeypatch.setattr(
+        ControlLinks, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header))
+    )
+    monkeypatch.setattr(node, "STAY_S_PER_RANK", 1e-3)
+    monkeypatch.setattr(node, "PATIENCE_S", LEAVE_S)
+    monkeypatch.setattr(node, "GATHERED_S_PER_RANK", 1e-3)
+    async with planes(12) as world:
+        await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads[:9]))
+        kinds = {header[3][0] for header in sent if header[0] == Kind.GOSSIP}
+        assert Body.RELEASE in kinds
+        await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads[9:]))
+        assert not any(engine.lost for engine in world.engines)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [2, 5, 8])
 async def test_ranks_leave_one_by_one_and_answer_to_the_last(size):
     async with planes(size) as world:
