@@ -10,8 +10,7 @@ A rank that leaves lingers: the others still ask it what it has posted, and when
 other rank that leaves too needs it no longer either. Where all leave at once, as at the end of a program, that is all:
 they hear of each other in log2(size) rounds (see `kfcomm.core.gossip`). Where many stay, a rank that has heard of no
 further one for a while floods its *leave question*, which goes to all ranks and names no collective. Each rank that
-stays answers it when it has no questions left. Where few stay, these do not wait for the questions of all the others:
-each floods whom it needs no longer, together.
+stays answers it when it has no questions left. Where few stay, each of these floods unasked whom it needs no longer.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ FEW = 8
 """Worlds up to this size take no account of the number of messages: each leaving rank is reported at once."""
 GATHERED_S_PER_RANK = 0.25e-3
 """How long, times the size of the world, news of leaving ranks is held back, so that one message names several."""
-STAY_S_PER_RANK = 4e-3
-"""Pause, times the size of the world, without news of leaving ranks before a rank that leaves asks those that stay."""
-PATIENCE_S = 2.0
-"""The same where few stay, which say by themselves whom they need no longer."""
+RELEASED_S_PER_RANK = 4e-3
+"""Pause, times the size of the world, without news of leaving ranks before few that stay release the others."""
+ASK_S_PER_RANK, MOST_PATIENCE_S = 16e-3, 2.0
+"""The same before a rank that leaves asks those that stay; and the bound of it, which holds where few stay."""
 ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses after which a question without a full answer is asked again; after the last it is given up."""
 
@@ -299,7 +298,7 @@ class ControlNode:
         if self._releasing is not None:
             self._releasing.cancel()
         if self._gossip.size > FEW and self._are_few(self._gossip.living):
-            pause_s = STAY_S_PER_RANK * self._gossip.size
+            pause_s = RELEASED_S_PER_RANK * self._gossip.size
             self._releasing = asyncio.get_running_loop().call_later(pause_s, self._say_done)
 
     def _say_done(self) -> None:
@@ -379,7 +378,8 @@ class ControlNode:
         if self._gossip.size <= FEW:
             self._ask_to_leave()
         else:
-            pause_s = PATIENCE_S if self._are_few(self.needed_by()) else STAY_S_PER_RANK * self._gossip.size
+            is_told = self._are_few(self.needed_by())
+            pause_s = MOST_PATIENCE_S if is_told else min(ASK_S_PER_RANK * self._gossip.size, MOST_PATIENCE_S)
             self._staying = asyncio.get_running_loop().call_later(pause_s, self._ask_to_leave)
 
     def _ask_to_leave(self) -> None:

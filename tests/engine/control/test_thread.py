@@ -287,7 +287,8 @@ async def test_leaving_rank_names_several_others_in_one_message(monkeypatch):
         ControlLinks, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header))
     )
     monkeypatch.setattr(node, "GATHERED_S_PER_RANK", 0.02)
-    monkeypatch.setattr(node, "STAY_S_PER_RANK", 0.5)
+    monkeypatch.setattr(node, "ASK_S_PER_RANK", 0.5)
+    monkeypatch.setattr(node, "MOST_PATIENCE_S", 8.0)
     async with planes(size) as world:
         await alive(world, set())
         sent.clear()
@@ -315,8 +316,8 @@ async def test_few_ranks_that_stay_release_the_others_unasked(monkeypatch):
     monkeypatch.setattr(
         ControlLinks, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header))
     )
-    monkeypatch.setattr(node, "STAY_S_PER_RANK", 1e-3)
-    monkeypatch.setattr(node, "PATIENCE_S", LEAVE_S)
+    monkeypatch.setattr(node, "RELEASED_S_PER_RANK", 1e-3)
+    monkeypatch.setattr(node, "MOST_PATIENCE_S", LEAVE_S)
     monkeypatch.setattr(node, "GATHERED_S_PER_RANK", 1e-3)
     async with planes(12) as world:
         await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads[:9]))
