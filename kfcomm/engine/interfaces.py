@@ -147,6 +147,9 @@ class Network(Protocol):
     async def begin(self) -> None:
         """Note that this epoch, to which this process was invited, has begun: ``admission`` is not waited for."""
 
+    def stop_watching(self) -> None:
+        """Note that this rank needs no other: how their processes end is of no interest any more."""
+
     async def leave(self) -> None:
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
 
@@ -239,6 +242,9 @@ class Alone(Network):
 
     async def begin(self) -> None:
         """Never called either."""
+
+    def stop_watching(self) -> None:
+        """There is no other rank."""
 
     async def leave(self) -> None:
         """Do nothing: it is alone."""

@@ -269,6 +269,12 @@ class SocketNetwork(Network):
             self._owns_store, network._owns_store = False, True
 
     @override
+    def stop_watching(self) -> None:
+        # Where all ranks leave, each end would be told to all others: size² answers of the store.
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    @override
     async def leave(self) -> None:
         meeting = self._meeting
         store = meeting.store

@@ -382,6 +382,7 @@ class Session(ControlEvents, StatusSource):
         if control is not None:
             self.agreements.leave()
             await closing.leave(control)
+            self.network.stop_watching()
         self.lag.stop()
         await self._bury_former()
         await self.engine.close(closing.left_s(CLOSE_WITHIN_S))

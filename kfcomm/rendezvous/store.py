@@ -53,6 +53,8 @@ LOG_EVERY_S = 1.0
 REQUEST_WITHIN_S = 5.0
 """Seconds from connecting to a signed request, and from there to the last byte of its body."""
 
+MAX_UNAUTHENTICATED = 1 << 9
+"""Connections without a signed request, and half as many from one address: all ranks of a host may come at once."""
 _CLOSE_WITHIN_S = 2.0
 _MAX_SHOWN = 32
 
@@ -98,9 +100,10 @@ class StoreServer:
         self._token = token
         self._authenticator = Authenticator(token, nonce_of(self.store.identity))
         self._http = web.Server(self._handle, handler_cancellation=True)
-        self._unauthenticated: Unauthenticated[_ServedConnection] = Unauthenticated()
+        bounds = MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED // 2
+        self._unauthenticated: Unauthenticated[_ServedConnection] = Unauthenticated(*bounds)
         self._tls = None if tls is None else tls.server
-        self._greeted: Unauthenticated[asyncio.Task[Any]] = Unauthenticated()
+        self._greeted: Unauthenticated[asyncio.Task[Any]] = Unauthenticated(*bounds)
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -331,6 +331,9 @@ class _RankNetwork:
     def descriptors(self) -> list[int]:
         return []
 
+    def stop_watching(self) -> None:
+        """Do nothing: no process is watched."""
+
     async def leave(self) -> None:
         """Do nothing: no other process keeps a record of this one."""
 
