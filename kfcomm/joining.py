@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, cast
 from kfcomm.arrays.devices import Device, DeviceReport, routes
 from kfcomm.common import do_nothing
 from kfcomm.common.imports import is_installed, lacking
-from kfcomm.common.tracebacks import bare, terse
+from kfcomm.common.tracebacks import bare, hide_own_frames, terse
 from kfcomm.engine.engine import SessionOptions
 from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
@@ -247,6 +247,8 @@ def is_full(arguments: Mapping[str, Any]) -> bool:
 
 def prepare(**arguments: Unpack[Arguments]) -> Settings:
     """Settings for these arguments in this environment, checked as far as that needs no other process."""
+    if not is_full(arguments):
+        hide_own_frames()
     settings = detect(os.environ, **arguments)
     if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
         for line in misspelt(os.environ):

@@ -48,6 +48,7 @@ def test_anything_may_be_wrong(wrong: object) -> None:
         ("strategies", "Did you mean kfcomm topology list?"),
         ("topology ring -n 4", "Did you mean kfcomm topology show ring -n 4?"),
         ("topology shwo ring", "Did you mean kfcomm topology show?"),
+        ("topology draw ring", "Did you mean kfcomm topology show?"),
         ("tls mkae x", "Did you mean kfcomm tls make?"),
         ("timeline sumary x", "Did you mean kfcomm timeline summary?"),
         ("run --stratgy ring -n 2 true", "--strategy"),
@@ -71,6 +72,7 @@ def test_commands_suggest(arguments: str, suggestion: str) -> None:
     done = CliRunner().invoke(main, arguments.split(), prog_name="kfcomm", terminal_width=300)
     assert done.exit_code == 2
     assert suggestion in done.output
+    assert done.output.splitlines()[-1].startswith("kfcomm: error: ")
 
 
 def test_a_command_that_is_like_none_gets_no_suggestion() -> None:

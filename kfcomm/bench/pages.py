@@ -155,7 +155,7 @@ def _drawn(drawings: Iterable[Drawing], columns: Sequence[ReportColumn[Any]]) ->
 
 
 def _network(network: SimulatedNetwork) -> Section:
-    """What hosts have in common; the rest is in the data."""
+    """Defaults of the hosts, and the exceptions by name."""
     host, local = network.default, network.local
     behind = f"{network.hosts_per_switch} hosts behind each" if network.hosts_per_switch else ""
     fields = [

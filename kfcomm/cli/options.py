@@ -112,6 +112,7 @@ ELSEWHERE = {
     "strategies": "topology list",
     "topologies": "topology list, or bench topologies",
     "benchmark": "bench",
+    "draw": "topology show",
     "launch": "run",
     "start": "run",
     "watch": "top",

@@ -1,12 +1,15 @@
 """Tracebacks that end at the caller's line, without the frames inside kfcomm.
 
 An error of kfcomm loses the frames of this package and its cause, unless foreign code took part (an array that could
-not be read). ``KFCOMM_TRACEBACK=full`` keeps everything.
+not be read). The frame that raises it again stays in its traceback; `hide_own_frames` leaves it out where an uncaught
+error is printed. ``KFCOMM_TRACEBACK=full`` keeps everything.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -15,8 +18,9 @@ from kfcomm.errors import InternalError, KfcommError
 
 E = TypeVar("E", bound=KfcommError)
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = os.path.join(Path(__file__).parent.parent, "")
 _LIBRARY = str(Path(os.__file__).parent)
+_ASYNCIO = os.path.join(_LIBRARY, "asyncio", "")
 
 
 def terse(error: E) -> E:
@@ -34,6 +38,49 @@ def bare(error: E) -> E:
     error.__cause__ = None
     error.__suppress_context__ = True
     return error.with_traceback(None)
+
+
+def hide_own_frames() -> None:
+    """Print uncaught errors of kfcomm without the frames of this package, unless the program has a hook of its own."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = print_uncaught
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The hook of `hide_own_frames`."""
+    drop_own_frames(error)
+    sys.__excepthook__(kind, error, error.__traceback__)
+
+
+def drop_own_frames(error: BaseException | None) -> None:
+    """Drop the frames of kfcomm and asyncio from the tracebacks of kfcomm's errors, those of causes and groups too."""
+    for one in _linked(error):
+        if isinstance(one, KfcommError) and not isinstance(one, InternalError):
+            one.__traceback__ = _without_own(one.__traceback__)
+
+
+def _linked(error: BaseException | None) -> Iterator[BaseException]:
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+            left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
+def _without_own(trace: TracebackType | None) -> TracebackType | None:
+    kept, one = [], trace
+    while one is not None:
+        if not one.tb_frame.f_code.co_filename.startswith((_PACKAGE, _ASYNCIO)):
+            kept.append(one)
+        one = one.tb_next
+    if not kept:  # a program of kfcomm itself
+        return trace
+    for one, following in zip(kept, [*kept[1:], None], strict=True):
+        one.tb_next = following
+    return kept[0]
 
 
 def _is_foreign(trace: TracebackType | None) -> bool:

@@ -130,7 +130,7 @@ async def _run_ranks(job: LaunchJob, store: Store, settings: Settings, display: 
                     for pump in starter.pumps:
                         pump.finish()
                 await streams.finish(verdict)
-                if (summary := _summary(verdict, job, launcher.ranks.children)) is not None:
+                if (summary := _summary(verdict, job, launcher.ranks.children, streams.common)) is not None:
                     await streams.say(summary)
                 if observer is not None:
                     observer.end(summary or "all ranks have ended")
@@ -291,8 +291,8 @@ def _screen(job: LaunchJob) -> LauncherScreen:
     return LauncherScreen(OutputStyle(job.plan.size, color, terminals, shutil.get_terminal_size().columns))
 
 
-def _summary(verdict: JobOutcome, job: LaunchJob, children: Mapping[int, Child]) -> str | None:
-    """A line on the first failure, or None."""
+def _summary(verdict: JobOutcome, job: LaunchJob, children: Mapping[int, Child], told: frozenset[str]) -> str | None:
+    """A line on the first failure, without an error that was told for all ranks; or None."""
     if verdict.expired_s is not None:
         return f"the time limit of {verdict.expired_s:g} s is up: the ranks were ended"
     if verdict.signal is not None:
@@ -308,7 +308,9 @@ def _summary(verdict: JobOutcome, job: LaunchJob, children: Mapping[int, Child])
         return _missed(failed.why, job.plan.address if failed.rank in children else job.plan.address_of(failed.rank))
     where = f"pid {children[failed.rank].pid}" if failed.rank in children else "on another host"
     rest = "" if job.plan.size == 1 else "; the others ran on" if job.options.keep_going else "; the others were ended"
-    why = f" ({textwrap.shorten(failed.summary, _MAX_SUMMARY)})" if failed.summary else ""
+    why = (
+        f" ({textwrap.shorten(failed.summary, _MAX_SUMMARY)})" if failed.summary and failed.summary not in told else ""
+    )
     return f"rank {failed.rank} ({where}) failed first: {describe_exit(failed.code)}{why}{rest}"
 
 

@@ -90,6 +90,7 @@ class OutputStreams:
                 # the rank reports a traceback before it prints it
                 self._launcher.ranks.reports.drain()
             now_s = asyncio.get_running_loop().time()
+            self._repeats.is_interrupted = self._launcher.verdict.signal == signal.SIGINT
             shown = self._victims.shown(rank, data)
             shown = self._repeats.shown(rank, shown, now_s) if shown else b""
             if not data:
@@ -125,6 +126,11 @@ class OutputStreams:
                     await self._display.say(line)
             if self._repeats.is_waiting and self._settling is None:
                 self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
+
+    @property
+    def common(self) -> frozenset[str]:
+        """Messages of errors that were told once for several ranks."""
+        return frozenset(self._repeats.common)
 
     async def say(self, text: str) -> None:
         """Take a line of the launcher."""

@@ -7,7 +7,8 @@ The failure of a rank because of another rank is *secondary*. A rank reports its
   what argparse and the interpreter print before they end. The first rank whose error begins is shown as it writes.
   While its error is recent, that of another rank is held back until it is complete. If it leads through the same lines
   of the program, it is not shown again; if its message differs, the message is shown. All else is shown after
-  `HELD_FOR_S` at the latest, unless the rank is about to end.
+  `HELD_FOR_S` at the latest, unless the rank is about to end. After Ctrl-C each error is held back, and that of the
+  interrupt is dropped.
 - `Victims`: tracebacks of secondary failures, until it is known which rank failed first.
 
 Sans-IO: bytes and times in, bytes out. Memory: for each rank at most `MAX_NBYTES`, and twice the report
@@ -36,7 +37,9 @@ _BEGIN = re.compile(
     rb"|usage: |\S*python[\d.]*: |kfcomm: error: )",  # of argparse, the interpreter, our own commands
     re.MULTILINE,
 )
+_INTERRUPT = b"KeyboardInterrupt"
 _HEADING = b"Traceback (most recent call last):"
+_CLASS = re.compile(rb"(?:\w+\.)*(\w+)(?::|$)")
 _OF_GROUP = re.compile(rb"^  \| (\S.*)$", re.MULTILINE)
 _OWN_FILES = b'  File "' + str(Path(kfcomm.__file__).parent).encode() + b"/"
 
@@ -65,6 +68,12 @@ class Error:
         """Its message in one line; for a group of exceptions, the message of the group."""
         found = self.message.splitlines()[:1] or _OF_GROUP.findall(self.way)[:1]
         return found[0].decode(errors="replace") if found else "the same error"
+
+    @property
+    def kind(self) -> str:
+        """Its class; of another error than a traceback, a few words."""
+        found = _CLASS.match(self.message) if self.way.startswith((b" ", _HEADING)) else None
+        return found[1].decode() if found else "the same error"
 
 
 def _without_own(lines: list[bytes]) -> list[bytes]:
@@ -110,6 +119,8 @@ class Repeats:
     _leaving: set[int] = field(default_factory=set)
     _shown: dict[bytes, _Shown] = field(default_factory=dict)
     _alike: dict[Error, list[int]] = field(default_factory=dict)
+    is_interrupted: bool = False  # whether the job ends because of Ctrl-C
+    common: set[str] = field(default_factory=set)  # messages that `tell` has named for several ranks
 
     @property
     def is_waiting(self) -> bool:
@@ -136,7 +147,8 @@ class Repeats:
             if begin is None:
                 return data
             is_first = not any(one.is_shown for one in self._blocks.values()) and not self._fresh(now_s)
-            block = self._blocks[rank] = _TracebackBlock(now_s, is_shown=is_first)
+            is_shown = is_first and not self.is_interrupted
+            block = self._blocks[rank] = _TracebackBlock(now_s, is_shown=is_shown)
             before, data = data[: begin.start()], data[begin.start() :]
         after = self._take(rank, block, data)
         is_long = len(block.text) > MAX_NBYTES
@@ -185,6 +197,8 @@ class Repeats:
                 continue
             del self._blocks[rank]
             error = Error.of(block.text)
+            if self.is_interrupted and error.message == _INTERRUPT:
+                continue
             if block.is_whole and error.way in self._fresh(now_s):
                 self._alike.setdefault(error, []).append(rank)
                 continue
@@ -204,7 +218,10 @@ class Repeats:
             first.is_told = first.is_told or is_same
             place = "as shown for" if is_same else "at the same place as"
             noun = "rank" if len(ranks) == 1 else "ranks"
-            lines.append(f"{noun} {ranges(ranks)}: {error.summary} ({place} rank {first.rank})")
+            # Once is enough: the message of an error that is shown is left out.
+            what = error.kind if is_same else error.summary
+            self.common |= {error.summary} if is_same else set()
+            lines.append(f"{noun} {ranges(ranks)}: {what} ({place} rank {first.rank})")
             lines += [] if is_same else error.message.decode(errors="replace").splitlines()[1:]
         self._alike.clear()
         return lines

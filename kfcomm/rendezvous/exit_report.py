@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kfcomm.common.sockets import credentials_of
+from kfcomm.common.tracebacks import drop_own_frames, print_uncaught
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16
@@ -206,8 +207,10 @@ def report_leaving() -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an uncaught error, then print it with exactly the reported text, so that the launcher can recognise it."""
+    if _print_before is print_uncaught:
+        drop_own_frames(error)
     text = b"" if _connection is None else _connection.leaving(error, is_printed=True)
-    if not text or _print_before is not sys.__excepthook__ or sys.stderr is None:
+    if not text or _print_before not in (sys.__excepthook__, print_uncaught) or sys.stderr is None:
         _print_before(kind, error, trace)
         return
     sys.stderr.write(text.decode())

@@ -4,7 +4,7 @@ Hosts are boxes (or bands, where the ranks stand in a circle), ranks circles, se
 arrangements: a chain, and a pair whose two graphs have different edges, go round one circle; a tree on one host spreads
 from its root in the middle; a tree over several hosts has a box for each, inside which the tree's parts fan out below
 their uppermost ranks, and the boxes stand in rows, those nearer to the root higher. An arrow bends around ranks on its
-way, and ends before the circle of a rank with many arrows, where they have room beside each other. Coordinates are
+way; at a rank with many arrows they end before its circle, so that heads do not overlap. Coordinates are
 pixels, y downwards. Knows nothing of files.
 """
 
@@ -34,7 +34,7 @@ _HEAD: Final = 66.0  # room for the title
 _FOOT: Final = 44.0  # room for the legend
 _BAND: Final = 46.0  # width of a host's band on the circle
 _LEAST_WIDTH: Final = 640.0  # the title and the legend need this
-_PER_ARROW: Final = 1.3  # room for the head of each, at a distance of as much for each arrow
+_PER_ARROW: Final = 1.3  # pixels of distance from the centre, for each arrow that ends there
 _MOST_REACH: Final = 40.0
 _BENDS: Final = (0.14, 0.2, 0.3, -0.14, -0.2, -0.3)  # of an arrow's length: tried until it touches no circle
 _SAMPLES: Final = 16  # points of an arrow that are compared with circles

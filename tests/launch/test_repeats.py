@@ -50,7 +50,7 @@ def test_an_error_of_all_is_shown_once() -> None:
         ranks.end(rank, b"a warning\n" + TEXT)
     assert ranks.shown.pop(3) == b"a warning\n" + TEXT
     assert set(ranks.shown.values()) == {b"a warning\n"}
-    assert ranks.repeats.tell() == ["ranks 0-31: ValueError: why (as shown for rank 3)"]
+    assert ranks.repeats.tell() == ["ranks 0-31: ValueError (as shown for rank 3)"]
     assert not ranks.repeats.is_waiting
     assert ranks.repeats.tell() == []
 
@@ -72,7 +72,7 @@ def test_tracebacks_that_are_written_at_once() -> None:
     for rank in (3, 2, 1, 0):
         ranks.write(rank, b"")
     assert [ranks.shown.get(rank, b"") for rank in range(4)] == [TEXT, b"", b"", b""]
-    assert ranks.repeats.tell() == ["ranks 0-3: ValueError: why (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-3: ValueError (as shown for rank 0)"]
 
 
 def test_errors_that_differ_are_all_shown() -> None:
@@ -91,7 +91,7 @@ def test_messages_that_differ_are_shown_without_the_way_to_them() -> None:
     assert ranks.shown.pop(0).count(b"Traceback") == 1
     assert set(ranks.shown.values()) == {b""}
     assert ranks.repeats.tell() == [
-        "ranks 0-1: ValueError: of rank 0 (as shown for rank 0)",
+        "ranks 0-1: ValueError (as shown for rank 0)",
         "ranks 2-3: ValueError: of rank 1 (at the same place as rank 0)",
         "  and more of 1",
     ]
@@ -102,7 +102,7 @@ def test_frames_of_kfcomm_itself_make_no_difference() -> None:
     for rank in range(3):
         ranks.end(rank, WAY + OWN % rank * rank + b"ValueError: why\n")
     assert [ranks.shown.get(rank, b"") for rank in (1, 2)] == [b"", b""]
-    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError (as shown for rank 0)"]
 
 
 def test_a_traceback_that_was_told_is_known_before_its_stream_ends() -> None:
@@ -111,7 +111,7 @@ def test_a_traceback_that_was_told_is_known_before_its_stream_ends() -> None:
         ranks.repeats.told(rank, TEXT)
         ranks.write(rank, b"before\n" + TEXT + b"after\n")
     assert ranks.shown == {0: b"before\n" + TEXT + b"after\n", 1: b"before\nafter\n", 2: b"before\nafter\n"}
-    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError (as shown for rank 0)"]
 
 
 def test_traceback_of_a_rank_that_keeps_running_is_shown_after_a_delay() -> None:
@@ -134,7 +134,7 @@ def test_output_of_a_leaving_rank_is_complete_after_a_delay() -> None:
     ranks.now_s += HELD_FOR_S
     ranks.settle()
     assert ranks.shown == {0: b"kfcomm: error: no\n", 1: b"", 2: b""}
-    assert ranks.repeats.tell() == ["ranks 0-2: kfcomm: error: no (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: the same error (as shown for rank 0)"]
 
 
 def test_rank_asked_to_end_is_awaited() -> None:
@@ -147,7 +147,7 @@ def test_rank_asked_to_end_is_awaited() -> None:
     for rank in range(3):
         ranks.write(rank, b"")
     assert ranks.shown == {0: TEXT, 1: b"", 2: b""}
-    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError (as shown for rank 0)"]
 
 
 def test_the_same_error_later_is_shown_again() -> None:
@@ -177,7 +177,7 @@ def test_output_after_a_merged_traceback_is_shown() -> None:
     ranks.end(1, b"and more\n")
     assert ranks.shown[1] == b"after\nand more\n"
     ranks.end(0, TEXT[len(HEAD) :])
-    assert ranks.repeats.tell() == ["ranks 0-1: ValueError: why (as shown for rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-1: ValueError (as shown for rank 0)"]
 
 
 def test_very_long_output_is_not_held_back() -> None:
@@ -203,24 +203,36 @@ CHAIN = TEXT + b"\nDuring handling of the above exception, another exception occ
 
 
 @pytest.mark.parametrize(
-    ("text", "summary"),
+    ("text", "summary", "kind"),
     [
-        (GROUP, "ExceptionGroup: several (2 sub-exceptions)"),
-        (SYNTAX, "SyntaxError: it was never closed"),
-        (CHAIN, "KeyError: 1"),
-        (USAGE, "train.py: error: unrecognized arguments: --lr"),
-        (NO_FILE, NO_FILE.decode().rstrip()),
-        (b"kfcomm: error: no\n", "kfcomm: error: no"),
+        (GROUP, "ExceptionGroup: several (2 sub-exceptions)", "the same error"),
+        (SYNTAX, "SyntaxError: it was never closed", "SyntaxError"),
+        (CHAIN, "KeyError: 1", "KeyError"),
+        (USAGE, "train.py: error: unrecognized arguments: --lr", "the same error"),
+        (NO_FILE, NO_FILE.decode().rstrip(), "the same error"),
+        (b"kfcomm: error: no\n", "kfcomm: error: no", "the same error"),
     ],
     ids=["group", "syntax", "chain", "usage", "interpreter", "our own"],
 )
-def test_kinds_of_tracebacks(text: bytes, summary: str) -> None:
+def test_kinds_of_tracebacks(text: bytes, summary: str, kind: str) -> None:
     assert Error.of(text).summary == summary
     ranks = Ranks()
     for rank in range(2):
         ranks.end(rank, text)
     assert ranks.shown == {0: text, 1: b""}
-    assert ranks.repeats.tell() == [f"ranks 0-1: {summary} (as shown for rank 0)"]
+    assert ranks.repeats.tell() == [f"ranks 0-1: {kind} (as shown for rank 0)"]
+    assert ranks.repeats.common == {summary}
+
+
+def test_after_ctrl_c_only_errors_of_the_program_are_shown() -> None:
+    ranks = Ranks()
+    ranks.repeats.is_interrupted = ranks.is_ending = True
+    for rank in range(3):
+        ranks.end(rank, b"last words\n" + WAY + b"KeyboardInterrupt\n")
+    ranks.end(3, TEXT)
+    ranks.settle(is_over=True)
+    assert ranks.shown == {**dict.fromkeys(range(3), b"last words\n"), 3: TEXT}
+    assert ranks.repeats.tell() == []
 
 
 EVENTS = ["", "", "told", "leaves", "ending"]

@@ -122,6 +122,27 @@ def test_a_signal_ends_every_process_of_every_rank(tmp_path: Path, number: signa
         assert f"ended by {number.name}" in errors
 
 
+UNTIL_INTERRUPTED = {
+    "sync": (
+        "with kfcomm.sync.init() as comm:\n    print(file=open(os.environ['HELD'], 'w'))\n"
+        "    while True: time.sleep(1)\n"
+    ),
+    "async": (
+        "import asyncio\nasync def main():\n    async with kfcomm.init() as comm:\n"
+        "        print(file=open(os.environ['HELD'], 'w'))\n        await asyncio.Event().wait()\nasyncio.run(main())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNTIL_INTERRUPTED)
+def test_ctrl_c_prints_one_line(kind: str, tmp_path: Path) -> None:
+    with launched(tmp_path, "-n", "3", *python(UNTIL_INTERRUPTED[kind])) as job:
+        job.lines(3)
+        job.process.send_signal(signal.SIGINT)
+        _, errors = job.process.communicate()
+    assert (job.process.returncode, errors) == (130, "kfcomm: ended by SIGINT\n")
+
+
 def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
     program = READY + 'trap "echo heard >&9" INT; echo deaf >&9; while :; do sleep infinity; done'
     with launched(tmp_path, "-n", "1", "--grace", "1e6", *bash(program)) as job:
@@ -338,7 +359,8 @@ def test_an_error_of_all_ranks_is_shown_once_and_logs_keep_all(tmp_path: Path) -
     done = finished("run", "-n", "8", "--keep-going", "--log-dir", str(tmp_path), *python(program))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done
-    assert told(done.stderr, "kfcomm.errors.CollectiveMismatch: 'a' differs between ranks (shape)") == set(range(8))
+    assert told(done.stderr, "CollectiveMismatch (as shown") == set(range(8))
+    assert done.stderr.count("'a' differs between ranks (shape)") == 1
     assert all((tmp_path / f"rank-{rank}.log").read_text().count("Traceback") == 1 for rank in range(8))
 
 
@@ -346,7 +368,8 @@ def test_an_error_before_init_is_shown_once() -> None:
     done = finished("run", "-n", "4", "--keep-going", *python("undefined_name\n"))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done
-    assert told(done.stderr, "NameError: name 'undefined_name' is not defined") == set(range(4))
+    assert told(done.stderr, "NameError (as shown") == set(range(4))
+    assert done.stderr.count("name 'undefined_name' is not defined") == 1
 
 
 @pytest.mark.parametrize(

@@ -195,3 +195,26 @@ def test_a_launcher_that_is_not_there_is_no_harm(launcher: Launcher) -> None:
     _, errors = rank.communicate()
     assert "ValueError: why" in errors
     assert rank.returncode == 1
+
+
+@pytest.mark.parametrize("mode", ["short", "full"])
+def test_uncaught_errors_end_at_the_lines_of_the_program(launcher: Launcher, mode: str) -> None:
+    (*_, printed), done = launcher.run(
+        "import asyncio\n"
+        "async def main():\n"
+        f"    async with kfcomm.init(traceback='{mode}') as comm:\n"
+        "        await comm.all_reduce([1.0], strategy='rign')\n"
+        "asyncio.run(main())"
+    )
+    files = {line.split('"')[1] for line in done.stderr.splitlines() if line.startswith("  File ")}
+    assert "did you mean ring?" in printed.summary
+    assert printed.text.decode() == done.stderr
+    assert (files == {"<string>"}) == (mode == "short")
+
+
+def test_errors_before_joining_end_at_the_lines_of_the_program(launcher: Launcher) -> None:
+    launcher.listener.close()
+    rank = launcher.start("try:\n    1 / 0\nexcept ZeroDivisionError:\n    kfcomm.sync.init(transport='tpc')")
+    _, errors = rank.communicate()
+    assert {line.split('"')[1] for line in errors.splitlines() if line.startswith("  File ")} == {"<string>"}
+    assert "did you mean 'tcp'" in errors

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class _Topology(Commands):
     """Group that suggests ``show`` if the name of a strategy stands in place of a command."""
+
+    others: ClassVar[Mapping[str, str]] = {"draw": "show", "plot": "show"}
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
