@@ -70,7 +70,7 @@ class EngineLock:
             self.release()
 
 
-class Bell:
+class WakeBell:
     """Wakes one sleeping thread. Safe in a signal handler, unlike an event: it takes no lock that a sleeper holds."""
 
     __slots__ = ("_silent",)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.engine.executors import LATE_S
-from kfcomm.sync.thread import LOOK_EVERY_S, Bell, IoThread
+from kfcomm.sync.thread import LOOK_EVERY_S, IoThread, WakeBell
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
@@ -134,7 +134,7 @@ class Turns:
         self.lock = io.lock
         self.leader = 0  # number of the thread of the caller who drives; 0 if none does
         self.is_resting = False  # the leader has laid down the lock and sleeps
-        self.followers: dict[int, tuple[Awaited[Any], Bell]] = {}  # by the number of their thread
+        self.followers: dict[int, tuple[Awaited[Any], WakeBell]] = {}  # by the number of their thread
         self._io = io
         self._signals = io.signals
         self._awaited: Awaited[Any] | None = None  # by the leader
@@ -282,7 +282,7 @@ class Turns:
 
     def _follow(self, handle: Awaited[Any], deadline_s: float) -> None:
         """Sleep until the leader has brought the result, or goes."""
-        me, bell = threading.get_ident(), Bell()
+        me, bell = threading.get_ident(), WakeBell()
         try:
             # With the lock held: the leader may end the call as soon as it is laid down, and must find the bell.
             self.followers[me] = handle, bell

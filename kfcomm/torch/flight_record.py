@@ -64,7 +64,7 @@ IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "reduce", "broadcast"}
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class RecordedCall:
     """A call of one group.
 
     Attributes:
@@ -118,21 +118,21 @@ class FlightRecord:
     """The calls of one group, as many as are kept."""
 
     def __init__(self, size: int, store: Any) -> None:
-        self.calls: deque[Call] = deque(maxlen=size)
+        self.calls: deque[RecordedCall] = deque(maxlen=size)
         self.seq = 0
         self._writer = _Writer(store)
         self.close = self._writer.close
 
-    def begin(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], timeout: Any) -> Call:
+    def begin(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], timeout: Any) -> RecordedCall:
         """Record a call that is made now."""
         self.seq += 1
         given, made = ([_shape(one) for one in tensors] for tensors in (inputs, outputs))
         timeout_ms = int(1e3 * timeout.total_seconds())
-        call = Call(next(_records), self.seq, name, given, made, timeout_ms, [*_frames()], time.time_ns())
+        call = RecordedCall(next(_records), self.seq, name, given, made, timeout_ms, [*_frames()], time.time_ns())
         self.calls.append(call)
         return call
 
-    def end(self, call: Call, handle: Any) -> None:
+    def end(self, call: RecordedCall, handle: Any) -> None:
         """Note that the collective of a call is over."""
         if handle.cancelled():
             return

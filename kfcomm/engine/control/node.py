@@ -27,7 +27,7 @@ from kfcomm.core.handshake import Hello, Purpose
 from kfcomm.core.membership import FailureDetector, Message, from_wire, to_wire
 from kfcomm.engine.control import GONE, Answer, StatusSource, Upcalls, World
 from kfcomm.engine.control.links import ControlLinks
-from kfcomm.engine.control.questions import Question, Questions
+from kfcomm.engine.control.questions import LeaveQuestion, Questions
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
@@ -73,7 +73,7 @@ class ControlNode:
         self._gathering: asyncio.TimerHandle | None = None  # before it passes on who leaves
         self._staying: asyncio.TimerHandle | None = None  # before it asks, while it leaves
         self._releasing: asyncio.TimerHandle | None = None  # before it says whom it needs no longer, while it stays
-        self._leave_question: Question | None = None
+        self._leave_question: LeaveQuestion | None = None
         self._leave_questions: dict[int, int] = {}
         self._done_with: set[int] = set()
         self._said_done: set[int] = set()
@@ -326,7 +326,7 @@ class ControlNode:
         if question.target == rank:
             self._close(question)
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: LeaveQuestion) -> None:
         if not self._questions.is_open(question):
             return
         if question.times_asked == len(ASK_AGAIN_S) or not self._unanswered(question):
@@ -343,11 +343,11 @@ class ControlNode:
         asyncio.get_running_loop().call_later(ASK_AGAIN_S[question.times_asked], self._ask, question)
         question.times_asked += 1
 
-    def _unanswered(self, question: Question) -> set[int]:
+    def _unanswered(self, question: LeaveQuestion) -> set[int]:
         asked = {question.target} if question.target != EVERYBODY else set(self._gossip.living) - {self.rank}
         return asked - question.answered
 
-    def _close(self, question: Question) -> None:
+    def _close(self, question: LeaveQuestion) -> None:
         self._questions.close(question)
         named_any = question.parts != [[]]
         if named_any and question.target in self._left and not self._questions.about(question.target):

@@ -14,7 +14,7 @@ from kfcomm.engine.control import Answer
 
 
 @dataclass(eq=False, slots=True)
-class Question:
+class LeaveQuestion:
     """One question to ``target`` (or all, -1)."""
 
     target: int
@@ -46,24 +46,24 @@ class Questions:
     """
 
     def __init__(self) -> None:
-        self._open: dict[Question, None] = {}
-        self._floods: dict[int, tuple[Question, int]] = {}
+        self._open: dict[LeaveQuestion, None] = {}
+        self._floods: dict[int, tuple[LeaveQuestion, int]] = {}
 
-    def ask(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> Question:
+    def ask(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> LeaveQuestion:
         """Open a question."""
-        question = Question(target, batches(ops), answer)
+        question = LeaveQuestion(target, batches(ops), answer)
         self._open[question] = None
         return question
 
-    def is_open(self, question: Question) -> bool:
+    def is_open(self, question: LeaveQuestion) -> bool:
         """Whether answers are still waited for."""
         return question in self._open
 
-    def sent(self, number: int, question: Question, part: int) -> None:
+    def sent(self, number: int, question: LeaveQuestion, part: int) -> None:
         """Note that the flood of that number carries this part."""
         self._floods[number] = (question, part)
 
-    def reply(self, number: int, rank: int, posted: list[bool]) -> tuple[Question, list[bool]] | None:
+    def reply(self, number: int, rank: int, posted: list[bool]) -> tuple[LeaveQuestion, list[bool]] | None:
         """Take a STATUS of ``rank``; return the question that it completes and the whole answer, or None."""
         question, part = self._floods.get(number, (None, 0))
         if question is None or question.target not in (-1, rank):
@@ -71,11 +71,11 @@ class Questions:
         whole = question.add(part, rank, posted)
         return None if whole is None else (question, whole)
 
-    def close(self, question: Question) -> None:
+    def close(self, question: LeaveQuestion) -> None:
         """Forget a question."""
         self._open.pop(question, None)
         self._floods = {number: asked for number, asked in self._floods.items() if asked[0] is not question}
 
-    def about(self, rank: int) -> list[Question]:
+    def about(self, rank: int) -> list[LeaveQuestion]:
         """The open questions to ``rank`` alone."""
         return [question for question in self._open if question.target == rank]

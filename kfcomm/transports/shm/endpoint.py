@@ -97,7 +97,7 @@ class ShmEndpoint(Endpoint):
             if self._slots is None:
                 self._slots = SlotMemory.make(local, self.heaps)
             slots = self._slots
-            own = Own(self._arena, self._max_lent, slots, self.heaps.own(), self._bell().address)
+            own = OwnMemory(self._arena, self._max_lent, slots, self.heaps.own(), self._bell().address)
             shared, bell = await offer(sock, own)
         link = ShmSender(self._wire(bell, peer, shared, slots), self._arena, self._large_window_nbytes)
         self.hub.add(link)
@@ -177,7 +177,7 @@ class ShmEndpoint(Endpoint):
         return LinkParts(bell, self._surroundings.reactor, self._surroundings.inbound, peer, shared, self.hub, slots)
 
 
-class Own(NamedTuple):
+class OwnMemory(NamedTuple):
     """Memory of this process that it shows to a peer."""
 
     arena: Arena
@@ -205,7 +205,7 @@ class Offer(NamedTuple):
             self.heap.close()
 
 
-async def offer(sock: socket.socket, own: Own) -> tuple[Shared, bytes]:
+async def offer(sock: socket.socket, own: OwnMemory) -> tuple[Shared, bytes]:
     """Show the peer a new segment and memory of this process; return the segment and the address of the peer's bell.
 
     Raises:

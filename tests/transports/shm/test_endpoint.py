@@ -13,7 +13,7 @@ from kfcomm.transports.base import LinkRefused, Surroundings
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm import endpoint, segment
-from kfcomm.transports.shm.endpoint import Own, ShmEndpoint, accept, offer
+from kfcomm.transports.shm.endpoint import OwnMemory, ShmEndpoint, accept, offer
 from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.ring import SHARED_NBYTES
 from kfcomm.transports.shm.segment import SKEW_NBYTES, Arena, create
@@ -317,7 +317,7 @@ async def test_a_refusal_is_told_as_one(answer):
         peer.send(answer)
         peer.shutdown(socket.SHUT_WR)
         with pytest.raises(LinkRefused) as caught:
-            await offer(sock, Own(mine, 4, shown, None, BELL))
+            await offer(sock, OwnMemory(mine, 4, shown, None, BELL))
         assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
 
@@ -326,7 +326,7 @@ async def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
     with pair() as (sock, peer), arena() as mine, slots() as shown:
         peer.close()
         with pytest.raises(TransportError) as caught:
-            await offer(sock, Own(mine, 4, shown, None, BELL))
+            await offer(sock, OwnMemory(mine, 4, shown, None, BELL))
         assert not isinstance(caught.value, LinkRefused)
 
 
@@ -342,7 +342,7 @@ async def test_a_peer_that_goes_before_its_offer():
 async def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
     async with two() as ((_, there), (_, heard), (near, far)):
         with arena() as mine, slots() as shown:
-            offering = asyncio.ensure_future(offer(near, Own(mine, 4, shown, None, BELL)))
+            offering = asyncio.ensure_future(offer(near, OwnMemory(mine, 4, shown, None, BELL)))
             await asyncio.sleep(0)
             there.adopt(over(far), 0)
             await heard.until(lambda heard: heard.links)
@@ -356,7 +356,7 @@ async def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
 async def test_peer_that_gives_up_after_its_offer_leaves_no_link():
     async with two() as ((_, there), (_, heard), (near, far)):
         with arena() as mine, slots() as shown:
-            offering = asyncio.ensure_future(offer(near, Own(mine, 4, shown, None, BELL)))
+            offering = asyncio.ensure_future(offer(near, OwnMemory(mine, 4, shown, None, BELL)))
             await asyncio.sleep(0)
             there.adopt(over(far), 0)
             offering.cancel()
@@ -394,7 +394,7 @@ async def test_a_connection_without_an_offer_is_given_up():
 async def test_offer_waits_for_busy_peer(monkeypatch):
     monkeypatch.setattr(endpoint, "OFFER_WITHIN_S", 0.0)
     with pair() as (sock, peer), arena() as mine, slots() as shown:
-        offering = asyncio.ensure_future(offer(sock, Own(mine, 4, shown, None, BELL)))
+        offering = asyncio.ensure_future(offer(sock, OwnMemory(mine, 4, shown, None, BELL)))
         await turns(50)
         assert not offering.done()
         peer.send(b"y" + BELL)
