@@ -1,9 +1,9 @@
 """Cost of the dashboard, and pictures of it for the documentation, from a job of this host.
 
     python -m bench.dashboard                        16 ranks, 5 updates a second: processor time, bytes, first paint
-    python -m bench.dashboard --pictures docs/howto  pictures: a job at work, a dead rank, a hang
+    python -m bench.dashboard --pictures docs/howto  pictures: a start, a swap, a dead rank, a hang, decisions
 
-Needs Chromium.
+Needs Chromium; decisions need the extra demo.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -52,6 +53,11 @@ with kfcomm.sync.init() as comm:
             comm.set_strategy("ring")
         time.sleep((0.3 if kind == "figures" else 0.05) + (0.02 if comm.rank == 2 else 0))
 """
+TRAIN = ("--keep-going", "python", "train.py")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ADAPTIVE = (
+    "--elastic", "2:4", "--transport", "tcp", "--strategy", "star", "python", "adaptive_training.py", "--alone",
+)  # fmt: skip
 TICKS = os.sysconf("SC_CLK_TCK")
 SETTLE_S, PERIOD_S, WORK_S, NUM_PAIRS = 2.0, 6.0, 15.0, 3
 RESOURCES = "performance.getEntriesByType('resource')"
@@ -66,21 +72,21 @@ def cpu_s(pid: int) -> float:
 class Job:
     """A job with its dashboard, a process of its own."""
 
-    def __init__(self, size: int, kind: str, folder: Path) -> None:
-        self.size, self.kind, self._folder = size, kind, folder / "model"
-        self._folder.mkdir()
+    def __init__(self, size: int, command: Sequence[str], folder: Path) -> None:
+        self.size, self._command, self._folder = size, command, folder / "model"
+        shutil.copytree(EXAMPLES, self._folder)
         (self._folder / "train.py").write_text(PROGRAM)
-        self.ranks: list[int] = []
+        self._name = next(Path(word).stem for word in command if word.endswith(".py"))
 
     async def __aenter__(self) -> Self:
         pipe = asyncio.subprocess.PIPE
         kfcomm = (sys.executable, "-m", "kfcomm")
-        run = ("run", "-n", str(self.size), "--keep-going", "python", "train.py", self.kind)
+        run = ("run", "-n", str(self.size), *self._command)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.run = await asyncio.create_subprocess_exec(*kfcomm, *run, cwd=self._folder, env=environ)
         while True:
-            dashboard = (*kfcomm, "dashboard", "train", "--port", "0")
+            dashboard = (*kfcomm, "dashboard", self._name, "--port", "0")
             self.server = await asyncio.create_subprocess_exec(*dashboard, stdout=pipe, stderr=pipe)
             assert self.server.stdout is not None  # noqa: S101
             if found := re.search(r"http\S+", (await self.server.stdout.readline()).decode()):
@@ -106,7 +112,7 @@ async def measure(size: int) -> None:
     """Print what a reader costs, from periods with one and without, by turns."""
     found: dict[tuple[str, bool], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        async with Job(size, "figures", Path(folder)) as job:
+        async with Job(size, (*TRAIN, "figures"), Path(folder)) as job:
             # A browser on this machine would take the time of the ranks: once the page is measured, only its messages
             # are read.
             async with chromium.page(job.url) as page:
@@ -154,33 +160,40 @@ async def _reader(url: str, is_there: bool) -> AsyncIterator[None]:
 
 
 async def pictures(folder: Path) -> None:
-    """Write pictures of a job of eight ranks at work, after the death of one, and when one calls something else."""
-    async with _shown("pictures", 1250) as (page, pids):
-        await page.until("document.querySelector('#events').textContent.includes('ring')")
+    """Write pictures of a job of eight ranks that starts, swaps graphs, loses a rank and hangs, and of decisions."""
+    events = "document.querySelector('#events').textContent"
+    async with _shown(8, (*TRAIN, "pictures"), 1250) as (page, job):
+        pids = await job.pids(page)
+        await page.until("document.querySelectorAll('.flow').length")
+        write(folder / "dashboard-start.png", await page.picture())
+        await page.until(f"{events}.includes('ring')")
         await asyncio.sleep(WORK_S)
-        _write(folder / "dashboard.png", await page.picture())
+        write(folder / "dashboard.png", await page.picture())
         os.kill(pids[5], signal.SIGKILL)
         await page.until("document.querySelectorAll('.rank.gone').length")
-        await page.until("document.querySelector('#events').textContent.includes('SIGKILL')")
+        await page.until(f"{events}.includes('SIGKILL')")
         await asyncio.sleep(SETTLE_S)
-        _write(folder / "dashboard-death.png", await page.picture())
-    async with _shown("hang", 640) as (page, _):
+        write(folder / "dashboard-death.png", await page.picture())
+    async with _shown(8, (*TRAIN, "hang"), 640) as (page, _):
         await page.until("document.querySelectorAll('#waits .wait').length > 1")
         await asyncio.sleep(SETTLE_S)
-        _write(folder / "dashboard-hang.png", await page.picture())
+        write(folder / "dashboard-hang.png", await page.picture())
+    async with _shown(3, ADAPTIVE, 1250) as (page, _):
+        await page.until(f"{events}.includes('NoiseScaleBatch') && {events}.includes('AvoidSlowLinks')")
+        await asyncio.sleep(SETTLE_S)
+        write(folder / "dashboard-decision.png", await page.picture())
 
 
 @contextlib.asynccontextmanager
-async def _shown(kind: str, height: int) -> AsyncIterator[tuple[chromium.Page, list[int]]]:
-    """Page of a job of eight ranks, and their processes."""
+async def _shown(size: int, command: Sequence[str], height: int) -> AsyncIterator[tuple[chromium.Page, Job]]:
+    """A job, and the page of its dashboard."""
     with tempfile.TemporaryDirectory() as name:
-        own = Path(name)
-        async with Job(8, kind, own) as job, chromium.page(job.url, (1180, height)) as page:
+        async with Job(size, command, Path(name)) as job, chromium.page(job.url, (1180, height)) as page:
             await page.call("Emulation.setScrollbarsHidden", hidden=True)
-            yield page, await job.pids(page)
+            yield page, job
 
 
-def _write(path: Path, picture: bytes) -> None:
+def write(path: Path, picture: bytes) -> None:
     """Write a PNG of few colours."""
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(path, optimize=True)
 
