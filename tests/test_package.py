@@ -22,7 +22,8 @@ DOORS = ("strategies", "transports")
 
 
 def python(*words: str | Path, executable: str | Path = sys.executable, cwd: Path) -> str:
-    done = subprocess.run([executable, *words], cwd=cwd, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([executable, *words], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -54,7 +55,7 @@ def test_the_wheel_holds_the_package_once(built: Path) -> None:
     names = [PurePosixPath(name) for name in zipfile.ZipFile(only(built, "*.whl")).namelist()]
     assert {name.parts[0] for name in names} == {"kfcomm", f"kfcomm-{kfcomm.__version__}.dist-info"}
     assert Counter(name for name in names if name.suffix == ".py") == Counter(modules())
-    assert PurePosixPath("kfcomm/py.typed") in names
+    assert {PurePosixPath("kfcomm/py.typed"), PurePosixPath("kfcomm/common/report.html")} <= set(names)
     assert PurePosixPath("kfcomm/monitor/dashboard/static/vendor/LICENSE") in names
 
 
