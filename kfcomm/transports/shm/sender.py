@@ -11,6 +11,7 @@ to wait, each would have to be copied once more for each peer.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import deque
 from collections.abc import Sequence
@@ -276,6 +277,8 @@ class ShmSender(ShmLink):
             self._inbound.receive(self, header, payload[:0])
 
     def _let_go(self) -> None:
+        with contextlib.suppress(RemoteProtocolError):
+            self._take_back()  # what was returned since the last poll: of a peer that is lost, nothing else tells
         self._done.extend(entry[4] for entry in self.queue if entry[4] is not None)
         self.queue.clear()
 

@@ -360,6 +360,22 @@ async def test_a_peer_that_is_gone_has_its_last_words_read_whatever_else_fails()
 
 
 @pytest.mark.asyncio
+async def test_piece_that_was_returned_is_free_when_its_link_is_aborted():
+    async with linked(slabs=1) as pair:
+        hub, arena = pair.link._keeper, pair.link._arena
+        pair.link.send(chunk(0), memoryview(HALF))
+        pair.link.flush()
+        while pair.other.poll():
+            pass
+        assert pair.heard.frames
+        assert arena.pieces_in_use == 1
+        pair.link.abort()
+        hub.reclaim(1)
+        assert arena.pieces_in_use == 0
+        assert not arena.is_doubtful
+
+
+@pytest.mark.asyncio
 async def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says_so():
     async with linked(slabs=1) as pair:
         hub, arena = pair.link._keeper, pair.link._arena
