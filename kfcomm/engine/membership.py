@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 15.0
 WORD_WITHIN_S = 2.0
-"""Bound of each question to the store of ranks that are half of all and ask whether they may survive."""
+"""Bound of each question to the store of ranks that are half of all and ask whether they may survive, or that leave."""
 
 
 class StoreMembership(Membership):
@@ -113,9 +114,14 @@ class StoreMembership(Membership):
 
     @override
     async def let_go(self, births: Collection[int]) -> None:
-        # a process that has a launcher tells it itself, which hears it before it sees the process end
-        if self._settings.rank in births and self._settings.launcher is not None:
+        me = self._settings.rank
+        if me in births and self._settings.launcher is not None:
+            # the process tells its launcher itself, which hears it before it sees the process end
             exit_report.report_release()
+            return
+        if me in births:
+            with contextlib.suppress(RendezvousError):  # it leaves all the same
+                await self._meeting.client.claim(f"{RELEASED}/{me}", b"", timeout_s=WORD_WITHIN_S)
             return
         for birth in births:
             await self._meeting.client.claim(f"{RELEASED}/{birth}", b"")
