@@ -156,7 +156,7 @@ class Job:
         ended = actor.run.remote(self._task, JobPlace(uid, self.size, self.is_elastic), self._url, self._token)
         address = ""
         try:
-            address = await self._greeted(uid, about)
+            address = await _greeted(uid, about, self.places.resources if uid >= self.size else None)
             end: Ended = await ended
         except ConfigError as error:
             end = self._refused = Ended(uid, uid, error=error)
@@ -172,29 +172,12 @@ class Job:
         self.places.give_back(place)
         await self._note(end)
 
-    async def _greeted(self, uid: int, about: Any) -> str:
-        """Address of a worker's node, once it has started. Raises `ConfigError`: it cannot, or has another version."""
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(STALL_AFTER_S, stalled, uid, self.places.resources) if uid >= self.size else None
-        try:
-            theirs, address = await about
-        except RayError as error:
-            if "creation task" not in str(error):
-                raise
-            raise ConfigError(
-                f"the worker of rank {uid} cannot start: its node needs kfcomm {versions()[0]}, as this one: {error}"
-            ) from error
-        finally:
-            if late is not None:
-                late.cancel()
-        check_versions(theirs, f"the worker of rank {uid} on {address}")
-        return str(address)
-
     async def _note(self, end: Ended) -> None:
         """Note the end of a worker, and start others that are missing."""
         elastic, uid = self.elastic, end.uid
-        if await self._is_set(f"{RELEASED}/{uid}"):
-            elastic.released(uid)
+        with contextlib.suppress(RendezvousError):
+            if self.is_elastic and await self.store.find(f"{RELEASED}/{uid}") is not None:
+                elastic.released(uid)
         stage = elastic.ended(uid, 0 if end.error is None else 1, monotonic())
         if stage is not Stage.RELEASED:
             self._ends[uid] = end
@@ -251,14 +234,6 @@ class Job:
         except RendezvousError:
             return later
 
-    async def _is_set(self, key: str) -> bool:
-        if not self.is_elastic:
-            return False
-        try:
-            return await self.store.find(key) is not None
-        except RendezvousError:
-            return False
-
     # ---------------------------------------------------------------- what the ranks ask for
 
     async def _watch_sizes(self) -> None:
@@ -298,6 +273,29 @@ class Job:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._refused = Ended(-1, -1, error=error)
             self._changed.set()
+
+
+async def _greeted(uid: int, about: Any, resources: Mapping[str, float] | None) -> str:
+    """Address of a worker's node, once it has started; a long wait for ``resources`` is reported, if given.
+
+    Raises:
+        ConfigError: it cannot start, or has another version.
+    """
+    loop = asyncio.get_running_loop()
+    late = None if resources is None else loop.call_later(STALL_AFTER_S, stalled, uid, resources)
+    try:
+        theirs, address = await about
+    except RayError as error:
+        if "creation task" not in str(error):
+            raise
+        raise ConfigError(
+            f"the worker of rank {uid} cannot start: its node needs kfcomm {versions()[0]}, as this one: {error}"
+        ) from error
+    finally:
+        if late is not None:
+            late.cancel()
+    check_versions(theirs, f"the worker of rank {uid} on {address}")
+    return str(address)
 
 
 def _outside(uid: int, error: RayTaskError) -> ConfigError:
