@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -103,10 +102,8 @@ class InSharedMemory:
 
     def unplug(self, rank: int) -> None:
         """Break every link of ``rank`` that is open now."""
-        # A duplicate is shut down: that ends the connection, and leaves the descriptor to its owner.
-        for descriptor in self._ranks[rank].hub.descriptors():
-            with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(RuntimeError):  # its reactor is closed, and its links with it
+            self._ranks[rank].hub.break_links()
 
     def endpoint(self, rank: int) -> ShmEndpoint:
         """The memory that ``rank`` shares with other processes of its host, if it does."""

@@ -83,6 +83,11 @@ class Hub:
             if link.peer == peer:
                 link.peer_lost()
 
+    def break_links(self) -> None:
+        """End all links without a goodbye, soon; on any thread."""
+        for link in self._links:
+            self._reactor.call_soon_threadsafe(link.peer_lost)
+
     def remove(self, link: ShmLink) -> None:
         """Remove a link that has ended. Pieces that its peer may still read are freed when the peer releases them."""
         self._keep(tuple(one for one in self._links if one is not link))
