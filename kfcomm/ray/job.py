@@ -99,7 +99,8 @@ class Job:
         self.is_elastic = elastic.most > elastic.least or elastic.restarts > 0
         self._task = task
         self._token = ray.put(new_token())
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        # Not soft: Ray 2.60 placed every other such actor on another node, whose loss would then end the job.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         name = f"store of {secrets.token_hex(4)}"
         self._server = (
             ray.remote(StoreActor)
@@ -122,7 +123,7 @@ class Job:
             self._start(uid)
         if self.is_elastic:
             for watch in (self._watch_sizes, self._watch_given_up, self._watch_replaced, self._watch_released):
-                self._spawn(watch())
+                self._spawn(self._until_lost(watch()))
         try:
             await self._until(self._is_over)
             if not self.elastic.has_failed and self.elastic.is_ending and self._refused is None:
@@ -235,6 +236,11 @@ class Job:
             return later
 
     # ---------------------------------------------------------------- what the ranks ask for
+
+    async def _until_lost(self, watch: Coroutine[Any, Any, None]) -> None:
+        """Fail when the store is gone, which ends its watches: no rank can join any more."""
+        await watch
+        raise RendezvousError("the actor with the store of the job is gone, perhaps with the node of the driver")
 
     async def _watch_sizes(self) -> None:
         async for size in self.store.watch_sizes():

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
+from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.keyvalue import BOUNDS, Exit, KeyValue, StoreClosed
 from kfcomm.rendezvous.store import MAX_WAIT_S, StoreServer
 from kfcomm.types import override
@@ -84,8 +85,15 @@ class ActorStore(KeyValue):
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Answer of the actor. Raises `StoreClosed`: it is gone, and its contents with it."""
+    """Answer of the actor.
+
+    Raises:
+        StoreClosed: it is gone, and its contents with it.
+        RendezvousError: it cannot be reached now.
+    """
     try:
         return await asked
+    except ActorUnavailableError as error:
+        raise RendezvousError(f"the actor of the store cannot be reached: {error}") from error
     except RayActorError as error:
         raise StoreClosed(f"the actor of the store is gone: {error}") from error

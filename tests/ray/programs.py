@@ -34,8 +34,8 @@ def cluster(*num_cpus: int) -> Iterator[tuple[Any, list[Any]]]:
     system = {"health_check_period_ms": 500, "health_check_failure_threshold": 2, "health_check_initial_delay_ms": 0}
     first = {"num_cpus": num_cpus[0], "include_dashboard": False, "_system_config": system}
     made = Cluster(initialize_head=True, head_node_args=first)
+    ray.init(address=made.address)  # at the first node: Ray would choose any of those that are on this host
     others = [made.add_node(num_cpus=count) for count in num_cpus[1:]]
-    ray.init(address=made.address)
     try:
         yield made, others
     finally:
@@ -185,6 +185,24 @@ def node(folder: Path) -> Any:
         made.remove_node(others[0], allow_graceful=False)
         made.add_node(num_cpus=2)
         return found.result()
+
+
+def unserved(_: Path) -> Any:
+    """The actor of the store is lost."""
+
+    def train(comm: Any) -> None:
+        with Elastic(comm, State(total=np.zeros(1))) as elastic:
+            for step in elastic.steps(ElasticSampler(4 * STEPS, 4)):
+                if comm.rank == 0 and step.number == KILLED:
+                    (named,) = ray.util.list_named_actors(all_namespaces=True)
+                    ray.kill(ray.get_actor(**named))
+                comm.barrier("step")
+                time.sleep(0.01)
+
+    with cluster(2):
+        found = raised(lambda: kfcomm.ray.run(train, num_workers=2, elastic=(1, 2)))
+        all_free(2)
+        return found
 
 
 def sizes(_: Path) -> Any:

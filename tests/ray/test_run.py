@@ -79,6 +79,14 @@ def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
     assert max(row[3] for row in told.values()) < 30
 
 
+def test_lost_store_ends_an_elastic_job(tmp_path: Path) -> None:
+    told, _ = on_ray("unserved", tmp_path)
+    assert told[:2] == [
+        "RendezvousError",
+        "the actor with the store of the job is gone, perhaps with the node of the driver",
+    ]
+
+
 def test_killed_node_is_replaced(tmp_path: Path) -> None:
     """Two of four ranks are killed in an all_reduce: the others finish it, and two new ones join."""
     told, said = on_ray("node", tmp_path)
