@@ -127,10 +127,10 @@ async def test_peers_of_another_protocol_are_refused() -> None:
 @pytest.mark.asyncio
 async def test_peers_of_another_version_are_refused_by_all_with_both_named() -> None:
     async with opened_job() as job:
-        versions = [__version__, "0.2.0", __version__, "0.2.0"]
+        versions = [__version__, "9.9.0", __version__, "9.9.0"]
         joining = (job.join(peer(rank, versions=(one, PROTOCOL_VERSION)), 4) for rank, one in enumerate(versions))
         found = await asyncio.gather(*joining, return_exceptions=True)
-    sides = (f"ranks 0, 2 run kfcomm {__version__} ", "ranks 1, 3 run kfcomm 0.2.0 ", "Install the same version on all")
+    sides = (f"ranks 0, 2 run kfcomm {__version__} ", "ranks 1, 3 run kfcomm 9.9.0 ", "Install the same version on all")
     for error in found:
         assert isinstance(error, RendezvousError)
         assert all(side in str(error) for side in sides), error
