@@ -158,7 +158,7 @@ def kept_calls() -> int:
     """Number of calls to keep for each group, by torch's variables; 0: none is recorded.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: its value is not a number.
     """
     for name in SIZES:
         if text := os.environ.get(name, ""):

@@ -64,7 +64,7 @@ def test_an_error_of_an_eager_call_is_ours() -> None:
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_processes_of_jax_distributed_need_no_variables(is_remote: bool, tmp_path: Path) -> None:
-    """Not even a token, where the coordinator's address is none of one host alone."""
+    """Nor a token, where the address of the coordinator is not a loopback address."""
     found = [one.address for one in interfaces() if is_loopback(one.address) != is_remote and ":" not in one.address]
     if not found:
         pytest.skip("needs an address that is not a loopback one")
