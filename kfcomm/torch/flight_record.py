@@ -149,7 +149,7 @@ class FlightRecord:
 
     def status(self) -> dict[str, int]:
         """The latest calls that were begun and are complete, in torch's format."""
-        done = [call.seq for call in self.calls if call.state == "completed"]
+        done = [call.seq for call in list(self.calls) if call.state == "completed"]  # other threads add calls
         latest = {"last_enqueued_collective": self.seq, "last_started_collective": self.seq}
         return latest | {"last_completed_collective": done[-1] if done else -1}
 

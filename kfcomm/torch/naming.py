@@ -167,7 +167,8 @@ class TorchCalls:
 
     def _oldest(self) -> TorchCall | None:
         """The first call that is not done."""
-        for number, call in list(self._in_flight.items()):
+        # A copy is made in one go; a list of items is not: tuples are allocated, so a collection may let others run.
+        for number, call in self._in_flight.copy().items():
             if call.is_under_way():
                 return call
             self._in_flight.pop(number, None)
