@@ -17,8 +17,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.authentication import concealed_token, given_token, user_token
 from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import LOOPBACK, host_and_port, is_loopback, store_url
-from kfcomm.rendezvous.reader import Reader
-from kfcomm.rendezvous.worlds import ALONE, ARGUMENTS, KFCOMM, MAX_RANKS, FoundWorld, integer
+from kfcomm.rendezvous.worlds import ALONE, ARGUMENTS, KFCOMM, MAX_RANKS, FoundWorld, Reader, integer
 from kfcomm.transports.registry import AUTO, LINKS, TRANSPORT_NAMES
 
 if TYPE_CHECKING:
