@@ -29,8 +29,8 @@ class Candidate(NamedTuple):
     """A process that waits to join.
 
     Attributes:
-        birth: its uid, larger than all initial ranks.
-        about: its address for the others, encoded.
+        birth: its uid, larger than the number of every initial rank.
+        about: its encoded address, for the other ranks.
     """
 
     birth: int

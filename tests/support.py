@@ -73,7 +73,7 @@ class Watch:
         if left:
             raise LeftOnLoop("tasks left pending:\n  " + "\n  ".join(sorted(map(repr, left))))
         if unheard:
-            raise LeftOnLoop("errors that nobody awaited:\n  " + "\n  ".join(unheard))
+            raise LeftOnLoop("errors that were never awaited:\n  " + "\n  ".join(unheard))
 
     def around(self, test: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         """``test``, with a look at the loop after each of its runs: that of an example of hypothesis."""

@@ -155,12 +155,12 @@ def test_missing_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_is_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(choice: str, local_rank: int) -> None:
-        raise ConfigError(f"device is {choice}, but there is no driver")
+        raise ConfigError(f"device is {choice}, but the driver is missing")
 
     monkeypatch.setattr("kfcomm.arrays.devices.routes.find", refuse)
     text, code = explain({"KFCOMM_DEVICE": "cuda:1"})
     assert code == 2
-    assert section(text, "device") == ["device  none", "error   device is cuda:1, but there is no driver"]
+    assert section(text, "device") == ["device  none", "error   device is cuda:1, but the driver is missing"]
 
 
 def test_the_option_becomes_the_variable() -> None:

@@ -71,7 +71,7 @@ def test_a_rank_that_never_posts_is_named_with_what_it_did_last(tmp_path: Path) 
     assert (wait.title, list(wait.waiting), wait.missing) == ("all_reduce 'grad/1' #0", [0, 2], (1,))
     (late,) = findings(diagnosis)
     assert (late.kind, late.ranks) == (FindingKind.LATE, (1,))
-    assert late.text.startswith("ranks 0, 2 wait for rank 1, which waits for nobody (at ")
+    assert late.text.startswith("ranks 0, 2 wait for rank 1, which is not waiting (at ")
     text = as_text(diagnosis)
     assert "  waiting: ranks 0, 2, for " in text
     assert "not posted: rank 1, which has not used the name; it last completed 'warm' #0 at " in text
@@ -312,24 +312,24 @@ def test_the_diagnosis_for_machines(tmp_path: Path) -> None:
     (wait,) = said["waits"]
     assert (wait["key"]["name"], sorted(wait["waiting"]), wait["missing"]) == ("x", ["0", "1"], [2])
     assert said["findings"] == [
-        {"kind": "late", "ranks": [2], "text": "ranks 0-1 wait for rank 2, which waits for nobody"}
+        {"kind": "late", "ranks": [2], "text": "ranks 0-1 wait for rank 2, which is not waiting"}
     ]
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"\xff\xfe", "is no JSON"),
-        (b"[{]", "is no JSON"),
-        (b"7", "is no dump of kfcomm: it has no format"),
-        (b'[{"rank": 0}]', "is no dump of kfcomm: it has no format"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"[{]", "expected JSON"),
+        (b"7", "expected a dump of kfcomm: it has no format"),
+        (b'[{"rank": 0}]', "expected a dump of kfcomm: it has no format"),
         (b'{"format": 99}', "its format is 99, this version of kfcomm reads 1"),
-        (b'{"format": 1, "rank": 0}', "is no dump of kfcomm: lacks 'size'"),
+        (b'{"format": 1, "rank": 0}', "expected a dump of kfcomm: lacks 'size'"),
         (json.dumps(record(3, 3)).encode(), "rank 3 is outside a world of 3"),
         (b'{"format": 1, "rank": "0", "size": 1}', "'0' is not of type int"),
-        (json.dumps(record(0, waiting=[7])).encode(), "is no dump of kfcomm"),
-        (json.dumps(record(0, lost=[])).encode(), "is no dump of kfcomm"),
-        (json.dumps(record(0, time_s="noon")).encode(), "is no dump of kfcomm"),
+        (json.dumps(record(0, waiting=[7])).encode(), "expected a dump of kfcomm"),
+        (json.dumps(record(0, lost=[])).encode(), "expected a dump of kfcomm"),
+        (json.dumps(record(0, time_s="noon")).encode(), "expected a dump of kfcomm"),
         (b"[]", "no communicator was open"),
     ],
 )
@@ -343,7 +343,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes, reason:
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
-    for name, reason in ((tmp_path / "none.json", "there is no such file"), (tmp_path, "Is a directory")):
+    for name, reason in ((tmp_path / "none.json", "file not found"), (tmp_path, "Is a directory")):
         done = doctor(str(name))
         assert (done.exit_code, f"{name}: " in done.output, reason in done.output) == (2, True, True)
     assert doctor().exit_code == 2
@@ -398,4 +398,4 @@ def test_three_processes_of_which_one_never_posts(tmp_path: Path) -> None:
     assert "all_reduce 'grad/1' #0\n  waiting: ranks 0-1, for " in done.output
     assert "not posted: rank 2, which has not used the name; it last completed 'warm' #0 at " in done.output
     place = re.escape(f"{program}:") + r"\d+ in (load_batch|ready)\)"
-    assert re.search(r"ranks 0-1 wait for rank 2, which waits for nobody \(at " + place, done.output)
+    assert re.search(r"ranks 0-1 wait for rank 2, which is not waiting \(at " + place, done.output)

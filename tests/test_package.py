@@ -18,7 +18,7 @@ import pytest
 import kfcomm
 
 ROOT = Path(__file__).parent.parent
-DOORS = ("strategies", "transports")
+LINKED_FOLDERS = ("strategies", "transports")
 
 
 def python(*words: str | Path, executable: str | Path = sys.executable, cwd: Path) -> str:
@@ -47,8 +47,8 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def test_the_doors_lead_into_the_package() -> None:
-    for door in DOORS:
-        assert os.readlink(ROOT / door) == f"kfcomm/{door}"
+    for folder in LINKED_FOLDERS:
+        assert os.readlink(ROOT / folder) == f"kfcomm/{folder}"
 
 
 def test_the_wheel_holds_the_package_once(built: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_package_once(built: Path) -> None:
 def test_the_sdist_holds_the_package_once(built: Path) -> None:
     with tarfile.open(only(built, "*.tar.gz")) as archive:
         names = [PurePosixPath(*PurePosixPath(name).parts[1:]) for name in archive.getnames()]
-    assert not {name.parts[0] for name in names} & {*DOORS, "build", ".venv"}
+    assert not {name.parts[0] for name in names} & {*LINKED_FOLDERS, "build", ".venv"}
     inside = [name for name in names if name.suffix == ".py" and name.parts[0] == "kfcomm"]
     assert Counter(inside) == Counter(modules())
     assert {"LICENSE", "README.md", "pyproject.toml"} <= {str(name) for name in names}

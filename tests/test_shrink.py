@@ -188,7 +188,7 @@ async def test_rank_that_does_not_call_is_named_and_may_call_later() -> None:
     async with world(2) as comms:
         with pytest.raises(CollectiveTimeout):
             await comms[0].shrink(timeout=0.01)
-        # it is closed while a door is open
+        # it is closed while a entry is open
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,7 @@ from typing import IO, Self
 from bench.netlab.hosts import Host
 from bench.netlab.tools import NetlabError
 
-FAREWELL_S = 15.0
+GRACE_S = 15.0
 """How long the other launchers have, after one has failed, to end their ranks and themselves."""
 _TOKENS = ("KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE")
 
@@ -99,7 +99,7 @@ class Program:
         return all(process.poll() is not None for process in self._processes.values())
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait for its end. Once one host has failed, the others have `FAREWELL_S`.
+        """Wait for its end. Once one host has failed, the others have `GRACE_S`.
 
         Raises:
             NetlabError: it has not ended in time; leaving the context ends it.
@@ -112,15 +112,15 @@ class Program:
     def wait_for(self, timeout_s: float | None) -> bool:
         """Wait for its end, but no longer than this; whether it has come."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        farewell_s = None
+        grace_until_s = None
         while alive := [process for process in self._processes.values() if process.poll() is None]:
-            if farewell_s is None and any(process.returncode for process in self._processes.values()):
-                farewell_s = time.monotonic() + FAREWELL_S
-            if farewell_s is not None and time.monotonic() >= farewell_s:
+            if grace_until_s is None and any(process.returncode for process in self._processes.values()):
+                grace_until_s = time.monotonic() + GRACE_S
+            if grace_until_s is not None and time.monotonic() >= grace_until_s:
                 self._stop(signal.SIGTERM)
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 return False
-            until = [each for each in (deadline_s, farewell_s) if each is not None]
+            until = [each for each in (deadline_s, grace_until_s) if each is not None]
             _wait_for_any(alive, max(0.0, min(until) - time.monotonic()) if until else None)
         return True
 
@@ -156,7 +156,7 @@ class Program:
     def _stop(self, number: signal.Signals) -> None:
         """Ask the launchers to end; kill those that do not. Each sees to it that none of its ranks outlives it."""
         for sign in (number, signal.SIGKILL):
-            deadline_s = time.monotonic() + FAREWELL_S
+            deadline_s = time.monotonic() + GRACE_S
             alive = [process for process in self._processes.values() if process.poll() is None]
             for process in alive:
                 process.send_signal(sign)

@@ -25,7 +25,7 @@ from kfcomm.arrays import HostArray, adapt, adapt_out
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.arrays.reduce import wire_dtype_of
-from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op, room
+from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op, result_memory
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import DeviceOrder
@@ -104,7 +104,7 @@ class Batch:
         """The shape of a result."""
         return self.spec.stacked(item.array.shape, self.size)
 
-    def room(self, plan: Plan, unit: Unit) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
+    def result_memory(self, plan: Plan, unit: Unit) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
         """Memory for the result of a unit; see ``Operation`` for what else."""
         if not self.gets:
             return None, None, None
@@ -112,7 +112,7 @@ class Batch:
             result = np.empty(plan.result_count, plan.dtype)
             return result, result, None
         (item,) = unit.items
-        return room(plan, item.array, self.shape_of(item), item.out, self.spec.in_place)
+        return result_memory(plan, item.array, self.shape_of(item), item.out, self.spec.in_place)
 
     def results(self, unit: Unit, found: Any) -> list[Any]:
         """The results of a unit, of the callers' kinds; those of one unit share memory, but for ``out`` and gathers."""
@@ -197,7 +197,7 @@ def post_units(
             fields = listing_of([one.name for one in told], [one.array for one in told])
             plan = batch.plan(plans, unit, key)
             plan = replace(plan, signature=plan.signature._replace(**fields))
-            result, value, outcome = batch.room(plan, unit)
+            result, value, outcome = batch.result_memory(plan, unit)
             operation = plan.operation(
                 handle, unit.source(), result, plan.work, value=value, finish=outcome, priority=options.priority
             )

@@ -298,7 +298,7 @@ class VerbCalls:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
                 chosen = plan[0](plans, *plan[1:])
-                result, value, outcome = room(chosen, array, shape, target, in_place)
+                result, value, outcome = result_memory(chosen, array, shape, target, in_place)
             except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
                 made.seq = group.refuse_now(key, error, seq=seq)
                 made.set_exception(error)
@@ -359,7 +359,7 @@ def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
     return kernel(op, dtype).op
 
 
-def room(
+def result_memory(
     plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, in_place: bool
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
     """Return memory for the result, and the caller's result: see ``Operation`` for ``value`` and ``outcome``."""

@@ -166,7 +166,7 @@ class CompiledName(Compiled):
     ``form``: dtype and shape of this rank's array in the first use, and shape of its result; None if it gets none.
     """
 
-    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
+    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_maker", "_shape")
 
     def __init__(
         self, group: Group, name: str | None, arguments: Arguments, plan: Plan,
@@ -183,7 +183,7 @@ class CompiledName(Compiled):
         self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
         self._is_in_place = gets is not None and SPECS[arguments[0]].in_place
         # One call either way, of something that is not Python: no test, no look-up of what is known.
-        self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
+        self._maker: Callable[[], Any] = NoneType if gets is None else _maker(gets, dtype)
 
     @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
@@ -196,7 +196,7 @@ class CompiledName(Compiled):
             return None
         if out is None:
             try:
-                value = self._room()
+                value = self._maker()
             except MemoryError:  # the other ranks have to be told
                 return None
         elif out is x and self._is_in_place and x.flags.writeable:
@@ -225,7 +225,7 @@ class CompiledName(Compiled):
             return None
         if self._gets is None:
             return CompiledUse(self, x)
-        return CompiledUse(self, x, room=self._room) if out is None else CompiledUse(self, x, out)
+        return CompiledUse(self, x, make=self._maker) if out is None else CompiledUse(self, x, out)
 
     def _takes(self, x: Array, out: Any) -> bool:
         """Whether a result can be made in ``out``, which is ignored where this rank gets none."""
@@ -295,27 +295,26 @@ def first_of(results: list[Any]) -> Any:
 class CompiledUse:
     """Cached plan together with its arrays, for starts that check nothing and look nothing up.
 
-    ``value`` is the caller's result, and None where this rank gets none, or with ``room``, which makes a new array for
-    each result.
+    ``value`` is the caller's result: None where this rank gets no result, or where ``make`` creates an array for each.
     """
 
-    __slots__ = ("_name", "_result", "_room", "_source", "_value")
+    __slots__ = ("_maker", "_name", "_result", "_source", "_value")
 
     def __init__(
-        self, name: Compiled, x: Array | None, value: Array | None = None, *, room: Callable[[], Array] | None = None
+        self, name: Compiled, x: Array | None, value: Array | None = None, *, make: Callable[[], Array] | None = None
     ) -> None:
         self._name = name
         self._source = NO_ARRAY if x is None else x.reshape(-1)
         self._value = value
         self._result = NO_ARRAY if value is None else value.reshape(-1)
-        self._room = room
+        self._maker = make
 
     def start(self, handle: Handle[Any] | None) -> Begun | None:
         """Begin a use; return None, with nothing begun, if anything is unusual."""
-        if self._room is None:
+        if self._maker is None:
             return self._name.begin(handle, self._source, self._result, self._value)
         try:
-            value = self._room()
+            value = self._maker()
         except MemoryError:  # the other ranks have to be told
             return None
         return self._name.begin(handle, self._source, value.reshape(-1), value)
@@ -330,5 +329,5 @@ def _shared(arguments: Arguments) -> Arguments:
 
 
 @lru_cache(4096)
-def _room(shape: Shape, dtype: np.dtype[Any]) -> Callable[[], Any]:
+def _maker(shape: Shape, dtype: np.dtype[Any]) -> Callable[[], Any]:
     return partial(np.empty, shape, dtype)

@@ -279,11 +279,11 @@ class Group:
     def swap(self, strategy: AnyStrategy, timeout_s: float | None) -> Handle[None]:
         """Agree with the other members on another strategy; see ``Communicator.set_strategy``."""
         self.is_set = True
-        verdict: Handle[None] = Handle(loop=self.engine.loop)
-        self.in_order(lambda: self._ask(strategy, timeout_s, verdict))
-        return verdict
+        outcome: Handle[None] = Handle(loop=self.engine.loop)
+        self.in_order(lambda: self._ask(strategy, timeout_s, outcome))
+        return outcome
 
-    def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
+    def _ask(self, strategy: AnyStrategy, timeout_s: float | None, outcome: Handle[None]) -> None:
         """Barrier whose signature holds the graphs' digest: a rank with other graphs fails it for all."""
         # From here on posts wait: which graphs they take depends on the outcome.
         self._wait()
@@ -291,10 +291,10 @@ class Group:
         handle: Handle[None] = Handle(loop=self.engine.loop)
         operation = plan.operation(handle, None, None, plan.work)
         self.post(plan.post(self.view, STRATEGY_KEY, 0), operation, handle, timeout_s)
-        handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, verdict))
-        verdict.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
+        handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, outcome))
+        outcome.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
 
-    def _decide(self, strategy: AnyStrategy, operation: Operation, done: Handle[None], verdict: Handle[None]) -> None:
+    def _decide(self, strategy: AnyStrategy, operation: Operation, done: Handle[None], outcome: Handle[None]) -> None:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
@@ -303,11 +303,11 @@ class Group:
         for observer in self.engine.all_observers():
             observer.swapped(strategy.name, self.plans.generation, self.view.size, error)
         self._resume()
-        if not verdict.done():
+        if not outcome.done():
             if error is None:
-                verdict.set_result(None)
+                outcome.set_result(None)
             else:
-                verdict.set_exception(error)
+                outcome.set_exception(error)
 
     # ---------------------------------------------------------------- a change without a place in the order of calls
 

@@ -122,7 +122,7 @@ class LaterSteps:
                 also.when_done(reactor, over)
             elif first.seq >= 0:
                 turn.ready(proceed)
-            else:  # cancelled while it waited for a verdict: its number is not known before that
+            else:  # cancelled while it waited for a outcome: its number is not known before that
                 group.in_order(lambda: turn.ready(proceed))
 
         step.when_done(reactor, over)

@@ -294,7 +294,7 @@ class Checkpoint:
         if type(every) is not int or every < 1:
             raise ConfigError(f"checkpoint_every is a number of steps from 1 on, not {every!r}")
         if not self.path.parent.is_dir():
-            raise ConfigError(f"there is no directory {str(self.path.parent)!r} for a checkpoint")
+            raise ConfigError(f"directory {str(self.path.parent)!r} for checkpoints does not exist: create it first")
         self.lineage = ["0"]  # ids of the jobs that continued from each other; this job is the last
         self.every = every
         self._state = state

@@ -38,7 +38,7 @@ class ElasticCommunicator:
 
     It has every method of a ``Communicator``. While an ``Elastic`` is open, collectives of the world survive the death
     of a rank: the remaining ranks finish them, with one result and one list of contributors (``handle.contributors``),
-    or one error. ``rank``, ``size`` and the uids (``births``) stay the same until the step is over. Other calls fail as
+    or one error. ``rank``, ``size`` and ``births`` stay the same until the step is over. Other calls fail as
     they do without ``Elastic``, until the step is over: messages, queues, ``set_strategy``, sub-groups, persistent
     collectives, arrays on devices.
 

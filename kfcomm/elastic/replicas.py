@@ -180,7 +180,7 @@ class Replicas:
     def restore(self) -> None:
         """Restore this rank's state from the last complete commit."""
         if self._last is None:
-            raise ConfigError("there is no complete commit to go back to")
+            raise ConfigError("cannot roll back: no commit is complete yet")
         here = self._comm.current
         copy = self._last.copies[here.births[here.rank]]
         if copy.form.plan != plan_of(self._own):

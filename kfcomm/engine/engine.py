@@ -48,8 +48,8 @@ logger = logging.getLogger("kfcomm")
 LEFT = int(Kind.LEFT)
 
 MANY_NAMES = (
-    "rank %d has used %d different names, the last one %r: each is remembered as long as its group, "
-    "so give collectives names that come again, not new ones at every step"
+    "rank %d has used %d different names, the last one %r: each uses memory as long as its group, "
+    "so use the same names at every step, not new ones"
 )
 WARN_AT_NAMES = 100_000
 

@@ -43,7 +43,7 @@ class Place(NamedTuple):
     memory: SlotMemory
     number: int
     at: int
-    room: int
+    nbytes: int
 
 
 class InheritedSlots:
@@ -78,7 +78,7 @@ class InheritedSlots:
         for kind, slot in sorted(found.items()):
             number = slot.memory.number_for_next()
             if number is not None:
-                places[kind] = Place(slot.memory, number, slot.at, slot.room)
+                places[kind] = Place(slot.memory, number, slot.at, slot.nbytes)
         return cls(places)
 
     def for_next(self, ranks: Mapping[int, int], heaps: Heaps) -> InheritedSlots:
@@ -95,7 +95,7 @@ class InheritedSlots:
             return None
         # Without a slot this use would need links between these.
         self.expected.update(series.group.members[rank] for rank in series.program.neighbours)
-        return place, replace(cut, max_room=place.room)
+        return place, replace(cut, max_nbytes=place.nbytes)
 
     def is_reached(self, peers: Iterable[int]) -> bool:
         """Return whether all expected peers have a link to this rank, given those that have one."""

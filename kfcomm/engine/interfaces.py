@@ -131,7 +131,7 @@ class Network(Protocol):
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
-    async def open_door(self, epoch: int, attempt: int = 0) -> Door:
+    async def open_entry(self, epoch: int, attempt: int = 0) -> EpochEntry:
         """Listen where the peers of the next epoch, which has this number, will come; ``attempt``: to prepare it."""
 
     def hand_on(self, network: Network) -> None:
@@ -157,12 +157,12 @@ class Network(Protocol):
         """Close everything that is still open, without waiting for other ranks."""
 
 
-class Door(Protocol):
+class EpochEntry(Protocol):
     """Listening end of a rank for the next epoch, opened before its members are known."""
 
     part: bytes  # how the others find it, encoded
 
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+    def enter(self, parts: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
         """The network of the surviving ranks (their parts, by their former ranks) and of new ones."""
 
     async def close(self) -> None:
@@ -231,7 +231,7 @@ class Alone(Network):
         return []
 
     @override
-    async def open_door(self, epoch: int, attempt: int = 0) -> AloneAgain:
+    async def open_entry(self, epoch: int, attempt: int = 0) -> AloneAgain:
         return AloneAgain(self)
 
     def hand_on(self, network: Network) -> None:
@@ -244,7 +244,7 @@ class Alone(Network):
         """Never called either."""
 
     def stop_watching(self) -> None:
-        """There is no other rank."""
+        """Do nothing: there are no other ranks."""
 
     async def leave(self) -> None:
         """Do nothing: it is alone."""
@@ -253,7 +253,7 @@ class Alone(Network):
         """Nothing to close."""
 
 
-class AloneAgain(Door):
+class AloneAgain(EpochEntry):
     """The next epoch of a world of one."""
 
     part = b""
@@ -262,7 +262,7 @@ class AloneAgain(Door):
         self._network = network
 
     @override
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
+    def enter(self, parts: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
         return self._network
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from kfcomm.arrays.devices.routes import agree
 from kfcomm.common.sockets import RESERVE, raise_limit
 from kfcomm.engine.control import World, addresses_of
 from kfcomm.engine.control.thread import ControlThread
-from kfcomm.engine.interfaces import Door, Network
+from kfcomm.engine.interfaces import EpochEntry, Network
 from kfcomm.engine.membership import (
     Meeting,
     StoreMembership,
@@ -229,13 +229,13 @@ class SocketNetwork(Network):
         return [*own, *(self._control.descriptors() if self._control is not None else ())]
 
     @override
-    async def open_door(self, epoch: int, attempt: int = 0) -> SocketDoor:
+    async def open_entry(self, epoch: int, attempt: int = 0) -> SocketEntry:
         unix = None if self._me.unix is None else unix_name(self._meeting, epoch, attempt)
         listener = Listener(self._me.address, unix=unix, ports=self._settings.ports)
-        return SocketDoor(self, listener, unix, self._rates, (epoch, attempt))
+        return SocketEntry(self, listener, unix, self._rates, (epoch, attempt))
 
     def next(
-        self, listener: Listener, doors: Mapping[int, tuple[int, str | None, bytes]], number: tuple[int, int],
+        self, listener: Listener, parts: Mapping[int, tuple[int, str | None, bytes]], number: tuple[int, int],
         joiners: Sequence[Candidate],
     ) -> SocketNetwork:  # fmt: skip
         """Network of the surviving ranks, given port and Unix socket of each, and a digest of what it has measured.
@@ -244,13 +244,13 @@ class SocketNetwork(Network):
         """
         peers = [
             replace(self.peers[old], rank=rank, port=port, unix=unix)
-            for rank, (old, (port, unix, _)) in enumerate(doors.items())
+            for rank, (old, (port, unix, _)) in enumerate(parts.items())
         ]
-        if self._rates is not None and {digest for *_, digest in doors.values()} == {digest_of(self._rates)}:
+        if self._rates is not None and {digest for *_, digest in parts.values()} == {digest_of(self._rates)}:
             peers = [replace(peer, links=row) for peer, row in zip(peers, self._rows(peers), strict=True)]
         is_prepared = number[1] > 0
-        peers += [peer_of(one, len(doors) + at, is_prepared=is_prepared) for at, one in enumerate(joiners)]
-        births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
+        peers += [peer_of(one, len(parts) + at, is_prepared=is_prepared) for at, one in enumerate(joiners)]
+        births = [*(self.births[old] for old in parts), *(one.birth for one in joiners)]
         made = SocketNetwork(self._meeting, peers, listener, births, *number)
         made._owns_store = False
         if not made._attempt:
@@ -329,7 +329,7 @@ class SocketNetwork(Network):
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 
 
-class SocketDoor(Door):
+class SocketEntry(EpochEntry):
     """A port, and an abstract Unix socket, for the next epoch; and a digest of the rates that were measured."""
 
     def __init__(
@@ -342,8 +342,8 @@ class SocketDoor(Door):
         self._number = number
 
     @override
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
-        found = {rank: tuple(msgpack.unpackb(part)) for rank, part in doors.items()}
+    def enter(self, parts: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
+        found = {rank: tuple(msgpack.unpackb(part)) for rank, part in parts.items()}
         return self._network.next(self._listener, found, self._number, joiners)
 
     @override

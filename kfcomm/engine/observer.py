@@ -3,7 +3,7 @@
 Statistics (``meter``), the log of recent events (`Recorder`), the load (`EngineLoad`) and timelines
 (``kfcomm.monitor.timeline``) are observers. An observer returns nothing and cannot change what the engine does.
 
-``Engine.observers`` is None unless one was attached, and each event costs one test of that then. Statistics and the
+Without an observer ``Engine.observers`` is ``None``, and each event costs one test of that. Statistics and the
 recorder are not in it: completions reach them in batches (see ``Recorder.settle``), which costs a third; the rarer
 events reach all of them. Bytes are counted by the links and slots that move them (see ``traffic``), since an event per
 chunk would cost more than the count.

@@ -27,7 +27,7 @@ logger = logging.getLogger("kfcomm")
 
 NEWS_WITHIN_S = 1.0
 """How long a rank waits to hear why another has left without sending all: such news takes milliseconds."""
-VERDICT_WITHIN_S = 5.0
+ANSWER_WITHIN_S = 5.0
 """How long a collective whose link broke waits for the word whether the peer is gone, or only the link."""
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 1.0
@@ -116,7 +116,7 @@ class LinkRecovery:
             carried.clear()
 
         control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
-        self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")  # without an answer all fail by the link
+        self._reactor.call_later(ANSWER_WITHIN_S, answered, peer, (), "")  # without an answer all fail by the link
 
     def _pause_s(self, peer: int) -> float:
         """Delay before the next link; it doubles with every break, to bound the load of a faulty peer."""

@@ -25,7 +25,7 @@ from kfcomm.engine.agreements import Agreements
 from kfcomm.engine.closing import CLOSE_WITHIN_S, Closing, Drain, in_a_thread, let_go, sessions
 from kfcomm.engine.control import GOODBYE_S, ControlEvents, StatusSource
 from kfcomm.engine.engine import Engine, SessionOptions
-from kfcomm.engine.interfaces import Door, Network, Service
+from kfcomm.engine.interfaces import EpochEntry, Network, Service
 from kfcomm.engine.meter import LoopLag
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.transports.base import DeviceSetup
@@ -59,7 +59,7 @@ class Session(ControlEvents, StatusSource):
         self.is_in_use = True  # not prepared only
         self._retiring: set[asyncio.Task[None]] = set()
         self.agreements = Agreements(rank, layout.size, self._say)
-        self.door: Door | None = None  # listens for the next epoch while that is being agreed
+        self.entry: EpochEntry | None = None  # listens for the next epoch while that is being agreed
         self._closing = Closing(rank)
         self._closed_by: asyncio.Future[None] | None = None
         self._is_broken = False
@@ -314,8 +314,8 @@ class Session(ControlEvents, StatusSource):
 
     async def _bury_former(self) -> None:
         """Close the remains of former epochs, and the listener for a next one."""
-        if self.door is not None:
-            await self.door.close()
+        if self.entry is not None:
+            await self.entry.close()
         self.drop_prepared()
         self.retire_former(lingers=False)
         await asyncio.gather(*self._retiring)

@@ -55,7 +55,7 @@ class SlotTable:
         self.bequest: InheritedSlots | None = None
         self._links = links
         self._meter = meter
-        self._boards: dict[SlotMemory, _Board] = {}
+        self._pollers: dict[SlotMemory, _Poller] = {}
         self._others: dict[InSlot, None] = {}
         self._parked: list[SlotMemory] = []
         self._left: dict[bytes, list[Slot]] = {}
@@ -109,20 +109,20 @@ class SlotTable:
         slot = use.slot
         if slot is None:
             return
-        board = slot.board
-        if board is None:
+        poller = slot.poller
+        if poller is None:
             self._others[use] = None
         else:
-            board.add(slot.number, use)
+            poller.add(slot.number, use)
 
     def drop(self, use: InSlot) -> None:
         """Remove a use that is over, or has left its slot."""
         if self.pending.pop(use, 0) is None:
             slot = use.slot
-            if slot is None or slot.board is None:
+            if slot is None or slot.poller is None:
                 self._others.pop(use, None)
             else:
-                slot.board.drop(slot.number)
+                slot.poller.drop(slot.number)
 
     def uses(self) -> list[InSlot]:
         """The uses under way that are not operations yet; on any thread."""
@@ -136,11 +136,11 @@ class SlotTable:
                 if _moves(use):
                     moved = True
             return moved
-        for board in self._boards.values():
-            for use in board.candidates():
+        for poller in self._pollers.values():
+            for use in poller.candidates():
                 if _moves(use):
                     moved = True
-                board.look_for(use)
+                poller.look_for(use)
         for use in tuple(self._others):
             if _moves(use):
                 moved = True
@@ -300,13 +300,13 @@ class SlotTable:
             key.slots[series.signature] = slot
             _set(series, slot)
             if memory.is_everywhere(slot):
-                board = self._boards.get(memory)
-                if board is None:
-                    board = self._boards[memory] = _Board(memory)
-                slot.board = board
+                poller = self._pollers.get(memory)
+                if poller is None:
+                    poller = self._pollers[memory] = _Poller(memory)
+                slot.poller = poller
             self._links.traffic.add_slot(slot)
             self.num_taken += 1
-            self.taken_nbytes += cut.room
+            self.taken_nbytes += cut.nbytes
         return slot
 
     def _hand_out(self, series: Series, use: SlotExecutor) -> None:
@@ -362,7 +362,7 @@ def _moves(use: InSlot) -> bool:
     return True
 
 
-class _Board:
+class _Poller:
     """The uses under way in one memory: two comparisons of arrays find those that may have moved."""
 
     def __init__(self, memory: SlotMemory) -> None:

@@ -159,7 +159,7 @@ class Blame:
             # A rank begins to leave before its process ends: that time is nearer to the cause.
             self._failed.append(Failure(end.rank, end.code, min(said.at_s, now_s), Why(end.why), said.summary))
 
-    def verdict(self, now_s: float) -> Failure | float | None:
+    def outcome(self, now_s: float) -> Failure | float | None:
         """The first failure; or the time when to ask again at the latest; None without a failure."""
         if not self._failed:
             return None

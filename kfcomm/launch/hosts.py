@@ -137,7 +137,10 @@ def plan_for(hosts: tuple[LaunchHost, ...], own: str | None = None) -> HostPlan:
         case [here]:
             return HostPlan(hosts, here)
         case []:
-            raise ConfigError(f"none of the hosts {listed} is this one, which has {', '.join(sorted(mine))}")
+            raise ConfigError(
+                f"this host, with the addresses {', '.join(sorted(mine))}, is not among the hosts {listed}: name it "
+                "with --self"
+            )
         case _:
             raise ConfigError(f"more than one of the hosts {listed} is this one; say which with --self")
 
@@ -217,7 +220,7 @@ class Discovery:
             words = shlex.split(command)
             program = find_program(words, environ.get("PATH"))
         except (ValueError, IndexError) as error:
-            raise ConfigError(f"--discover {command!r} is no command") from error
+            raise ConfigError(f"--discover: expected a command, got {command!r}") from error
         except CommandError as error:
             raise ConfigError(f"--discover {error}") from error
         secrets = {"KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE", *secret_variables()}

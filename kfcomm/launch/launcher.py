@@ -126,7 +126,7 @@ class Launcher:
     role: Role = field(init=False)
     start: Callable[[int], Child] = field(init=False)  # starts the process of a uid
     say: Callable[[str], None] = field(init=False)  # shows a message
-    verdict: JobOutcome = field(default_factory=JobOutcome)
+    outcome: JobOutcome = field(default_factory=JobOutcome)
     phase: LauncherPhase = LauncherPhase.RUNS
     passing: Passing = field(init=False)
     tasks: asyncio.TaskGroup = field(init=False)
@@ -158,13 +158,13 @@ class Launcher:
                 for task in self._watches:
                     task.cancel()
                 # a store that does not answer must not delay the end of the job, least of all after Ctrl-C
-                within_s = _REPORT_WITHIN_S if self.verdict.signal is None else _HURRIED_REPORT_WITHIN_S
+                within_s = _REPORT_WITHIN_S if self.outcome.signal is None else _HURRIED_REPORT_WITHIN_S
                 for task in self._follows:
                     asyncio.get_running_loop().call_later(within_s, task.cancel)
         finally:
             self.phase = LauncherPhase.STOPPED  # also if a task has failed
             self.ranks.close()
-        return self.verdict
+        return self.outcome
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task until the job is over; its end counts as a change."""
@@ -184,8 +184,8 @@ class Launcher:
 
     def interrupt(self, number: int) -> None:
         """Forward a signal that ends the launcher; if the ranks are ending already, kill them."""
-        if self.verdict.is_open:
-            self.verdict.signal = number
+        if self.outcome.is_open:
+            self.outcome.signal = number
             self.advance(LauncherPhase.ENDS)
         # Python programs ignore SIGPIPE, and the closed pipe is the launcher's, not theirs
         self.ranks.end(signal.SIGTERM if number == signal.SIGPIPE else number)
@@ -193,13 +193,13 @@ class Launcher:
     def expire(self, limit_s: float) -> None:
         """End the job at its time limit, as a signal does; one that is ending already is left alone."""
         if self.phase < LauncherPhase.ENDS:
-            if self.verdict.is_open:
-                self.verdict.expired_s = limit_s
+            if self.outcome.is_open:
+                self.outcome.expired_s = limit_s
             self.interrupt(signal.SIGTERM)
 
     def fail(self, failure: Failure, *, goes_on: bool = False) -> None:
         """Settle the first failure, and end the ranks of this host, unless the job continues."""
-        self.verdict.failed = failure
+        self.outcome.failed = failure
         self.advance(LauncherPhase.RUNS_ON if goes_on else LauncherPhase.ENDS)
         if not goes_on:
             self.ranks.end(signal.SIGTERM)
@@ -253,7 +253,7 @@ class Launcher:
             # Exits of the ranks of this host are noted when their processes end.
             if end.rank not in self.ranks.children:
                 self.note(end)
-            elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
+            elif end.why in (Why.SILENT, Why.ABSENT) and self.outcome.is_open:
                 # the primary launcher has given up this host
                 self.fail(Failure(end.rank, end.code, monotonic(), Why(end.why)))
         self.role.store_lost()
@@ -290,7 +290,7 @@ class FixedRole:
 
     def rank_ended(self, end: Exit) -> None:
         """Find the first failure."""
-        if self.launcher.verdict.is_open:
+        if self.launcher.outcome.is_open:
             self.launcher.blame.ended(end, monotonic())
             self._judge()
 
@@ -300,15 +300,15 @@ class FixedRole:
     def store_lost(self) -> None:
         """End the ranks of this host."""
         launcher, self._is_store_lost = self.launcher, True
-        if launcher.ranks.living and launcher.verdict.is_open:
-            launcher.verdict.lost = True
+        if launcher.ranks.living and launcher.outcome.is_open:
+            launcher.outcome.lost = True
             launcher.advance(LauncherPhase.ENDS)
             launcher.ranks.end(signal.SIGTERM)
 
     async def act(self, store: KeyValue) -> None:
         """Settle the first failure at the end, if it is not known yet."""
         del store
-        if self.is_over() and self.launcher.verdict.is_open:
+        if self.is_over() and self.launcher.outcome.is_open:
             # All time to wait for a better candidate is over.
             self._settle(math.inf)
 
@@ -332,7 +332,7 @@ class FixedRole:
                 self._judging = asyncio.get_running_loop().call_at(due_s, self._judge)
 
     def _settle(self, now_s: float) -> float | None:
-        found = self.launcher.blame.verdict(now_s)
+        found = self.launcher.blame.outcome(now_s)
         if isinstance(found, Failure):
             self.launcher.fail(found, goes_on=self.launcher.keep_going)
             return None

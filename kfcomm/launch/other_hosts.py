@@ -263,7 +263,7 @@ class HostRole:
     async def act(self, store: KeyValue) -> None:
         """Say that this host leaves; while alone, end by the ranks of this host."""
         launcher, ranks = self.launcher, self.launcher.ranks
-        if launcher.verdict.signal is not None and not self._has_left:
+        if launcher.outcome.signal is not None and not self._has_left:
             self._has_left = True
             await claimed(store, f"{LEAVING}/{launcher.host}")
         if launcher.phase is not LauncherPhase.ALONE:
@@ -346,9 +346,9 @@ class HostRole:
         async for _, said in store.watch(OUTCOME):
             launcher.ranks.wait_for_released(launcher.say)
             number, rank, code, summary = msgpack.unpackb(said)
-            if launcher.verdict.is_open and number:
+            if launcher.outcome.is_open and number:
                 launcher.interrupt(number)
-            elif launcher.verdict.is_open and code:
+            elif launcher.outcome.is_open and code:
                 launcher.fail(Failure(rank, code, monotonic(), summary=summary))
             launcher.advance(LauncherPhase.OVER)
 

@@ -71,7 +71,7 @@ class Sizing:
     @property
     def is_quiet(self) -> bool:
         """Whether a rank has completed the program, or the job has failed: then no rank is started."""
-        return self.elastic.is_ending or not self.launcher.verdict.is_open
+        return self.elastic.is_ending or not self.launcher.outcome.is_open
 
     def start_owed(self) -> int:
         """Start owed processes, as far as there are places, and later the others; return how many were started."""
@@ -213,7 +213,7 @@ class PrimaryRole:
     store: KeyValue = field(init=False)
     _given_up: set[int] = field(default_factory=set)
     _failures: dict[int, Failure] = field(default_factory=dict)
-    _victims: set[int] = field(default_factory=set)
+    _secondary: set[int] = field(default_factory=set)
     _is_silence_told: bool = False
 
     @property
@@ -247,17 +247,17 @@ class PrimaryRole:
         if self.elastic.is_ending:  # no rank is left to admit them
             self.sizing.dismiss(await self.sizing.waiting())
         await self.fail_if_nobody_goes_on()
-        if launcher.phase < LauncherPhase.OVER and not (launcher.verdict.is_open and self.elastic.running):
-            if launcher.verdict.is_open and not self.elastic.is_ending:
-                launcher.verdict.failed = self._cause()
+        if launcher.phase < LauncherPhase.OVER and not (launcher.outcome.is_open and self.elastic.running):
+            if launcher.outcome.is_open and not self.elastic.is_ending:
+                launcher.outcome.failed = self._cause()
             launcher.advance(LauncherPhase.OVER)
             launcher.ranks.wait_for_released(launcher.say)
-            await claimed(store, f"{OUTCOME}/0", _outcome(launcher.verdict))
+            await claimed(store, f"{OUTCOME}/0", _outcome(launcher.outcome))
 
     async def fail_if_nobody_goes_on(self) -> None:
         """End the job if no rank is left that could admit waiting processes."""
         running = self.elastic.running
-        if not running or not self.launcher.verdict.is_open:
+        if not running or not self.launcher.outcome.is_open:
             return
         members = running.difference(await self.sizing.waiting())
         is_silent = bool(members) and members <= await self._silent_ones()
@@ -293,7 +293,7 @@ class PrimaryRole:
     def _cause(self) -> Failure:
         """The last failure that is not given up and blames no other rank; else the last one."""
         unanswered = [one for birth, one in self._failures.items() if birth not in self._given_up]
-        causes = [one for one in unanswered if one.rank not in self._victims]
+        causes = [one for one in unanswered if one.rank not in self._secondary]
         nobody = Failure(
             max(self.launcher.ended, default=0), 1, monotonic(), summary="no rank has come to the end of the program"
         )
@@ -308,7 +308,7 @@ class PrimaryRole:
         # The launcher of that host is gone, so it cannot start replacements.
         if end.why in (Why.SILENT, Why.ABSENT):
             elastic.places[elastic.where[end.rank]].is_gone = True
-        if not launcher.verdict.is_open:
+        if not launcher.outcome.is_open:
             return
         if end.code == 0 or stage is Stage.RELEASED:
             if end.code and end.rank not in launcher.ranks.dismissed:
@@ -321,7 +321,7 @@ class PrimaryRole:
         summary = "" if said is None else said.summary
         self._failures[end.rank] = Failure(end.rank, end.code, monotonic(), summary=summary)
         if end.why == Why.ELSEWHERE:
-            self._victims.add(end.rank)
+            self._secondary.add(end.rank)
         if elastic.has_failed:
             launcher.fail(self._cause())
             return
@@ -386,10 +386,10 @@ async def _asked(exits: KeyValue, size: int) -> None:
         await exits.ask_size(size)
 
 
-def _outcome(verdict: JobOutcome) -> bytes:
-    failed = verdict.failed
+def _outcome(outcome: JobOutcome) -> bytes:
+    failed = outcome.failed
     rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
-    said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])
+    said: bytes = msgpack.packb([outcome.signal or 0, rank, code, summary])
     return said
 
 

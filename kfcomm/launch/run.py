@@ -123,21 +123,21 @@ async def _run_ranks(job: LaunchJob, store: Store, settings: Settings, display: 
                     starter.run_pumps(tasks)
                     feeding = tasks.create_task(feed.run())
                     with _limited(launcher, job.options.time_limit_s):
-                        verdict = await launcher.watch(exits)
+                        outcome = await launcher.watch(exits)
                     feeding.cancel()
                     await starter.guardian.finish()
                     # Now no process of the job writes any more, though an escaped one may hold a pipe open.
                     for pump in starter.pumps:
                         pump.finish()
-                await streams.finish(verdict)
-                if (summary := _summary(verdict, job, launcher.ranks.children, streams.common)) is not None:
+                await streams.finish(outcome)
+                if (summary := _summary(outcome, job, launcher.ranks.children, streams.common)) is not None:
                     await streams.say(summary)
                 if observer is not None:
                     observer.end(summary or "all ranks have ended")
                 await output.finish()
         finally:
             await starter.guardian.finish()
-    return verdict.exit_code
+    return outcome.exit_code
 
 
 @dataclass(slots=True)
@@ -291,17 +291,17 @@ def _screen(job: LaunchJob) -> LauncherScreen:
     return LauncherScreen(OutputStyle(job.plan.size, color, terminals, shutil.get_terminal_size().columns))
 
 
-def _summary(verdict: JobOutcome, job: LaunchJob, children: Mapping[int, Child], told: frozenset[str]) -> str | None:
+def _summary(outcome: JobOutcome, job: LaunchJob, children: Mapping[int, Child], told: frozenset[str]) -> str | None:
     """A line on the first failure, without an error that was told for all ranks; or None."""
-    if verdict.expired_s is not None:
-        return f"the time limit of {verdict.expired_s:g} s is up: the ranks were ended"
-    if verdict.signal is not None:
-        return f"ended by {signal.Signals(verdict.signal).name}"
-    if verdict.lost:
+    if outcome.expired_s is not None:
+        return f"the time limit of {outcome.expired_s:g} s is up: the ranks were ended"
+    if outcome.signal is not None:
+        return f"ended by {signal.Signals(outcome.signal).name}"
+    if outcome.lost:
         return f"the launcher on {job.plan.hosts[0].address} went away; the ranks of this host were ended"
-    if verdict.failed is None:
+    if outcome.failed is None:
         return None
-    failed = verdict.failed
+    failed = outcome.failed
     if failed.why in (Why.SILENT, Why.ABSENT) and failed.rank in children and job.elastic is not None:
         return f"the launcher on {job.plan.address} was unreachable for too long: the job continues without its ranks"
     if failed.why in (Why.SILENT, Why.ABSENT):

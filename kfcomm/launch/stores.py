@@ -52,7 +52,7 @@ from kfcomm.rendezvous.settings import Settings
 if TYPE_CHECKING:
     from kfcomm.rendezvous.store import StoreServer
 
-_FAREWELL_S = 5.0
+_CONFIRM_WITHIN_S = 5.0
 _LEAST_LOST_AFTER_S = 3.0
 """Launchers ask the store once a second."""
 _REACH_WITHIN_S = 15.0
@@ -143,7 +143,7 @@ async def _watched(
     try:
         yield server.store
         # the launchers of the other hosts still have to learn the outcome
-        learnt = asyncio.ensure_future(all_know(job.plan, server.store, job.options.grace_s + _FAREWELL_S))
+        learnt = asyncio.ensure_future(all_know(job.plan, server.store, job.options.grace_s + _CONFIRM_WITHIN_S))
         hurried = asyncio.ensure_future(interrupted.wait())
         await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
         for waiting in (learnt, hurried):
@@ -189,11 +189,11 @@ async def joined(job: LaunchJob, settings: Settings) -> AsyncIterator[tuple[Laun
             if job.elastic is None:
                 job = replace(job, torch_port=int(await client.get(TORCH_KEY, settings.timeout_s)))
             yield job.at(position), store
-            await _say_farewell(position, client)
+            await _confirm_end(position, client)
         else:
             async with _mirrored(job, kept, client, settings, within_s) as (store, server):
                 yield job.at(store.position), store
-                await _say_farewell(store.position, server.store)
+                await _confirm_end(store.position, server.store)
     finally:
         await client.close()
 
@@ -222,9 +222,9 @@ async def _mirrored(
         await local.close(is_over=False)
 
 
-async def _say_farewell(position: int, store: KeyValue) -> None:
+async def _confirm_end(position: int, store: KeyValue) -> None:
     with contextlib.suppress(RendezvousError, TimeoutError):
-        async with asyncio.timeout(_FAREWELL_S):
+        async with asyncio.timeout(_CONFIRM_WITHIN_S):
             await store.claim(f"{LAUNCHERS}/{position}", b"")
 
 
@@ -305,7 +305,7 @@ async def take_up(
             await store.ask_size(asked)  # later limits concerned ranks that are gone
         # Hosts that arrived later ask again.
         del elastic.places[plan.num_first :]
-        logger.warning("--store %s holds a job of which no rank is left: it begins again", address)
+        logger.warning("all ranks of the job at --store %s are gone: it begins again", address)
     await store.claim(JOB_RECORD, mine._replace(identity=store.identity).to_wire())
     return False
 

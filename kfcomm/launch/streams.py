@@ -27,7 +27,7 @@ from kfcomm.common.sockets import readable, writable
 from kfcomm.launch.exit_reports import LEAVING_WITHIN_S
 from kfcomm.launch.launcher import JobOutcome, Launcher
 from kfcomm.launch.output import Log, Stream
-from kfcomm.launch.tracebacks import HELD_FOR_S, Error, Repeats, Victims
+from kfcomm.launch.tracebacks import HELD_FOR_S, Error, Repeats, SecondaryFailures
 from kfcomm.rendezvous.exit_report import ExitReport
 
 _READ_NBYTES = 1 << 16
@@ -52,7 +52,7 @@ class OutputStreams:
         self._display = display
         self._logs = logs
         self._launcher = launcher
-        self._victims = Victims()
+        self._secondary = SecondaryFailures()
         self._repeats = Repeats()
         self._settling: asyncio.TimerHandle | None = None
         self._turn = asyncio.Lock()
@@ -69,7 +69,7 @@ class OutputStreams:
         if not report.is_elsewhere or self._launcher.keep_going:
             self._repeats.told(report.rank, report.text)
         else:
-            self._victims.expect(report)
+            self._secondary.expect(report)
             self._timers.append(asyncio.get_running_loop().call_later(_HELD_FOR_S, self._give_up))
 
     async def relay(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -90,8 +90,8 @@ class OutputStreams:
                 # the rank reports a traceback before it prints it
                 self._launcher.ranks.reports.drain()
             now_s = asyncio.get_running_loop().time()
-            self._repeats.is_interrupted = self._launcher.verdict.signal == signal.SIGINT
-            shown = self._victims.shown(rank, data)
+            self._repeats.is_interrupted = self._launcher.outcome.signal == signal.SIGINT
+            shown = self._secondary.shown(rank, data)
             shown = self._repeats.shown(rank, shown, now_s) if shown else b""
             if not data:
                 shown += self._repeats.shown(rank, b"", now_s)
@@ -105,7 +105,7 @@ class OutputStreams:
     @property
     def _is_ending(self) -> bool:
         """Whether all ranks have been asked to end."""
-        return not self._launcher.verdict.is_open and not self._launcher.keep_going
+        return not self._launcher.outcome.is_open and not self._launcher.keep_going
 
     async def _settle(self, *, is_over: bool = False) -> None:
         """Show output that was held back long enough."""
@@ -136,15 +136,15 @@ class OutputStreams:
         """Take a line of the launcher."""
         await self._display.say(text)
 
-    async def finish(self, verdict: JobOutcome) -> None:
+    async def finish(self, outcome: JobOutcome) -> None:
         """All streams have ended: show held-back output, and what the logs lack."""
         self._cancel_timers()
         if self._shows:
             await asyncio.wait(self._shows)
         await self._tell(is_over=True)
-        if verdict.failed is not None:
-            await self._show_unprinted(verdict.failed.rank)
-        await self._release(None if verdict.is_open else -1 if verdict.failed is None else verdict.failed.rank)
+        if outcome.failed is not None:
+            await self._show_unprinted(outcome.failed.rank)
+        await self._release(None if outcome.is_open else -1 if outcome.failed is None else outcome.failed.rank)
         for log in self._logs.values():
             if log.dropped.nbytes:
                 await self._display.say(log.dropped.total())
@@ -165,13 +165,13 @@ class OutputStreams:
 
     def _give_up(self) -> None:
         """Show held-back tracebacks: no first failure was found in time."""
-        if self._launcher.verdict.is_open:
+        if self._launcher.outcome.is_open:
             show = asyncio.get_running_loop().create_task(self._release(None))
             self._shows.add(show)
 
     async def _release(self, first: int | None) -> None:
         alike: dict[bytes, list[int]] = {}
-        for rank, text in self._victims.release(first).items():
+        for rank, text in self._secondary.release(first).items():
             alike.setdefault(text, []).append(rank)
         for text, ranks in alike.items():
             is_line = text.count(b"\n") == 1

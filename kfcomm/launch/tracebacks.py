@@ -9,7 +9,7 @@ The failure of a rank because of another rank is *secondary*. A rank reports its
   of the program, it is not shown again; if its message differs, the message is shown. All else is shown after
   `HELD_FOR_S` at the latest, unless the rank is about to end. After Ctrl-C each error is held back, and that of the
   interrupt is dropped.
-- `Victims`: tracebacks of secondary failures, until it is known which rank failed first.
+- `SecondaryFailures`: tracebacks of secondary failures, until it is known which rank failed first.
 
 Sans-IO: bytes and times in, bytes out. Memory: for each rank at most `MAX_NBYTES`, and twice the report
 of a secondary failure.
@@ -241,7 +241,7 @@ class Repeats:
 
 
 @dataclass(slots=True)
-class Victims:
+class SecondaryFailures:
     """Held-back tracebacks of secondary failures."""
 
     _expected: dict[int, ExitReport] = field(default_factory=dict)

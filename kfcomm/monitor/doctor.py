@@ -54,7 +54,7 @@ def _files(pattern: str) -> list[str]:
         return [pattern]
     found = sorted(glob.glob(pattern))
     if not found:
-        raise ConfigError(f"{pattern}: there is no such file")
+        raise ConfigError(f"{pattern}: file not found")
     return found
 
 
@@ -64,12 +64,12 @@ def _read(path: str) -> list[Record]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON: {error}") from error
+        raise ConfigError(f"{path}: expected JSON: {error}") from error
     try:
         return [checked_record(one) for one in (content if isinstance(content, list) else [content])]
     except (KeyError, ValueError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path}: is no dump of kfcomm: {what}") from error
+        raise ConfigError(f"{path}: expected a dump of kfcomm: {what}") from error
 
 
 def checked_record(one: Any) -> Record:

@@ -172,7 +172,7 @@ def _late(diagnosis: Diagnosis) -> Iterator[Finding]:
         # A rank that waits itself is late because of another.
         if rank not in stuck:
             whom = ranks_in_words(list(by))
-            text = f"{whom} wait{'' if len(by) > 1 else 's'} for rank {rank}, which waits for nobody"
+            text = f"{whom} wait{'' if len(by) > 1 else 's'} for rank {rank}, which is not waiting"
             yield Finding(FindingKind.LATE, (rank,), text + place(diagnosis, rank))
 
 
@@ -194,7 +194,7 @@ def _absent(diagnosis: Diagnosis) -> Iterator[Finding]:
     """Ranks without a dump that others may wait for."""
     ranks = sorted({rank for wait in diagnosis.waits for rank in (*wait.unknown, *wait.heard)} - set(diagnosis.lost))
     if ranks:
-        text = f"there is no dump of {ranks_in_words(ranks)}: not asked for one, stopped, or gone"
+        text = f"missing dumps of {ranks_in_words(ranks)}: not asked for one, stopped, or gone"
         yield Finding(FindingKind.NO_DUMP, tuple(ranks), text)
 
 

@@ -109,7 +109,7 @@ def summary(change: JobChange) -> list[str]:
     since = "" if change.passed_s else " since the beginning"
     slowest, waited = change.slowest, change.waited_for
     if slowest is None:
-        return [*lines, "nobody was waited for"]
+        return [*lines, "no rank was waited for"]
     share = waited[slowest] / sum(waited.values())
     return [*lines, f"slowest: rank {slowest}, with {share:.0%} of all waiting ({span(waited[slowest])}{since})"]
 

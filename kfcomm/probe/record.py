@@ -187,7 +187,7 @@ class Probe:
             ConfigError: it is something else.
         """
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ConfigError("this is no probe: it has no field 'format' of 1")
+            raise ConfigError(f"expected a probe: it has no field 'format' of {FORMAT}")
         try:
             layout = Layout(tuple(map(int, record["hosts"])), int(record["num_cpus"]))
             bandwidth = [[math.inf if rate is None else rate for rate in row] for row in record["bandwidth"]]
@@ -201,9 +201,9 @@ class Probe:
                 layout, record["latency_s"], cast("Any", bandwidth), *works, names, uplinks
             )  # it is checked there
         except KeyError as error:
-            raise ConfigError(f"this is no probe: field {error} is missing") from error
+            raise ConfigError(f"expected a probe: field {error} is missing") from error
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"this is no probe: {error}") from error
+            raise ConfigError(f"expected a probe: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

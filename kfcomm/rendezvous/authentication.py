@@ -121,7 +121,7 @@ def conceal(environ: MutableMapping[str, str], store: str, token: bytes) -> None
 def concealed_token(store: str) -> tuple[bytes, str] | None:
     """Token of a job that this process has joined before."""
     token = _concealed.get(store)
-    return None if token is None else (token, "KFCOMM_TOKEN, as it was when this process joined first")
+    return None if token is None else (token, "the KFCOMM_TOKEN with which this process joined first")
 
 
 _concealed: dict[str, bytes] = {}

@@ -218,15 +218,15 @@ def _of_rules(rules: Mapping[Any, Any], build: Callable[[Any], AnyStrategy]) -> 
         raise ConfigError(f"rules need an {_ELSE!r}, for all larger messages; there are {', '.join(map(repr, rules))}")
     flat: list[tuple[int | None, Strategy]] = []
     words: list[str] = []
-    floor = -1
+    above = -1
     # None, the bound of `else`, comes last.
     for bound in sorted(bounds, key=lambda bound: (bound is None, bound)):
         one = build(bounds[bound])
-        inner = _within(one, floor, bound)
+        inner = _within(one, above, bound)
         flat += inner
         is_by_size = isinstance(one, SizedStrategy) and _is_rules(one.name)
         words += [_show(edge, each.name) for edge, each in inner] if is_by_size else [_show(bound, one.name)]
-        floor = floor if bound is None else bound
+        above = above if bound is None else bound
     return SizedStrategy(", ".join(words), tuple(flat))
 
 
@@ -240,11 +240,11 @@ def _show(bound: int | None, name: str) -> str:
     return f"{_ELSE if bound is None else _AT_MOST + show_exactly(bound)}: {f'({name})' if ':' in name else name}"
 
 
-def _within(strategy: AnyStrategy, floor: int, bound: int | None) -> list[tuple[int | None, Strategy]]:
-    """The rules of a strategy for messages above ``floor`` and up to ``bound``."""
+def _within(strategy: AnyStrategy, above: int, bound: int | None) -> list[tuple[int | None, Strategy]]:
+    """The rules of a strategy for messages of more than ``above`` and up to ``bound`` bytes."""
     if isinstance(strategy, Strategy):
         return [(bound, strategy)]
-    rules = [(own, inner) for own, inner in strategy.rules if own is None or own > floor]
+    rules = [(own, inner) for own, inner in strategy.rules if own is None or own > above]
     last = next(place for place, (own, _) in enumerate(rules) if own is None or (bound is not None and own >= bound))
     return [*rules[:last], (bound, rules[last][1])]
 

@@ -85,7 +85,7 @@ class Driver:
         try:
             if is_mine:
                 self._found_taken(session)
-            elif lock.is_wanted() or not lock.acquire(False):  # who waits at the gate by now goes first
+            elif lock.is_wanted() or not lock.acquire(False):  # a thread that waits in the queue goes first
                 lock.take()
             reactor.is_driven = lock.is_working = True
             handle = begin(*arguments)

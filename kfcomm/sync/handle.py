@@ -46,7 +46,7 @@ class _Unread:
 
     def __del__(self) -> None:
         if (error := self.error) is not None:
-            logger.error("rank %d: nobody has waited for %s: %s", self.rank, type(error).__name__, error)
+            logger.error("rank %d: error was never retrieved: %s: %s", self.rank, type(error).__name__, error)
 
 
 class Handle(Unawaited, concurrent.futures.Future[T]):

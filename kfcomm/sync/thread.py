@@ -39,20 +39,20 @@ CLOSED_MEANWHILE = "the communicator was closed while this was under way"
 
 
 class EngineLock:
-    """Two locks; a thread holds the first one, the gate, while it waits for the second."""
+    """Two locks; a thread holds the first one, ``queue``, while it waits for the second."""
 
-    __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "is_working", "release")
+    __slots__ = ("acquire", "is_mine", "is_wanted", "is_working", "queue", "release")
 
     def __init__(self) -> None:
         # Its holder, a caller, is inside the engine's work, where an interrupt leaves unknown state behind; false
         # whenever no caller holds it.
         self.is_working = False
-        self.gate = threading.Lock()  # held while waiting for the lock
+        self.queue = threading.Lock()  # held while waiting for the lock
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
         # Attributes, as each collective calls them: nothing of Python's runs in them.
-        self.acquire: Callable[..., bool] = lock.acquire  # with the gate held, or to try once; else see ``take``
+        self.acquire: Callable[..., bool] = lock.acquire  # with ``queue`` held, or to try once; else see ``take``
         self.release: Callable[[], None] = lock.release
-        self.is_wanted: Callable[[], bool] = self.gate.locked  # a thread waits for it
+        self.is_wanted: Callable[[], bool] = self.queue.locked  # a thread waits for it
         # this thread holds it
         self.is_mine: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
 
@@ -60,7 +60,7 @@ class EngineLock:
         """Wait for it; False if this thread has had it all the time: it was left taken by an interrupt."""
         if self.is_mine():
             return False
-        with self.gate:
+        with self.queue:
             self.acquire()
         return True
 

@@ -55,7 +55,7 @@ def num_elements(verb: Verb, part: Part, dtype: np.dtype[Any], is_root: bool, si
     arrays = [x for x in part if x is not None]
     for x in arrays:
         if not isinstance(x, FakeArray) or x.ndim != 1 or not x.is_contiguous or x.dtype != dtype:
-            raise Impossible(f"{verb} with {x!r}, which is no flat memory of {dtype} on a fake device")
+            raise Impossible(f"{verb} with {x!r}: expected flat memory of {dtype} on a fake device")
     num_in, num_out = _multiples(verb, size)
     source: FakeArray = part.source
     target: FakeArray | None = part.target

@@ -350,7 +350,7 @@ class FakeBackend:
 
     def _check_here(self, parts: Sequence[Part], stream: Any) -> None:
         if not isinstance(stream, FakeStream) or stream.device is not self.device:
-            raise Impossible(f"on {stream!r}, which is no stream of {self.device}")
+            raise Impossible(f"on {stream!r}: expected a stream of {self.device}")
         for x in (x for part in parts for x in part if isinstance(x, FakeArray)):
             if x.device is not self.device:
                 raise Impossible(f"with {x!r}, which is not on {self.device}")

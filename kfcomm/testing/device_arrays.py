@@ -42,7 +42,7 @@ class FakeKind:
             ConfigError: it is a stream of another device, or captured.
         """
         if not isinstance(given, FakeStream) or given.device is not device:
-            raise ConfigError(f"{given!r} is no stream of {device}")
+            raise ConfigError(f"expected a stream of {device}, got {given!r}")
         if given.is_capturing:
             raise ConfigError("a collective cannot be captured into a graph: call it outside of the capture")
         return given

@@ -297,7 +297,7 @@ class FakeDevice:
             ValueError: it is one.
         """
         if not isinstance(stream, FakeStream) or stream.device is not self:
-            raise ValueError(f"{stream!r} is no stream of {self}")
+            raise ValueError(f"expected a stream of {self}, got {stream!r}")
 
     def __repr__(self) -> str:
         return f"<FakeDevice {self._ordinal}>"

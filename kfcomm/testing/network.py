@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.core.handshake import Keys
 from kfcomm.engine.control import ControlEvents, ControlPlane, StatusSource
-from kfcomm.engine.interfaces import Door, Membership, Network
+from kfcomm.engine.interfaces import EpochEntry, Membership, Network
 from kfcomm.errors import TransportError
 from kfcomm.rendezvous.saved_costs import digest_of
 from kfcomm.testing.store import MemoryWelcome
@@ -179,7 +179,7 @@ class MemoryEpoch:
         return self._next[key]
 
 
-class _Door(Door):
+class _Entry(EpochEntry):
     """Entry of one rank to the next epoch."""
 
     def __init__(self, rank: int, epoch: MemoryEpoch, attempt: int, rates: Rates | None) -> None:
@@ -190,9 +190,9 @@ class _Door(Door):
         self._attempt = attempt
 
     @override
-    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
-        members = tuple(doors)
-        rates = self._rates if len(set(doors.values())) == 1 else None  # all ranks have to see the same
+    def enter(self, parts: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+        members = tuple(parts)
+        rates = self._rates if len(set(parts.values())) == 1 else None  # all ranks have to see the same
         return self._epoch.next(members, joiners, self._attempt, rates).network_of(members.index(self._rank))
 
     async def close(self) -> None:
@@ -280,8 +280,8 @@ class _RankNetwork:
             self._epoch.kill(birth)
         return plane
 
-    async def open_door(self, epoch: int, attempt: int = 0) -> _Door:
-        return _Door(self._rank, self._epoch, attempt, self._rates)
+    async def open_entry(self, epoch: int, attempt: int = 0) -> _Entry:
+        return _Entry(self._rank, self._epoch, attempt, self._rates)
 
     def hand_on(self, network: Network) -> None:
         """Nothing is owned."""

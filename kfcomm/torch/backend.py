@@ -98,14 +98,14 @@ class TorchMessages:
         for rank, handle in come.items():
             # A rank that has arrived by now, as its receive could not be cancelled any more, waits for the outcome.
             if rank not in missing and (handle.done() or not handle.cancel()):
-                self._comm.send(outcome, rank, f"{tag}/verdict")
+                self._comm.send(outcome, rank, f"{tag}/outcome")
         if missing:
             raise self._late(missing, timeout_s)
 
     def _arrive(self, tag: str, timeout_s: float) -> None:
         """On other ranks: tell rank 0, and wait for its outcome."""
         # Longer than rank 0 waits, which then says which ranks are missing.
-        said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s + min(timeout_s, OUTCOME_WITHIN_S))
+        said = self._comm.recv_async(0, f"{tag}/outcome", timeout=timeout_s + min(timeout_s, OUTCOME_WITHIN_S))
         self._comm.send(np.zeros(0, np.int64), 0, tag)
         missing = said.wait()
         if len(missing):

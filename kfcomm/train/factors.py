@@ -96,16 +96,16 @@ class HybridGradients:
         if weight is not None and not (np.isfinite(weight) and weight >= 0):
             raise ConfigError(f"a weight is a finite number from 0 on, not {weight!r}")
         factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
-        room = dict.fromkeys(gradients) if out is None else _room(out, gradients)
+        buffers = dict.fromkeys(gradients) if out is None else _buffers(out, gradients)
         by_factors = yield from self._chosen(factored)
         whole = {name: one for name, one in gradients.items() if name not in factored}
         whole |= {
-            name: np.matmul(one.outer.T, one.inner, out=room[name])
+            name: np.matmul(one.outer.T, one.inner, out=buffers[name])
             for name, one in factored.items()
             if name not in by_factors
         }
         found = yield from averaged(
-            self.comm, self.name, whole, {name: factored[name] for name in by_factors}, room, weight
+            self.comm, self.name, whole, {name: factored[name] for name in by_factors}, buffers, weight
         )
         return {name: found[name] for name in gradients}
 
@@ -131,13 +131,13 @@ class HybridGradients:
 
 
 def averaged(
-    comm: Comm, prefix: str, whole: Mapping[str, Any], factored: Mapping[str, Factors], room: Mapping[str, Any],
+    comm: Comm, prefix: str, whole: Mapping[str, Any], factored: Mapping[str, Factors], buffers: Mapping[str, Any],
     weight: float | None = None,
 ) -> Procedure[dict[str, Any]]:  # fmt: skip
-    """Average gradients in forms on which all ranks have agreed; ``room`` has the result's place, or None, by name."""
+    """Average gradients in forms on which all ranks have agreed; ``buffers``: memory of each result, or None."""
     calls = [_gathered(prefix, name, one, weight) for name, one in factored.items()]
     if whole:
-        into = None if any(one is None for one in room.values()) else {name: room[name] for name in whole}
+        into = None if any(one is None for one in buffers.values()) else {name: buffers[name] for name in whole}
         calls.append(call("all_reduce_many", whole, f"{prefix}/gradients", op="avg", out=into, weight=weight))
     if factored and weight is not None:
         calls.append(call("all_reduce", np.float64(weight), f"{prefix}/weights"))
@@ -145,7 +145,7 @@ def averaged(
     total = comm.size if weight is None else float(told.pop()) if factored else 0.0
     found = dict(told.pop()) if whole else {}
     for (name, one), rows in zip(factored.items(), told, strict=True):
-        found[name] = _product(rows, one.outer.shape[1], total, room[name])
+        found[name] = _product(rows, one.outer.shape[1], total, buffers[name])
     return found
 
 
@@ -166,19 +166,19 @@ def _checked(name: str, factors: Factors) -> Factors:
     return factors
 
 
-def _room(out: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+def _buffers(out: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
     """Destination of each result."""
     if out.keys() != gradients.keys():
         raise ConfigError(f"out has the names of the gradients, {sorted(gradients)}, and not {sorted(out)}")
     for name, one in gradients.items():
         if isinstance(one, Factors):
-            wanted, room = (one.outer.shape[1], one.inner.shape[1]), out[name]
-            if room.shape != wanted or room.dtype != one.outer.dtype:
-                raise ConfigError(f"out of {name!r} is {one.outer.dtype} {wanted}, not {room.dtype} {room.shape}")
+            wanted, place = (one.outer.shape[1], one.inner.shape[1]), out[name]
+            if place.shape != wanted or place.dtype != one.outer.dtype:
+                raise ConfigError(f"out of {name!r} is {one.outer.dtype} {wanted}, not {place.dtype} {place.shape}")
     return {**out}
 
 
-def _product(rows: Any, num_outer: int, total: float, room: Any) -> Any:
+def _product(rows: Any, num_outer: int, total: float, out: Any) -> Any:
     """Mean over the ranks of AᵀB, from the rows of all ranks."""
     outer = rows[:, :num_outer] / rows.dtype.type(total)  # the smaller array: no pass over the gradient
-    return np.matmul(outer.T, rows[:, num_outer:], out=room)
+    return np.matmul(outer.T, rows[:, num_outer:], out=out)

@@ -143,7 +143,7 @@ def best_shape(
     """
     found = [(shape, goodput(throughput, gradients, initial_batch, shape)) for shape in shapes]
     if not found:
-        raise ConfigError("there is no shape of a step to choose")
+        raise ConfigError("expected at least one shape of a step to choose from, got none")
     return max(found, key=lambda one: one[1])
 
 

@@ -98,15 +98,15 @@ async def next_epoch(
     If all ranks are there and have prepared the epoch of this plan, it begins as it is.
     """
     # Kept until a decision: after a timeout the next call takes it up, and the others may know its address.
-    if session.door is None:
-        session.door = await session.network.open_door(session.epoch + 1)
-    door, network, slots = session.door, session.network, session.engine.slots
+    if session.entry is None:
+        session.entry = await session.network.open_entry(session.epoch + 1)
+    entry, network, slots = session.entry, session.network, session.engine.slots
     if slots.bequest is None and session.engine.router.lost:
         slots.bequest = InheritedSlots.of(session.engine.router.names.of_group(session.world.id), slots.pending)
     bequest = NO_SLOTS if slots.bequest is None else slots.bequest
-    given: bytes = msgpack.packb([door.part, part, plan.digest, prepared is not None, bequest.digest])
+    given: bytes = msgpack.packb([entry.part, part, plan.digest, prepared is not None, bequest.digest])
     said = await session.agreements.decide(AgreementCall.SHRINK, given, timeout_s, network.membership.has_word)
-    session.door = None
+    session.entry = None
     opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
     # A rank that has died may have told the plan to some only: it counts if all surviving ranks gave its digest.
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
@@ -114,7 +114,7 @@ async def next_epoch(
     births = session.network.births
     members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
     if session.rank not in said:
-        await door.close()
+        await entry.close()
         raise EpochChanged(
             f"epoch {session.epoch + 1} begins without this rank: the others took it for lost; it can close its "
             "communicator and join as a new rank", epoch=session.epoch + 1, members=members,
@@ -127,14 +127,14 @@ async def next_epoch(
     session.end_epoch(Cause(CauseKind.EPOCH, session.epoch + 1, text, members))
     logger.info("rank %d: %s", session.rank, text)
     if session.rank not in members:
-        await door.close()
+        await entry.close()
         await network.membership.let_go([births[session.rank]])
         raise Released(text)
     if is_prepared and prepared is not None and prepared.comm is not None:
-        await door.close()
+        await entry.close()
         follower = session.hand_on(prepared.comm._session)
     else:
-        follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
+        follower = session.follow(entry.enter({rank: opened[rank][0] for rank in members}, joiners))
         heaps = follower.network.heaps()
         if heaps is not None and not is_planned and {row[4] for row in opened.values()} == {bequest.digest}:
             ranks = {rank: place for place, rank in enumerate(members)}

@@ -79,21 +79,21 @@ async def prepare(comm: Communicator, plan: EpochPlan, attempt: int, exchange: E
 
     ``attempt``: number from 1 on, the same on all ranks, and another one each time in an epoch.
     """
-    session, door = comm._session, None
+    session, entry = comm._session, None
     try:
-        door = await session.network.open_door(session.epoch + 1, attempt)
+        entry = await session.network.open_entry(session.epoch + 1, attempt)
     except KfcommError as error:
         logger.info("rank %d cannot prepare the next epoch: %s", comm.rank, error)
     mine, strategy, digest = comm.births[comm.rank], comm._strategy_below(), comm.strategy.digest
-    rows, uids = await exchange([comm.epoch, None if door is None else door.part, digest])
+    rows, uids = await exchange([comm.epoch, None if entry is None else entry.part, digest])
     # The epoch may change meanwhile, on some ranks before this call and on others after it.
     is_shared = len({epoch for epoch, *_ in rows}) == 1 and all(part is not None for _, part, _ in rows)
     is_shared = is_shared and uids == comm.births
-    if door is None or not is_shared or mine in plan.leavers:
-        if door is not None:
-            await door.close()
+    if entry is None or not is_shared or mine in plan.leavers:
+        if entry is not None:
+            await entry.close()
         return PreparedEpoch(plan, comm, None, digest) if is_shared else None
-    doors = {rank: part for rank, (_, part, _) in enumerate(rows) if comm.births[rank] not in plan.leavers}
-    made = session.prepare(door.enter(doors, plan.joiners))
+    parts = {rank: part for rank, (_, part, _) in enumerate(rows) if comm.births[rank] not in plan.leavers}
+    made = session.prepare(entry.enter(parts, plan.joiners))
     spec = strategy if len({one for *_, one in rows}) == 1 else "auto"
     return PreparedEpoch(plan, comm, Communicator(made, made.world, spec, comm.name), digest)

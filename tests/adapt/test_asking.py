@@ -191,7 +191,7 @@ async def test_a_policy_that_raises_right_after_its_change_has_it_undone_and_no_
 
 @pytest.mark.asyncio
 async def test_ranks_with_other_hyperparameters() -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
 
         async def main(comm: Communicator) -> None:
             given = Hyperparameters(batch_size=8 << comm.rank)

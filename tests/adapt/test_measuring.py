@@ -88,7 +88,7 @@ def test_earlier_collective_counts_from_the_start_of_measuring(clock: Clock) -> 
 @pytest.mark.asyncio
 async def test_a_rank_that_posts_late_is_less_busy() -> None:
     x = np.ones(1000, np.float32)
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         meters = [EngineMeter(comm) for comm in comms]
         mine = comms[0].all_reduce(x, "x")
         posted_s = time.monotonic()

@@ -301,7 +301,7 @@ async def test_on_end_can_ask_for_nothing_and_its_failure_harms_nobody(caplog: p
 
 @pytest.mark.asyncio
 async def test_a_program_that_raises_in_a_step_keeps_nobody_waiting() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         adaptations = [Adaptation(comm, [Policy()], meter=ScriptedMeter(comm, steady)) for comm in comms]
         await asyncio.gather(*(one.start() for one in adaptations))
 
@@ -421,7 +421,7 @@ async def test_misuse() -> None:
 @pytest.mark.asyncio
 async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
     """The policy waits for something of its own; the waiting step is cancelled, and the other ranks are notified."""
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         gates = [asyncio.Event(), asyncio.Event()]
         inside = asyncio.Event()
 
@@ -456,7 +456,7 @@ async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
 @pytest.mark.parametrize("where", ["the meeting", "what follows"])
 async def test_a_step_that_is_cancelled_at_its_end_keeps_nobody_waiting(where: str) -> None:
     """One rank leaves the meeting, or what follows from it: the others hear of it."""
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         inside = asyncio.Event()
 
         async def call(comm: Communicator) -> None:

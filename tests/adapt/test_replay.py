@@ -42,7 +42,7 @@ async def recorded(
     body: Callable[[Adaptation], Any] = lambda adaptation: None,
 ) -> list[Decision]:  # fmt: skip
     """Run steps; what was decided."""
-    async with world(4, hosts=4, strategy=strategy, tombstones=True) as comms:
+    async with world(4, hosts=4, strategy=strategy, aborted=True) as comms:
 
         async def main(comm: Communicator) -> list[Decision]:
             meter = ScriptedMeter(comm, cost)

@@ -105,13 +105,13 @@ async def test_unsupported_arrays_are_refused_on_all_ranks() -> None:
                 await comm.all_reduce(x, "g", op="adasum", **(bad if comm.rank == 0 else {}))
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
 
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         await run_ranks(comms, main)
 
 
 @pytest.mark.asyncio
 async def test_cancelling_ends_it_on_every_rank_and_the_name_works_on() -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         handle = comms[0].all_reduce(np.ones(3), "g", op="adasum")
         assert handle.cancel()
         with pytest.raises(CollectiveError, match="cancelled"):
@@ -175,13 +175,13 @@ async def test_cancelling_while_a_strategy_is_being_agreed() -> None:
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
         return type(caught.value).__name__
 
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         assert await run_ranks(comms, main) == ["CollectiveAborted", "CancelledError", "CollectiveAborted"]
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         handles = [comms[rank].all_reduce(np.ones(3), "g", op="adasum") for rank in (0, 2)]
         comms.kill(1)
         for handle in handles:
@@ -282,7 +282,7 @@ async def test_mismatch_after_calls_that_fit() -> None:
                 await comm.all_reduce(np.ones(size + (comm.rank == 1)), "g", op="adasum")
         assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
 
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         await run_ranks(comms, main)
 
 
@@ -309,7 +309,7 @@ async def test_mismatch_names_the_call_of_the_program_and_what_differs() -> None
             await comm.all_reduce(np.ones(3), "g", op="adasum" if comm.rank else "sum")
         return [*said, str(caught.value)]
 
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         for found in await run_ranks(comms, main):
             assert not any("uint8" in text or "all_to_all" in text or "all_gather" in text for text in found)
             for single, listed, mapping in (found[:3], found[3:6]):
@@ -325,7 +325,7 @@ async def test_mismatch_names_the_call_of_the_program_and_what_differs() -> None
 @pytest.mark.asyncio
 @pytest.mark.parametrize("turns_before", range(0, 40, 3))
 async def test_a_rank_lost_at_any_step_is_an_error_or_a_whole_result(turns_before: int) -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         x = np.arange(30_000.0)
         for _ in range(2):
             await asyncio.gather(*(comm.all_reduce(x, "g", op="adasum") for comm in comms))

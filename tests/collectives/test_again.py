@@ -85,7 +85,7 @@ async def test_one_name_serves_several_verbs(verb: str, other: str) -> None:
 @pytest.mark.parametrize("root", [1.0, np.array([1, 1]), "1", -1, SIZE, None, np.float64(1)], ids=repr)
 @pytest.mark.parametrize("verb", ["reduce", "broadcast", "gather"])
 async def test_a_root_that_is_no_rank_is_refused_each_time(verb: str, root: Any) -> None:
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
         for name in ("x", "y"):
             assert_got(verb, await everywhere(comms, lambda comm: called(verb, comm)))
             with pytest.raises(ConfigError, match="is not a rank"):

@@ -80,7 +80,7 @@ async def test_many_requests_at_once_are_never_torn() -> None:
 @pytest.mark.asyncio
 async def test_a_request_that_is_given_up() -> None:
     """Cancelled at any moment, or out of time: nothing stays behind, and the next one gets its own answer."""
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         comms[0].save("big", np.ones(1_000_000))
         comms[0].save("small", X)
         comms[0].save("not asked for before", X)  # what was may be there at once
@@ -112,7 +112,7 @@ async def test_requests_by_polling_use_no_memory() -> None:
 
 @pytest.mark.asyncio
 async def test_a_peer_is_lost_while_it_is_asked() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         comms[1].save("w", np.ones(1_000_000))
         asking = [asyncio.ensure_future(comms[rank].request("w", 1)) for rank in (0, 2)]
         await turns(3)
@@ -169,7 +169,7 @@ async def test_bytes_read_in_memory_are_counted() -> None:
 
 @pytest.mark.asyncio
 async def test_requests_of_a_rank_that_has_closed_its_group_or_is_lost() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         group = await asyncio.gather(*(comm.group([0, 1, 2]) for comm in comms))
         for some in (group, comms):
             some[1].save("w", X)

@@ -86,7 +86,7 @@ async def test_late_failure_raises_at_the_receiver_and_is_logged_here(caplog: py
 
 @pytest.mark.asyncio
 async def test_a_receiver_that_is_lost_is_no_harm_to_who_has_sent(caplog: pytest.LogCaptureFixture) -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         await comms[0].send(X, 1)
         comms.kill(1)
         await until(lambda: "rank 1 is lost" in caplog.text)

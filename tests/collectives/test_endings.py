@@ -248,7 +248,7 @@ async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
 @pytest.mark.parametrize("strategy", ["ring", "star", "clique"])
 async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
     size, dead = 4, 2
-    async with world(size, strategy=strategy, tombstones=True) as comms:
+    async with world(size, strategy=strategy, aborted=True) as comms:
         await works(comms)
         sub, other = [comm for comm in comms if comm.rank != dead], comms[dead]
         groups = await everywhere(sub, lambda comm: comm.group([0, 1, 3]))
@@ -275,7 +275,7 @@ async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
 @pytest.mark.asyncio
 async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
     size, count = 4, 100
-    async with world(size, strategy="ring", tombstones=True) as comms:
+    async with world(size, strategy="ring", aborted=True) as comms:
         big = np.ones(30_000)
         handles = [comm.all_reduce(big, f"k{number}") for comm in comms for number in range(count)]
         await turns(4)
@@ -291,7 +291,7 @@ async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
 @pytest.mark.asyncio
 async def test_a_link_breaks() -> None:
     """Calls over it fail with that reason; the peers live, so the next use of the name works, over a new link."""
-    async with world(3, strategy="ring", tombstones=True) as comms:
+    async with world(3, strategy="ring", aborted=True) as comms:
         await works(comms, "k")
         handles = [comm.all_reduce(X, "k") for comm in comms[:2]]
         await turns()
@@ -306,7 +306,7 @@ async def test_a_link_breaks() -> None:
 
 @pytest.mark.asyncio
 async def test_a_rank_that_is_unplugged_again_and_again() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         for count in range(12):
             handles = [comm.all_reduce(np.ones(1, np.int64), f"k{number}") for comm in comms for number in range(20)]
             await turns(count)
@@ -323,7 +323,7 @@ async def test_a_rank_that_is_unplugged_again_and_again() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", SINGLE)
 async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         await works(comms)
         waiting = [asyncio.ensure_future(_awaited(SINGLE[verb], comm)) for comm in comms[:2]]
         await turns()
@@ -341,7 +341,7 @@ async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
 @pytest.mark.asyncio
 async def test_posts_of_a_leaving_rank_complete_or_fail() -> None:
     """A close does not outrun the data: a rank that has completed may leave at once."""
-    async with world(3, strategy="star", tombstones=True) as comms:
+    async with world(3, strategy="star", aborted=True) as comms:
 
         async def last(comm: Any) -> Any:
             result = await comm.all_reduce(np.ones(1, np.int64), "last")
@@ -354,7 +354,7 @@ async def test_posts_of_a_leaving_rank_complete_or_fail() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", SINGLE)
 async def test_closed_with_things_in_flight(verb: str) -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         mine = SINGLE[verb](comms[0])
         receive = comms[0].recv(1)
         await comms[0].close()

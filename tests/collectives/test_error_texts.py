@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Case, tuple[type[Any], type[Any]], Callable[[str, str], t
 @pytest.mark.parametrize("case", CASES)
 async def test_errors_name_ranks_of_the_world_and_what_the_user_has_named(case: str, where: str) -> None:
     provoke, kinds, said = CASES[case]
-    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+    async with world(2 if where == "world" else 4, aborted=True, quiet=False) as comms:
         a, b = comms if where == "world" else await _group(comms)
         outcomes = await provoke(a, b)
         assert [type(one) for one in outcomes] == list(kinds), outcomes
@@ -175,7 +175,7 @@ LOST: dict[str, Case] = {
 @pytest.mark.parametrize("where", ["world", "group"])
 @pytest.mark.parametrize("title", LOST)
 async def test_a_lost_rank_is_named_by_its_rank_in_the_world(title: str, where: str) -> None:
-    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+    async with world(2 if where == "world" else 4, aborted=True, quiet=False) as comms:
         a, b = comms if where == "world" else await _group(comms)
         for is_posted_before in (True, False):
             if "request" in title or not is_posted_before:
@@ -195,7 +195,7 @@ async def test_a_lost_rank_is_named_by_its_rank_in_the_world(title: str, where: 
 async def test_stall_reports_and_warnings_follow_the_same_rule(where: str, caplog: pytest.LogCaptureFixture) -> None:
     first, second = CALLED[where]
     size = 2 if where == "world" else 4
-    async with world(size, tombstones=True, quiet=False, stall_after=SOON_S) as comms:
+    async with world(size, aborted=True, quiet=False, stall_after=SOON_S) as comms:
         a, b = comms if where == "world" else await _group(comms)
         calls = [a.all_reduce(X, "grad"), a.send(X, 1, "t", synchronous=True), a.recv(1, "u")]
         said = (
@@ -252,7 +252,7 @@ async def test_call_in_flight_at_the_end_of_an_epoch_names_the_ranks_of_the_next
 @pytest.mark.parametrize("where", ["world", "group"])
 @pytest.mark.parametrize("title", ENDED)
 async def test_call_in_flight_at_a_close_names_the_rank_that_closed(title: str, where: str) -> None:
-    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+    async with world(2 if where == "world" else 4, aborted=True, quiet=False) as comms:
         a, b = comms if where == "world" else await _group(comms)
         begin, said = ENDED[title]
         call = asyncio.ensure_future(begin(a))

@@ -119,7 +119,7 @@ async def test_member_lists_that_cannot_work(members: list[Any], says: str) -> N
 
 @pytest.mark.asyncio
 async def test_member_lists_that_differ() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         lists = [[0, 1], [0, 1, 2], [0, 1, 2]]
         outcomes = await ends(comms, lambda comm: comm.group(lists[comm.rank], timeout=SHORT_S))
         assert_kinds(outcomes, CollectiveTimeout)
@@ -177,7 +177,7 @@ async def test_a_group_that_is_closed() -> None:
 
 @pytest.mark.asyncio
 async def test_a_lost_peer_ends_its_groups_only() -> None:
-    async with world(4, tombstones=True) as comms:
+    async with world(4, aborted=True) as comms:
         with_it = await _grouped(comms, [1, 2])
         without = await _grouped(comms, [0, 2, 3])
         waiting = with_it[1].recv(0)
@@ -236,7 +236,7 @@ async def test_a_group_that_all_have_closed_is_forgotten(monkeypatch: pytest.Mon
 
 @pytest.mark.asyncio
 async def test_calls_fail_at_once_when_a_member_closes_the_group() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         group = await _grouped(comms, [0, 1, 2])
         await everywhere(group, lambda one: one.all_reduce(1, "x"))
         await everywhere(group, lambda one: one.all_reduce([1], "x"))

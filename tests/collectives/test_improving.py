@@ -199,7 +199,7 @@ def test_one_host_imports_nothing_of_it() -> None:
 async def test_rank_that_does_not_answer_holds_the_others_up_for_a_moment_only(hasty: Any, monkeypatch: Any) -> None:
     """It is late once; nothing changes then, and all goes on; the next time it answers."""
     hasty(worth=0.0, within_s=0.5)
-    async with world(3, hosts=3, tombstones=True) as comms:
+    async with world(3, hosts=3, aborted=True) as comms:
         late = comms[2]._group
         hold, calls = late.hold, []
 

@@ -340,7 +340,7 @@ async def test_a_cancelled_message_is_told_to_the_receive_that_waits_for_it() ->
 
 @pytest.mark.asyncio
 async def test_a_lost_sender_and_a_lost_receiver() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         receive = [comms[0].recv(1), comms[0].recv_any(1, "t")]
         anyone = comms[0].recv(tag="any")
         send = comms[2].send(X, 1, synchronous=True)

@@ -179,7 +179,7 @@ MORE_CALLS = (
 async def test_every_rank_hears_of_the_difference(what: str, odd: int, strategy: str) -> None:
     size = 3
     usual, other, words = DIFFERENT[what]
-    async with world(size, strategy=strategy, tombstones=what in MORE_CALLS) as comms:
+    async with world(size, strategy=strategy, aborted=what in MORE_CALLS) as comms:
         for first in (odd, (odd + 1) % size):
             handles: dict[int, asyncio.Future[Any]] = {}
             for comm in (comms[first], *(one for one in comms if one.rank != first)):

@@ -205,7 +205,7 @@ async def test_roots_are_whole_numbers_of_any_kind(verb: str) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
 async def test_priorities_and_timeouts_are_numbers_of_any_kind(verb: str) -> None:
-    async with world(SIZE, tombstones="adasum" in verb) as comms:
+    async with world(SIZE, aborted="adasum" in verb) as comms:
         right = [{"priority": one} for one in (np.int64(3), Rank.THIRD, np.int8(-3))]
         right += [{"timeout": one} for one in (np.float32(60), Rank.THIRD * 30, timedelta(minutes=1), Fraction(60))]
         for more in right:

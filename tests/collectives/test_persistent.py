@@ -286,7 +286,7 @@ async def test_it_cannot_be_started_while_it_is_in_flight(rounds: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("rounds", [0, 2])
 async def test_after_a_cancellation_it_can_be_started_again(rounds: int) -> None:
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
         prepared = [comm.all_reduce_init(np.ones(1), "x") for comm in comms]
         for _ in range(rounds):
             await started(prepared)
@@ -306,7 +306,7 @@ async def test_after_a_cancellation_it_can_be_started_again(rounds: int) -> None
 
 @pytest.mark.asyncio
 async def test_cancelling_the_task_that_awaits_it_cancels_it() -> None:
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
         prepared = [comm.all_reduce_init(np.ones(1), "x") for comm in comms]
         await started(prepared)
 
@@ -332,7 +332,7 @@ async def _error(prepared: Any) -> Any:
 
 @pytest.mark.asyncio
 async def test_after_a_timeout_it_can_be_started_again() -> None:
-    async with world(SIZE, timeout_s=0.7, tombstones=True) as comms:
+    async with world(SIZE, timeout_s=0.7, aborted=True) as comms:
         prepared = [comm.all_reduce_init(np.ones(1), "x") for comm in comms]
         await started(prepared)
         assert_kinds([await _error(prepared[0].start())], CollectiveTimeout)
@@ -342,7 +342,7 @@ async def test_after_a_timeout_it_can_be_started_again() -> None:
 
 @pytest.mark.asyncio
 async def test_after_a_mismatch_it_can_be_started_again() -> None:
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
         prepared = [comm.all_reduce_init(np.ones(1), "x") for comm in comms]
         for _ in range(2):
             assert_usable(await started(prepared), SIZE)
@@ -392,7 +392,7 @@ async def test_a_start_during_a_swap_waits_for_the_verdict() -> None:
 
 @pytest.mark.asyncio
 async def test_a_start_that_is_cancelled_during_a_swap_takes_its_number() -> None:
-    async with world(SIZE, strategy="star", tombstones=True) as comms:
+    async with world(SIZE, strategy="star", aborted=True) as comms:
         prepared = [comm.all_reduce_init(np.ones(1), "x") for comm in comms]
         await started(prepared)
         verdicts = [comm.set_strategy("ring") for comm in comms]
@@ -466,7 +466,7 @@ async def test_invalid_arguments_are_refused_at_the_first_start(
 ) -> None:
     """The other ranks get an abort, as from a call: they lose neither step nor number."""
     is_named = verb not in ("all_reduce_many", "send", "recv")
-    async with world(SIZE, tombstones=True) as comms:  # those of the later step of what the others call in one step
+    async with world(SIZE, aborted=True) as comms:  # those of the later step of what the others call in one step
         prepared = getattr(comms[0], f"{verb}_init")(*arguments, **({"name": "x"} if is_named else {}), **options)
         await turns()
         assert not comms[0]._session.engine.router.num_uses(comms[0]._group.view.id, "x")

@@ -85,7 +85,7 @@ async def test_every_chunk_of_a_message_has_the_priority_of_its_sender_or_receiv
 @pytest.mark.asyncio
 @pytest.mark.parametrize("bad", BAD, ids=repr)
 async def test_a_priority_that_is_none(bad: Any) -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         for verb, call in CALLS.items():
             handles = [call(comms[0])]
             with pytest.raises(ConfigError, match="whole number from -32768 to 32767"):

@@ -86,7 +86,7 @@ async def test_array_refused_by_a_queue_uses_no_capacity() -> None:
 @pytest.mark.asyncio
 async def test_a_queue_that_breaks() -> None:
     """Present and later calls of ``put`` raise, and asyncio reports no unretrieved error."""
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         ways = [comm.queue("q", 0, 1, capacity=2) for comm in comms]
         await ways[0].put(X)
         await ways[0].put(X)

@@ -234,7 +234,7 @@ async def test_left_message_of_wrong_shape_fails_its_receive(when: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("when", range(0, 40, 4))
 async def test_of_a_sender_that_is_lost_what_was_here_is_received(when: int) -> None:
-    async with world(3, tombstones=True, quiet=False) as comms:
+    async with world(3, aborted=True, quiet=False) as comms:
         a, b, _ = comms
         first = a.recv(1)
         sent = b.send(BIG, 0, synchronous=True)

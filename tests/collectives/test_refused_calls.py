@@ -61,7 +61,7 @@ async def _called(call: Callable[[Any, Any, str | None], Any], comm: Any, x: Any
 @pytest.mark.parametrize("verb", CALLS)
 async def test_calls_after_one_that_was_refused_meet_their_like(verb: str, name: str | None, late_turns: int) -> None:
     call, value, bad = CALLS[verb]
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
 
         async def program(comm: Any) -> None:
             for number in range(3 * USES):
@@ -85,7 +85,7 @@ async def test_calls_after_one_that_was_refused_meet_their_like(verb: str, name:
 @pytest.mark.parametrize("verb", ["all_reduce", "broadcast_object", "all_gather_object"])
 async def test_calls_after_one_that_was_cancelled_meet_their_like(verb: str) -> None:
     call, value, _ = CALLS[verb]
-    async with world(SIZE, tombstones=True) as comms:
+    async with world(SIZE, aborted=True) as comms:
         for number in range(3 * USES):
             if number % USES == USES - 1:
                 call(comms[0], value(0), None).cancel()
@@ -103,7 +103,7 @@ async def test_calls_after_one_that_was_cancelled_meet_their_like(verb: str) -> 
 
 @pytest.mark.asyncio
 async def test_calls_after_ranks_have_disagreed_meet_their_like() -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         small, large = np.ones(2), np.ones(5)
         for _ in range(USES):
             for x in (small, large):
@@ -144,7 +144,7 @@ OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
 async def test_an_object_that_cannot_be_carried_is_told_at_once_to_all_with_rank_and_reason(
     verb: str, number: int
 ) -> None:
-    async with world(2, tombstones=True) as (a, b):
+    async with world(2, aborted=True) as (a, b):
         with pytest.raises(ConfigError, match="cannot carry") as refused:
             OBJECTS[verb](a, UNREADABLE[number])
         with pytest.raises(CollectiveAborted) as told:
@@ -155,7 +155,7 @@ async def test_an_object_that_cannot_be_carried_is_told_at_once_to_all_with_rank
 
 @pytest.mark.asyncio
 async def test_arrays_and_comparisons_of_what_holds_itself_are_refused_in_plain_words() -> None:
-    async with world(2, tombstones=True) as (a, b):
+    async with world(2, aborted=True) as (a, b):
         for mine, other in (
             (lambda: a.send(UNSENDABLE, 1), lambda: b.recv(0)),
             (lambda: a.all_reduce(UNSENDABLE), lambda: b.all_reduce(1)),

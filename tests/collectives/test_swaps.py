@@ -192,7 +192,7 @@ async def test_names_used_before_wait_for_the_verdict_too(verb: str) -> None:
 
 @pytest.mark.asyncio
 async def test_a_close_ends_what_waits_for_a_verdict() -> None:
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         await works(comms, "x")
         await everywhere(comms, lambda comm: comm.all_reduce(np.ones(2), "x"))
         cut = comms[0].set_strategy("ring")
@@ -357,13 +357,13 @@ async def test_groups_swap_by_themselves() -> None:
 
 @pytest.mark.asyncio
 async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         cuts = [comm.set_strategy("ring") for comm in comms[:2]]
         later = [comm.all_reduce(np.ones(1), "k") for comm in comms[:2]]
         await turns()
         comms.kill(2)
         assert_kinds(await asyncio.gather(*cuts, *later, return_exceptions=True), PeerLost)
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         cut = comms[0].set_strategy("ring")
         later = [comms[0].all_reduce(np.ones(1), "k"), comms[0].all_gather(np.ones(1), "c", concat=True)]
         closing = asyncio.ensure_future(comms[0].close())
@@ -377,7 +377,7 @@ async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
 @pytest.mark.parametrize("generation", [0, 1])
 async def test_withdrawn_chunks_return_their_credit(generation: int, charged: int) -> None:
     """A chunk's header holds both in one number: its generation and whether it was charged."""
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         for _ in range(generation):
             await everywhere(comms, lambda comm: comm.set_strategy("ring"))
         await works(comms, "x")

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.asyncio
 async def test_refused_calls_fail_on_all_ranks(what: str) -> None:
     call, why = REFUSED[what]
-    async with world(2, tombstones="mapping" in what) as comms:
+    async with world(2, aborted="mapping" in what) as comms:
 
         def one(comm: Any) -> Any:
             if comm.rank == 0:

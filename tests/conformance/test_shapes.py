@@ -312,9 +312,9 @@ BAD_CALLS: dict[str, Callable[[Any], Any]] = {
     "scatter_object without values": lambda comm: comm.scatter_object(None, comm.rank),
     "a root out of range": lambda comm: comm.broadcast(np.zeros(2), 3),
     "a root below zero": lambda comm: comm.reduce(np.zeros(2), -1),
-    "a root that is no number": lambda comm: comm.gather(np.zeros(2), "0"),
+    "a root of type str": lambda comm: comm.gather(np.zeros(2), "0"),
     "an unknown op": lambda comm: comm.all_reduce(np.zeros(2), op="median"),
-    "an op that is no name": lambda comm: comm.reduce(np.zeros(2), op=[np.add]),
+    "an op of type list": lambda comm: comm.reduce(np.zeros(2), op=[np.add]),
     "an object array": lambda comm: comm.all_reduce(np.array([None, {}])),
     "a string": lambda comm: comm.all_gather("abc"),
     "a date": lambda comm: comm.broadcast(np.zeros(2, "M8[s]")),
@@ -324,7 +324,7 @@ BAD_CALLS: dict[str, Callable[[Any], Any]] = {
     "an object that msgpack cannot carry": lambda comm: comm.all_gather_object({1, 2}),
     "a function": lambda comm: comm.consensus(print),
     "a negative timeout": lambda comm: comm.all_reduce(np.zeros(2), timeout=-1.0),
-    "a timeout that is no number": lambda comm: comm.all_reduce(np.zeros(2), timeout=float("nan")),
+    "a timeout of NaN": lambda comm: comm.all_reduce(np.zeros(2), timeout=float("nan")),
 }
 
 

@@ -26,13 +26,13 @@ SETTLING_TURNS = 20_000
 
 @asynccontextmanager
 async def world(
-    size: int, *, timeout_s: float = HANG_S, quiet: bool = True, tombstones: bool = False, **options: Any
+    size: int, *, timeout_s: float = HANG_S, quiet: bool = True, aborted: bool = False, **options: Any
 ) -> AsyncIterator[MemoryWorld]:
     """A world that is looked through at the end: nothing in flight, nothing early, all credit whole."""
     async with testing.world(size, timeout=timeout_s, transport=LINKS, **options) as comms:
         yield comms
         if quiet:
-            await settled(comms, tombstones=tombstones)
+            await settled(comms, aborted=aborted)
 
 
 async def everywhere(comms: Sequence[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
@@ -67,18 +67,18 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def settled(comms: Sequence[Communicator], *, tombstones: bool = False) -> None:
+async def settled(comms: Sequence[Communicator], *, aborted: bool = False) -> None:
     """Fails unless the world comes to rest with empty tables and whole windows."""
     left: list[str] = []
     for _ in range(SETTLING_TURNS):
-        left = leftovers(comms, tombstones=tombstones)
+        left = leftovers(comms, aborted=aborted)
         if not left:
             return
         await asyncio.sleep(0)
     raise AssertionError("the world does not come to rest:\n  " + "\n  ".join(left))
 
 
-def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> list[str]:
+def leftovers(comms: Sequence[Communicator], *, aborted: bool = False) -> list[str]:
     """State still held by engines and routers, in words."""
     left = []
     gone = {rank for comm in comms for rank in comm._session.engine.router.lost}
@@ -94,7 +94,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             "dials": len(engine.links._dials),
             "early": sum(len(key.early) for key in router.names),
             "live under keys": sum(len(key.live) for key in router.names),
-            "tombstones": 0 if tombstones else len(router.dead),
+            "aborted": 0 if aborted else len(router.dead),
             "asks": sum(incoming.asks for incoming in engine.links.incoming),
             "serving": len(comm._mailbox._serving),
             "backlogs": sum(len(sender._backlog) for sender in engine.links.by_peer.values()),

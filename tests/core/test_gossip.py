@@ -356,7 +356,7 @@ BAD = {
     "cause missing": (1, [Body.ABORT, b"", "key", 0, None]),
     "cause too short": (1, [Body.ABORT, b"", "key", 0, []]),
     "cause names an unknown rank": (1, [Body.ABORT, b"", "key", 0, ["timeout", 4, "", [], []]]),
-    "cause with strangers": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [4], []]]),
+    "cause with unknown ranks": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [4], []]]),
     "cause with a crowd": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [], [0] * (MAX_NAMED_RANKS + 1)]]),
     "cause without list": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", {}, []]]),
     "lost stranger": (1, [Body.LOST, 4, "gone", False]),

@@ -109,7 +109,7 @@ class Devices:
         raise AssertionError("it does not come to rest")
 
     def play(self, programs: Sequence[Sequence[Use | None]], *, hasty: float = 0.5) -> None:
-        """Each rank's uses arrive in its own order, among deliveries; at None it waits for all that it has posted."""
+        """Each rank's uses arrive in its own order, among deliveries; at None it waits for its earlier uses."""
         left = [deque(program) for program in programs]
         while any(left):
             ready = [rank for rank, uses in enumerate(left) if uses and self._may(rank, uses[0])]

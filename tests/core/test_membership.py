@@ -34,8 +34,8 @@ BY_CHANCE = ("die", "suspect", "leave")
 class World:
     """The decisions of all ranks, joined by links that keep their order and lose the end of what a rank says on dying.
 
-    A rank that is suspected falsely goes on until it hears that it is given up. One that knows the decision may leave:
-    the others hear that after all that it said, and it hears nothing more.
+    A falsely suspected rank continues until it hears that the others count it as lost. A rank that knows the decision
+    may leave: the others hear that after its earlier messages, and it hears nothing more.
     """
 
     size: int
@@ -147,7 +147,7 @@ class World:
             one = self.ranks[rank]
             assert one.value is not None or one.is_cut_off, f"rank {rank} waits for ever"
             if one.value is None:
-                assert self.suspected, "nobody was taken for lost that lives, and yet some are cut off"
+                assert self.suspected, "ranks are cut off although no living rank was suspected"
 
 
 def step(world: World, action: Action) -> None:
@@ -418,7 +418,7 @@ def test_infinite_limit_never_loses_a_peer() -> None:
     st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans(), st.booleans()), max_size=60),
 )
 def test_peer_is_lost_at_its_time_and_not_before(lost_after_s: float, steps: list[tuple[float, bool, bool]]) -> None:
-    """Looks that come a little late give up no rank early, and no look that is in time comes after the time is over."""
+    """Slightly late looks never declare a rank lost early, and no look in time comes after the deadline."""
     detector = FailureDetector(lost_after_s)
     interval_s = min(lost_after_s / 6, LONGEST_INTERVAL_S)
     detector.watch((1,), 0.0)

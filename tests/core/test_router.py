@@ -133,12 +133,12 @@ def test_post_again_replays_early_chunks():
     assert [effect[4] for effect in desk.take(Do.FOLD)] == ["early"]
 
 
-@pytest.mark.parametrize("what", ["tombstone", "loss"])
+@pytest.mark.parametrize("what", ["abort", "loss"])
 def test_post_again_declines_after_abort_or_loss(what):
     desk = Desk(rank=1)
     desk.router.complete(desk.post())
     series = desk.series()
-    if what == "tombstone":
+    if what == "abort":
         desk.router.on_abort(SUM.group_id, SUM.name, 1, TIMEOUT, desk.effects)
     else:
         desk.router.on_peer_left(2, TIMEOUT)

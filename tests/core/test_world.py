@@ -274,7 +274,7 @@ def test_a_collective_that_is_given_up_ends_everywhere_and_its_key_lives_on(size
             for outcome in world.outcomes(use):
                 if isinstance(outcome, Memory) and outcome.cause is None:
                     outcome.check()
-    world.check_at_rest(tombstones=100 * size)  # of groups that a rank is not in
+    world.check_at_rest(aborted=100 * size)  # of groups that a rank is not in
     assert not world.violations
 
 
@@ -335,7 +335,7 @@ def test_a_lost_peer_ends_what_it_takes_part_in_and_nothing_else(size, seed, wea
                 cause = outcome if not isinstance(outcome, Memory) else outcome.cause
                 assert cause is not None
                 assert cause.kind in (CauseKind.LOST, CauseKind.LINK)
-    world.check_at_rest(tombstones=100)
+    world.check_at_rest(aborted=100)
 
 
 def check_only_what_breaks_may_have_carried_failed(world: World) -> None:
@@ -377,7 +377,7 @@ def test_a_broken_link_fails_what_it_may_have_carried_and_is_replaced(size, seed
     world.plan_all([key] for key in after)
     world.run()
     world.check_done(after)
-    world.check_at_rest(tombstones=100)
+    world.check_at_rest(aborted=100)
     assert not world.violations
 
 
@@ -402,7 +402,7 @@ def test_news_of_a_break_however_late_harms_nothing_that_was_posted_when_the_sen
     world.run()
     world.check_done(after)
     check_only_what_breaks_may_have_carried_failed(world)
-    world.check_at_rest(tombstones=100)
+    world.check_at_rest(aborted=100)
 
 
 @pytest.mark.parametrize("noticed_by", ["sender", "receiver", "both"])

@@ -1,9 +1,9 @@
 """A simulated world: routers joined by links that keep their order, in plain synchronous code.
 
 Everything that can happen is a *token* in one bag: a rank posts, a link reads a payload, delivers a frame or says
-that it reads no more, news of an abort arrives, a rank notices that a link broke. ``run`` takes tokens in an order of
-the test's choosing until there are none. What reaches a rank has been through msgpack; payloads are copied as late as
-a real link may copy them, or as early; blocks of memory are counted.
+that it reads no more, news of an abort arrives, a rank notices that a link broke. ``run`` takes all tokens, in an
+order chosen by the test. All frames go through msgpack; payloads are copied as late as a real link may copy them, or
+as early; blocks of memory are counted.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class Frame:
 class Wire:
     """A directed link, both ends of it.
 
-    ``streaming`` is a chunk of which a part has arrived. A link that is broken takes what it is given until its
-    sender has ``noticed``, and delivers what ``still`` arrives until its receiver is ``deaf`` to it. ``posted`` is how
-    often the sender had used each name when it noticed.
+    ``streaming`` is a partly received chunk. A broken link accepts frames until its sender has ``noticed``, and
+    delivers the frames that ``still`` arrive until its receiver is ``deaf``. ``posted`` is how often the sender had
+    used each name when it noticed.
     """
 
     outgoing: Outgoing
@@ -368,14 +368,14 @@ class World:
             causes.append(cause)
         return causes
 
-    def check_at_rest(self, tombstones: int = 0) -> None:
+    def check_at_rest(self, aborted: int = 0) -> None:
         """Nothing is left but names: no memory, no early arrivals, no aborted calls; all credit is back."""
         for node in self.nodes:
             if node.dead:
                 continue
             router = node.router
             assert not router.live
-            assert len(router.dead) <= tombstones
+            assert len(router.dead) <= aborted
             for key in router.names:
                 assert not key.live
                 assert not key.early

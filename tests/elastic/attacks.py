@@ -49,7 +49,7 @@ class Attack(NamedTuple):
     """How one rank ends a call.
 
     Attributes:
-        birth: of the rank.
+        birth: uid of the rank that ends the call.
         how: one of ``HOWS``.
         delay_s: after its begin.
     """

@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
     Attributes:
         birth: uid of the rank.
-        views: births of the ranks of the step.
+        views: uids of the ranks of the step.
         step: its number.
         number: of the call in it.
     """
@@ -249,8 +249,8 @@ class Stage:
     """The world of a program, and what befalls it.
 
     Attributes:
-        trainings: by birth.
-        dead: births of the ranks that were killed.
+        trainings: by uid.
+        dead: uids of the killed ranks.
     """
 
     def __init__(self, seed: int, plan: Plan, transport: Any) -> None:

@@ -92,7 +92,7 @@ async def test_checkpoint_of_another_state_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("kfcomm.elastic.checkpoint.FORM", 4)
     with pytest.raises(ConfigError, match="of another version of kfcomm"):
         await Checkpoint(path, 1, State(a=np.zeros(3))).read()
-    with pytest.raises(ConfigError, match="there is no directory"):
+    with pytest.raises(ConfigError, match="does not exist: create it first"):
         Checkpoint(tmp_path / "no" / "c.npz", 1, State())
     for every in (0, -1, True, 1.5):
         with pytest.raises(ConfigError, match="checkpoint_every is a number of steps"):

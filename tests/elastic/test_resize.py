@@ -62,11 +62,11 @@ async def test_a_rank_dies_in_its_midst() -> None:
         async def main(comm: Any) -> Any:
             if comm.rank == 3:
 
-                async def open_door(epoch: int) -> Any:
+                async def open_entry(epoch: int) -> Any:
                     comms.kill(3)
                     raise Died
 
-                doomed.network.open_door = open_door
+                doomed.network.open_entry = open_entry
                 with pytest.raises(Died):
                     await comm.resize(2)
                 return None

@@ -24,7 +24,7 @@ class Trained(NamedTuple):
     Attributes:
         weights: at the end, as bytes.
         loss: over all samples, with these.
-        births: of the ranks at the end.
+        births: uids of the ranks at the end.
         num_void: steps that were run again, since a rank was lost in their midst.
     """
 

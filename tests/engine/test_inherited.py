@@ -80,11 +80,11 @@ def test_use_0_of_a_name_takes_its_slot_once(memory: SlotMemory) -> None:
     taken = found.take(series_of("g"), 0, cut_of(2))
     assert taken is not None
     place, cut = taken
-    assert (place.at, place.room) == (slot.at, slot.room)
+    assert (place.at, place.nbytes) == (slot.at, slot.nbytes)
     assert place.number != slot.number
     assert place.memory.is_inherited
     assert list(place.memory.places) == [0, 1]
-    assert cut.room <= slot.room < cut_of(2).room
+    assert cut.nbytes <= slot.nbytes < cut_of(2).nbytes
     assert found.take(series_of("g"), 0, cut_of(2)) is None
     assert found.expected == {5}
     assert not found.is_reached([4])

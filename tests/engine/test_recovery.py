@@ -70,7 +70,7 @@ def break_link(comms: Any, rank: int, peer: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("refusals", [0, 3])
 async def test_next_link_fails_calls_that_wait_for_lost_chunks(refusals: int) -> None:
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         waiting = await lost_on_the_way(comms)
         with no_connection(refusals):
             break_link(comms, 0, 1)
@@ -81,7 +81,7 @@ async def test_next_link_fails_calls_that_wait_for_lost_chunks(refusals: int) ->
 
 @pytest.mark.asyncio
 async def test_calls_posted_after_the_break_are_not_failed() -> None:
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         waiting = await lost_on_the_way(comms)
         sizes = []
         for _ in range(3):
@@ -95,7 +95,7 @@ async def test_calls_posted_after_the_break_are_not_failed() -> None:
 
 @pytest.mark.asyncio
 async def test_a_break_that_only_the_receiver_notices() -> None:
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         waiting = await lost_on_the_way(comms)
         engine = comms[1]._session.engine
         (incoming,) = engine.links.incoming
@@ -124,7 +124,7 @@ async def test_a_rank_that_has_left_tells_nobody_any_more() -> None:
 
 @pytest.mark.asyncio
 async def test_links_may_be_heard_of_in_the_wrong_order() -> None:
-    async with world(2, strategy="star", tombstones=True) as comms:
+    async with world(2, strategy="star", aborted=True) as comms:
         await works(comms, "k")
         engine = comms[1]._session.engine
         (current,) = engine.links.incoming

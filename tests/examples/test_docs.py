@@ -6,7 +6,7 @@ Comments in the Markdown, invisible when rendered, say what to do with the block
 - ``<!-- copy: NAME -->``, on its own: the folder NAME of the checkout is copied, and used from then on.
 - ``<!-- change: NAME -->``: the block is a change of the file NAME: lines that it has, and lines that are added to it.
 - ``<!-- run -->``: the lines that begin with ``$`` are run by a shell; what they print is the rest of the block, in
-  any order, as ranks print when they do. A line ``...`` stands for any lines, ``…`` within a line for any text. Port
+  any order, as ranks print when they do. A line ``...`` matches any lines, ``…`` within a line for any text. Port
   29600 is replaced by one that is free.
 - ``<!-- ranks: N -->``: the block is run as a program of N ranks: it is the body of ``async with kfcomm.init() as
   comm``, with a float array ``x`` of four elements.

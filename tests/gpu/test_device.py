@@ -216,7 +216,7 @@ def test_it_is_told_in_order(device: cuda.CudaDevice) -> None:
 
 
 def test_other_threads_run_while_it_waits(device: cuda.CudaDevice) -> None:
-    """This thread opens the gate, which it could not do if the waiting thread held the interpreter's lock."""
+    """This thread ends the wait, which is impossible while the waiting thread holds the interpreter's lock."""
     stream, told = device.stream(), Told()
     with Gate(stream) as gate:
         device.notify(stream, told)

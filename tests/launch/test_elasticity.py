@@ -324,7 +324,7 @@ async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_th
         role.sizing.give_up_starting()
     role.launcher.note(end)
     assert role.elastic.has_failed
-    assert role.launcher.verdict.is_open
+    assert role.launcher.outcome.is_open
 
 
 @pytest.mark.asyncio
@@ -338,7 +338,7 @@ async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
         role.launcher.note(Exit(3, 7 if has_failed else 0))
         await role.fail_if_nobody_goes_on()
     assert "ranks 1-2 are stopped or stuck" in capsys.readouterr().out
-    assert role.launcher.verdict.exit_code == (7 if has_failed else 0)
+    assert role.launcher.outcome.exit_code == (7 if has_failed else 0)
 
 
 @pytest.mark.asyncio
@@ -349,7 +349,7 @@ async def test_a_rank_that_failed_counts_although_the_others_have_come_to_the_en
             role.rank_given_up(1)
             role.launcher.note(Exit(0, 0))
             role.launcher.note(Exit(1, 3))
-        failed = role.launcher.verdict.failed
+        failed = role.launcher.outcome.failed
         assert failed is None if is_enough else failed is not None and failed.code == 3
 
 

@@ -20,22 +20,22 @@ def test_no_failure_without_a_failed_rank() -> None:
     blame = Blame(2)
     blame.heard(culprit(0))
     blame.ended(Exit(0, 0), 1.0)
-    assert blame.verdict(2.0) is None
+    assert blame.outcome(2.0) is None
 
 
 def test_failure_without_report_is_first_at_once() -> None:
     blame = Blame(3)
     blame.ended(Exit(1, -9), 1.0)
-    assert blame.verdict(1.0) == Failure(1, -9, 1.0)
+    assert blame.outcome(1.0) == Failure(1, -9, 1.0)
 
 
 def test_a_victim_is_passed_over_for_who_ends_later() -> None:
     blame = Blame(3)
     blame.heard(victim(0))
     blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
-    assert blame.verdict(1.0) == 1.0 + CAUSE_WITHIN_S
+    assert blame.outcome(1.0) == 1.0 + CAUSE_WITHIN_S
     blame.ended(Exit(1, -9), 1.1)
-    assert blame.verdict(1.1) == Failure(1, -9, 1.1)
+    assert blame.outcome(1.1) == Failure(1, -9, 1.1)
 
 
 def test_the_first_victim_stands_if_nobody_comes() -> None:
@@ -43,7 +43,7 @@ def test_the_first_victim_stands_if_nobody_comes() -> None:
     for rank in (2, 0):
         blame.heard(victim(rank, 1.0 - rank / 10))
         blame.ended(Exit(rank, 1, Why.ELSEWHERE), 1.0)
-    assert blame.verdict(1.0 + CAUSE_WITHIN_S) == Failure(2, 1, 0.8, Why.ELSEWHERE, "PeerLost")
+    assert blame.outcome(1.0 + CAUSE_WITHIN_S) == Failure(2, 1, 0.8, Why.ELSEWHERE, "PeerLost")
 
 
 def test_no_wait_after_all_ranks_have_ended() -> None:
@@ -51,19 +51,19 @@ def test_no_wait_after_all_ranks_have_ended() -> None:
     blame.heard(victim(0))
     blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
     blame.ended(Exit(1, 0), 1.0)
-    verdict = blame.verdict(1.0)
-    assert isinstance(verdict, Failure)
-    assert verdict.rank == 0
+    outcome = blame.outcome(1.0)
+    assert isinstance(outcome, Failure)
+    assert outcome.rank == 0
 
 
 def test_earlier_leaver_is_awaited_and_gives_its_error_code() -> None:
     blame = Blame(3)
     blame.heard(culprit(1))
     blame.ended(Exit(0, 5), 1.0)
-    assert blame.verdict(1.0) == 1.0 + LEAVING_WITHIN_S
-    assert blame.verdict(1.0 + LEAVING_WITHIN_S) == Failure(1, 3, 0.5, summary="ValueError: why")
+    assert blame.outcome(1.0) == 1.0 + LEAVING_WITHIN_S
+    assert blame.outcome(1.0 + LEAVING_WITHIN_S) == Failure(1, 3, 0.5, summary="ValueError: why")
     blame.ended(Exit(1, 3), 2.0)
-    assert blame.verdict(2.0) == Failure(1, 3, 0.5, summary="ValueError: why")
+    assert blame.outcome(2.0) == Failure(1, 3, 0.5, summary="ValueError: why")
 
 
 def test_earlier_leaver_that_ends_well_is_not_blamed() -> None:
@@ -71,7 +71,7 @@ def test_earlier_leaver_that_ends_well_is_not_blamed() -> None:
     blame.heard(culprit(1))
     blame.ended(Exit(0, 5), 1.0)
     blame.ended(Exit(1, 0), 2.0)
-    assert blame.verdict(2.0) == Failure(0, 5, 1.0)
+    assert blame.outcome(2.0) == Failure(0, 5, 1.0)
 
 
 def test_rejoining_clears_the_report() -> None:
@@ -79,14 +79,14 @@ def test_rejoining_clears_the_report() -> None:
     blame.heard(culprit(1))
     blame.heard(ExitReport(1))
     blame.ended(Exit(0, 5), 1.0)
-    assert blame.verdict(1.0) == Failure(0, 5, 1.0)
+    assert blame.outcome(1.0) == Failure(0, 5, 1.0)
 
 
 def test_later_leaver_is_not_awaited() -> None:
     blame = Blame(3)
     blame.heard(culprit(1, at_s=2.0))
     blame.ended(Exit(0, 5), 1.0)
-    assert blame.verdict(2.0) == Failure(0, 5, 1.0)
+    assert blame.outcome(2.0) == Failure(0, 5, 1.0)
 
 
 @given(st.data())
@@ -98,7 +98,7 @@ def test_in_whatever_order_news_comes_the_one_with_its_own_error_is_named(data: 
     news = [(rank, step) for rank in range(size) for step in ("said", "ended")]
     order = data.draw(st.permutations(news))
     blame = Blame(size)
-    verdicts = []
+    outcomes = []
     waiting = dict.fromkeys(range(size), ("said", "ended"))
     for now, (rank, _) in enumerate(order):
         step, waiting[rank] = waiting[rank][0], waiting[rank][1:]
@@ -109,7 +109,7 @@ def test_in_whatever_order_news_comes_the_one_with_its_own_error_is_named(data: 
         elif step == "ended":
             end = Exit(rank, 3) if rank == guilty else Exit(rank, 1, Why.ELSEWHERE)
             blame.ended(end, 10.0 + now / 100)
-        verdicts.append(blame.verdict(10.0 + now / 100))
-    found = [verdict for verdict in verdicts if isinstance(verdict, Failure)]
+        outcomes.append(blame.outcome(10.0 + now / 100))
+    found = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     assert found
     assert {(failure.rank, failure.code) for failure in found} == {(guilty, 3)}

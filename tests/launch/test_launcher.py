@@ -65,8 +65,8 @@ async def test_first_failure_ends_the_others() -> None:
     job.children[1].code.set_result(3)
     await job.reaches(LauncherPhase.ENDS)
     assert job.signals == [[TERM], []]
-    verdict = await job.ends(-TERM, 3)
-    assert (verdict.exit_code, job.launcher.phase) == (3, LauncherPhase.STOPPED)
+    outcome = await job.ends(-TERM, 3)
+    assert (outcome.exit_code, job.launcher.phase) == (3, LauncherPhase.STOPPED)
     assert job.store.contents.exits == {0: Exit(0, -TERM), 1: Exit(1, 3)}
 
 
@@ -112,6 +112,6 @@ async def test_host_that_was_given_up_ends_its_ranks() -> None:
     await job.store.report_exit(Exit(0, 1, Why.SILENT))
     await job.reaches(LauncherPhase.ENDS)
     assert job.signals == [[TERM], [TERM]]
-    verdict = await job.ends(0, 0)
-    assert verdict.failed is not None
-    assert (verdict.failed.rank, verdict.failed.why) == (0, Why.SILENT)
+    outcome = await job.ends(0, 0)
+    assert outcome.failed is not None
+    assert (outcome.failed.rank, outcome.failed.why) == (0, Why.SILENT)

@@ -63,7 +63,7 @@ def test_all_are_killed_and_started_again(store: str, job: Callable[..., Job]) -
     made.until_members(3, printed)
     made.hurry()
     assert made.ends() == [0], made.said(0)
-    assert "of which no rank is left: it begins again" in made.said(0)
+    assert "are gone: it begins again" in made.said(0)
     used, births, _ = made.result()
     assert (used, births) == ([1.0], [0, 1, 2])  # the size that was asked for is known
 

@@ -192,7 +192,7 @@ async def test_the_kernel_measures_tcp_connections(links: str) -> None:
 
 @pytest.mark.asyncio
 async def test_calls_are_counted_by_name(links: str) -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         for _ in range(7):
             await everywhere(comms, lambda comm: comm.all_reduce(X, "grad/0"))
         await everywhere(comms, lambda comm: comm.all_reduce(X))
@@ -215,7 +215,7 @@ async def test_calls_are_counted_by_name(links: str) -> None:
 
 @pytest.mark.asyncio
 async def test_failed_calls_are_counted_separately(links: str) -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         with pytest.raises(ConfigError):
             comms[0].all_reduce("no array", "bad")
         with pytest.raises(CollectiveAborted):
@@ -304,7 +304,7 @@ async def test_a_monitored_all_reduce_is_an_all_reduce(links: str) -> None:
 
 @pytest.mark.asyncio
 async def test_calls_that_fail_have_no_throughput(links: str) -> None:
-    async with world(2, tombstones=True) as comms:
+    async with world(2, aborted=True) as comms:
         for bad in ("no array", object()):
             with pytest.raises(ConfigError):
                 comms[0].monitored_all_reduce(bad, "x")
@@ -317,9 +317,9 @@ async def test_calls_that_fail_have_no_throughput(links: str) -> None:
 async def test_each_strategy_has_its_own_throughput(links: str) -> None:
     async with world(3, strategy="ring") as comms:
         await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
-        verdicts = [comm.set_strategy("star") for comm in comms]
-        handles = [comm.monitored_all_reduce(X, "x") for comm in comms]  # waits for the verdict
-        await asyncio.gather(*verdicts, *handles)
+        outcomes = [comm.set_strategy("star") for comm in comms]
+        handles = [comm.monitored_all_reduce(X, "x") for comm in comms]  # waits for the outcome
+        await asyncio.gather(*outcomes, *handles)
         said = comms[0].statistics()
         assert said.strategy == "star"
         assert [(one.name, one.count) for one in said.strategies] == [("ring", 1), ("star", 1)]

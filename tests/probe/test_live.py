@@ -229,7 +229,7 @@ def test_blocking() -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.usefixtures("links")
 async def test_a_rank_that_does_not_answer_is_named_and_the_communicator_lives(victim: int) -> None:
-    async with world(4, hosts=4, tombstones=True) as comms:
+    async with world(4, hosts=4, aborted=True) as comms:
         present = [comm for comm in comms if comm.rank != victim]
         errors = await ends(present, lambda comm: quick(comm, timeout=SHORT_S))
         assert all(isinstance(error, (CollectiveTimeout, CollectiveAborted)) for error in errors), errors
@@ -259,7 +259,7 @@ async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.Monk
         return await original(way, *more)
 
     monkeypatch.setattr(live, at, stop)
-    async with world(4, hosts=4, tombstones=True) as comms:
+    async with world(4, hosts=4, aborted=True) as comms:
         probing = [asyncio.ensure_future(quick(comm, timeout=1.0)) for comm in comms]
         await asyncio.wait([*probing[:2], probing[3]])
         again.set()
@@ -308,7 +308,7 @@ async def test_a_peer_that_dies_while_it_measures(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("links")
 async def test_a_cancelled_probe_ends_everywhere() -> None:
-    async with world(3, hosts=3, tombstones=True) as comms:
+    async with world(3, hosts=3, aborted=True) as comms:
         present = [asyncio.ensure_future(quick(comm)) for comm in comms[:2]]
         await until(lambda: all(comm._session.engine.router.live for comm in comms[:2]))
         present[0].cancel()
@@ -337,7 +337,7 @@ async def test_a_cancelled_probe_ends_everywhere() -> None:
     ],
 )
 async def test_arguments_that_cannot_work_fail_all(wrong: dict[str, Any], message: str) -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         errors = await ends(comms, lambda comm: quick(comm, **(wrong if comm.rank == 1 else {})))
         assert isinstance(errors[1], ConfigError)
         assert message in str(errors[1])
@@ -349,7 +349,7 @@ async def test_arguments_that_cannot_work_fail_all(wrong: dict[str, Any], messag
 
 @pytest.mark.asyncio
 async def test_unlike_arguments_are_a_mismatch() -> None:
-    async with world(3, tombstones=True) as comms:
+    async with world(3, aborted=True) as comms:
         errors = await ends(comms, lambda comm: quick(comm, rounds=1 + (comm.rank == 1)))
         assert {type(error) for error in errors} == {CollectiveMismatch}
         assert "counts (4096, 1)" in str(errors[0])

@@ -118,7 +118,7 @@ def test_strategies_and_bounds_of_a_probe() -> None:
     [
         ({"format": 2}, "no field 'format' of 1"),
         ({"hosts": [0, 2, 1]}, "hosts must be numbered"),
-        ({"hosts": 5}, "this is no probe: 'int' object is not iterable"),
+        ({"hosts": 5}, "expected a probe: 'int' object is not iterable"),
         ({"hosts": [0, 0]}, "latency_s|latency is of 3 ranks, the layout of 2"),
         ({"latency_s": [[0, -1, 0]] * 3}, r"latency\[0\]\[1\] is -1"),
         ({"bandwidth": [[None, None, 1], [1, None, 1], [1, 1, None]]}, r"bandwidth\[0\]\[1\] is inf"),

@@ -180,7 +180,7 @@ async def test_a_rank_that_fails_while_pairs_measure_together_fails_all(monkeypa
             raise ConfigError("broken on purpose")
         await take(way, back, nbytes)
 
-    async with world(4, hosts=4, tombstones=True) as comms:
+    async with world(4, hosts=4, aborted=True) as comms:
         network.hosts = comms[0].layout.hosts
 
         def quick(comm: Communicator) -> Any:

@@ -1,4 +1,4 @@
-"""Roles of ranks that pretend to have a device: what they tell of it, and what they are told."""
+"""Roles of ranks that pretend to have a device: their report, and the route that results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def join(me: Actor, *, device: dict[str, Any] | None = None, **settings: Any) -> str | None:
-    """Join the world with a device of which this is known, or none; the route."""
+    """Join the world with a stub of a device that reports ``device``, or without one; return the route."""
     report = DeviceReport(**(device or {"lack": "it pretends to have none"}))
     me.kept["device"] = found = StubDevice(report) if device else None
     before = routes.find, nccl.Nccl

@@ -237,7 +237,7 @@ def _child(me: Actor, label: str, lives_on: bool) -> None:
 
 
 async def fork_and_join(me: Actor, *, label: str) -> None:
-    """Fork; the child joins a world of its own, as it is told to."""
+    """Fork; the child joins a world of its own, when the test asks it to."""
     child = os.fork()
     if child == 0:
         try:
@@ -272,7 +272,7 @@ async def group_all_reduce(me: Actor, *, group: str, elements: int = 8) -> str:
 
 
 async def clone(me: Actor, *, label: str) -> None:
-    """Make a child that holds all descriptors of this process, and of which Python's fork hooks know nothing."""
+    """Make a child that holds all descriptors of this process, without running Python's fork hooks."""
     if ctypes.CDLL(None).fork() == 0:
         meet(label).recv(1)
         os._exit(0)

@@ -155,7 +155,7 @@ def test_closing_with_something_in_flight_aborts_it_everywhere() -> None:
 
 
 def test_the_launcher_tells_of_a_death_that_sockets_hide() -> None:
-    """A forked child that let go of nothing: `os.fork` is told to kfcomm, a clone behind Python's back is not."""
+    """A child that keeps all descriptors open: kfcomm has a hook in `os.fork`, but not in a fork of the C library."""
     with launched("-n", "3", "--keep-going", size=3) as world:
         world.do(roles.join)
         world.do(roles.all_reduce, name="x")

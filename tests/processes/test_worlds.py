@@ -27,7 +27,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def world(transport: str) -> Iterator[World]:
-    """A job under the launcher, shared by the tests of this module: each leaves it as usable as it was."""
+    """A job under the launcher, shared by the tests of this module: each leaves it usable."""
     with launched("-n", str(SIZE), "--transport", transport, size=SIZE) as made:
         made.do(roles.join)
         yield made

@@ -29,7 +29,7 @@ OPS = {
 """The ops that have a meaning, by dtype."""
 
 EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
-"""Whole numbers of up to this size have a value of their own; of other dtypes all that are used here."""
+"""These dtypes represent whole numbers up to this size exactly; other dtypes, all numbers used here."""
 LARGEST = 4096
 STRIDE = 7
 RANK_STRIDE = 7919
@@ -112,7 +112,7 @@ def difference(got: Any, expected: Any) -> str:
     """In which way a result is not what was expected; empty if it is."""
     if isinstance(expected, OneOf):
         if not (isinstance(got, tuple) and len(got) == 2 and got[1] in expected):
-            return f"{shown(got)} is no message of one of {sorted(expected)}"
+            return f"{shown(got)} is not a message of one of {sorted(expected)}"
         return difference(got[0], expected[got[1]])
     if type(got) is not type(expected):
         return f"a {type(got).__name__}, not a {type(expected).__name__}"

@@ -30,7 +30,7 @@ class Action:
         verb: the method; begun by the one with ``_async`` in the blocking interface.
         args, options: what it is given.
         expected: its result; see `arrays.difference`.
-        inputs: memory that must be as it was when the call is over, and may then be written to.
+        inputs: memory that the call must not change; it may be written to when the call is over.
         out: what must be returned itself, or None.
         pipe: the queue whose method it is; None: the communicator's.
         any_result: nothing is known of the result.

@@ -4,8 +4,8 @@ Signals reach the main thread alone, so the blocking calls run there, and what t
 
 An interrupt comes at a *place*: as a line of kfcomm is about to run, a signal becomes pending, as if it had arrived at
 that moment: SIGINT, or SIGALRM with a handler that raises one of `RAISED`. Python lets the handler raise at the next
-point at which it looks for signals. (A trace function that raised by itself would do so where no signal ever does, in
-the midst of the end of a ``with`` for example.)
+point at which it looks for signals. (A trace function that raised by itself would do so where no signal ever does, for
+example within the end of a ``with``.)
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def main(path: str, label: str) -> None:
 
 
 def nursery() -> None:
-    """Fork a process for each line of standard input, ``path label``: all that is imported is there already."""
+    """Fork a process for each line of standard input, ``path label``; its modules are already imported."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for them
     for line in sys.stdin:
         path, label = line.split()

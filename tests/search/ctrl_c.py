@@ -31,7 +31,7 @@ IDLE_BOUND_S = 2.0
 LATEST_S = 1.5
 SWALLOWED = "Exception ignored in"
 """The interpreter could not raise it where it came, and went on: in a callback of the import system, which may then
-hold its lock for good. Nothing can be done about that; whoever waits for such a rank says so."""
+hold its lock for good. Nothing can be done about that; ranks that wait for such a rank report it."""
 
 
 def work(comm: Any) -> None:

@@ -49,7 +49,7 @@ def _greeting(data: bytes) -> None:
 
 def _sealed(data: bytes) -> None:
     found = Seals(Keys(bytes(32), bytes(32)), has_payloads=False).reader.decode_head(memoryview(data), 0, len(data))
-    assert found is None, "nobody can seal without the key"
+    assert found is None, "sealing needs the key"
 
 
 def _peer(data: bytes) -> None:

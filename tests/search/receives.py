@@ -3,9 +3,9 @@
     python -m tests.search.receives --seconds 60 --seed 1
     python -m tests.search.receives --messages 100000 --seed 1 --links memory --links tcp
 
-Two ranks send numbers to a third one, in several forms at once. The third rank takes each number by receives, most of
-which end too early. Messages are small or of 800 KB, and every element identifies the number. After a receive has ended
-without a message, its memory must not be written to.
+Two ranks send numbers to a third one, in several forms at once. The third rank takes each number by receives; most
+receives end too early. Messages are small or of 800 KB, and every element identifies the number. After a receive has
+ended without a message, its memory must not be written to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ctrl-C at a chosen moment: what a signal handler that raises may do to the main thread.
 
-CPython looks for signals when a function begins, after a call and when a loop turns, and nowhere else: so there is no
-moment between entering a block and its ``__exit__`` being owed, or at the first line of a ``finally``.
+CPython looks for signals only when a function begins, after a call and when a loop turns. So no signal arrives between
+entering a block and the moment from which its ``__exit__`` runs, or at the first line of a ``finally``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SECRET = "0123456789abcdef" * 4
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "the first call of a name": lambda comm: comm.all_reduce(X, "first", op="noop"),
-    "a name that comes again": lambda comm: comm.all_reduce(X, "again", out=np.ones(3)),
+    "a repeated name": lambda comm: comm.all_reduce(X, "again", out=np.ones(3)),
     "a timeout": lambda comm: comm.reduce(X, 1, "late", timeout=0.01),
     "a timeout of a barrier": lambda comm: comm.barrier("late", timeout=0.01),
     "no array": lambda comm: comm.all_gather({1}, "a"),
@@ -181,5 +181,5 @@ def test_a_failure_that_nobody_waits_for_is_logged_once(caplog: pytest.LogCaptur
         del in_flight
         gc.collect()
     lines = [record.getMessage() for record in caplog.records]
-    assert len([line for line in lines if "nobody has waited for" in line]) == 1
-    assert "rank 0: nobody has waited for CollectiveMismatch: 'grad/0'" in lines[-1]
+    assert len([line for line in lines if "was never retrieved" in line]) == 1
+    assert "rank 0: error was never retrieved: CollectiveMismatch: 'grad/0'" in lines[-1]

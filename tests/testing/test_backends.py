@@ -260,15 +260,15 @@ def _impossible() -> dict[str, Callable[[Trio, FakeArray, FakeArray], tuple[Any,
         "without memory for a result": lambda t, x, y: (Verb.REDUCE, [Part(x, None)], Op.SUM, 0),
         "with memory for a result": lambda t, x, y: (Verb.REDUCE, [Part(x, y)], Op.SUM, 1),
         "overlaps that of its source": lambda t, x, y: (Verb.ALL_REDUCE, [Part(x[1:], x[:2])], Op.SUM, -1),
-        "which is no flat memory": lambda t, x, y: (Verb.ALL_REDUCE, [Part(x, np.zeros(3))], Op.SUM, -1),
-        "which is no flat memory of float32": lambda t, x, y: (
+        "expected flat memory": lambda t, x, y: (Verb.ALL_REDUCE, [Part(x, np.zeros(3))], Op.SUM, -1),
+        "expected flat memory of float32": lambda t, x, y: (
             Verb.ALL_REDUCE,
             [Part(x, y), Part(x.view("i4"), y.view("i4"))],
             Op.SUM,
             -1,
         ),
         "which is not on <FakeDevice 0>": lambda t, x, y: (Verb.ALL_REDUCE, [Part(t.sources[1], y)], Op.SUM, -1),
-        "which is no stream of <FakeDevice 0>": lambda t, x, y: (
+        "expected a stream of <FakeDevice 0>": lambda t, x, y: (
             Verb.ALL_REDUCE,
             [Part(x, y)],
             Op.SUM,

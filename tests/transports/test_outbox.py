@@ -159,7 +159,7 @@ class Owner:
         self.name = name
 
     def sent(self):
-        raise AssertionError("an outbox tells nobody")
+        raise AssertionError("an outbox does not notify owners")
 
     def __repr__(self):
         return f"Owner({self.name})"

@@ -56,7 +56,7 @@ def find(choice: str, local_rank: int) -> tuple[Device | None, DeviceReport]:
     Cost: without a driver about 15 µs, and no imports.
     """
     if choice == "none":
-        return None, DeviceReport(lack="switched off: device is none")
+        return None, DeviceReport(lack="switched off by device=none")
     kind, colon, number = choice.partition(":")
     if choice != "auto" and (kind != "cuda" or bool(colon) != number.isdecimal()):
         raise ConfigError(f"device is {choice!r}: expected auto, none, cuda, or cuda:N, with N as CUDA counts devices")

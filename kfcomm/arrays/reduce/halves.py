@@ -25,7 +25,7 @@ from kfcomm.types import Op
 
 HALVES = frozenset({"float16", "bfloat16"})
 _FLOAT16 = np.dtype(np.float16)
-_ACC, _FIRST, _SECOND, _ROOM = range(4)  # blocks of the workspace
+_ACC, _FIRST, _SECOND, _BUFFER = range(4)  # blocks of the workspace
 _SIGN_BIT = np.int16(15)
 _MAGNITUDE = np.int16(0x7FFF)
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
@@ -86,11 +86,11 @@ class HalfMath:
         finite = _finite(acc)
         for block in blocks(len(acc)):
             part = acc[block]
-            room = self._space.take(_ACC, len(part))
-            single = self._single(part, finite, room)
+            buffer = self._space.take(_ACC, len(part))
+            single = self._single(part, finite, buffer)
             if self._is_average:
-                divide(single, size, room)
-                single = room
+                divide(single, size, buffer)
+                single = buffer
             yield block, single
 
     def last(self, a: Array, b: Array, size: int) -> Iterator[tuple[slice, Array]]:
@@ -112,8 +112,8 @@ class HalfMath:
         finite = _finite(x)
         for block in blocks(len(out)):
             part, to = x[block], out[block]
-            room = to if to.dtype == SINGLE else self._space.take(_ROOM, len(part))
-            single = self._single(part, finite, room)
+            buffer = to if to.dtype == SINGLE else self._space.take(_BUFFER, len(part))
+            single = self._single(part, finite, buffer)
             if to.dtype.name in HALVES:
                 self.narrow(single, to)
             elif to.dtype != SINGLE:
@@ -136,15 +136,15 @@ class HalfMath:
                 b = self._single(b, finite_b, self._space.take(_SECOND, len(out)))
         self._combine(a, b, out=out, dtype=SINGLE)
 
-    def _single(self, x: Array, finite: bool, room: Array) -> Array:
-        """``x`` in float32: itself, or in ``room``."""
+    def _single(self, x: Array, finite: bool, buffer: Array) -> Array:
+        """``x`` in float32: itself, or in ``buffer``."""
         if x.dtype == SINGLE:
             return x
         if x.dtype == _FLOAT16:
-            float16.widen(x, room, finite=finite)
+            float16.widen(x, buffer, finite=finite)
         else:
-            np.copyto(room, x, casting="same_kind")
-        return room
+            np.copyto(buffer, x, casting="same_kind")
+        return buffer
 
 
 def _finite(x: Array) -> bool:

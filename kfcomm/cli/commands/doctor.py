@@ -13,10 +13,10 @@ from kfcomm.cli.options import reported_errors
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
 def doctor(files: tuple[str, ...], as_json: bool) -> None:
-    """Say who waits for whom, from the dumps of several ranks.
+    """Report which ranks wait for which other ranks, from the dumps of several ranks.
 
-    FILEs are what `kill -USR1` of the ranks or kfcomm.dump(path) has written; patterns will do. The exit code is
-    0 if nothing waits, 1 if something does, 2 if a file cannot be read.
+    FILEs are dumps, written by `kill -USR1` of the ranks or by kfcomm.dump(path), or patterns of them. The exit code
+    is 0 if nothing waits, 1 if something does, 2 if a file cannot be read.
 
     \b
       kfcomm doctor kfcomm-rank*.json

@@ -50,7 +50,7 @@ class _ProbeOptions:
 @click.option("-n", "--num-ranks", type=click.IntRange(min=2), metavar="N", help="Ranks to start here.")
 @click.option("--nbytes", "size", default="1MiB", show_default=True, metavar="SIZE", help="Of the first messages.")
 @click.option(
-    "--rounds", type=int, default=3, show_default=True, metavar="N", help="Messages of which the best counts."
+    "--rounds", type=int, default=3, show_default=True, metavar="N", help="Messages per figure; the best counts."
 )
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."

@@ -37,16 +37,16 @@ def timeline() -> None:
 def merge(places: tuple[str, ...], output: Path) -> None:
     """Make one trace of those of all ranks, on one clock: for ui.perfetto.dev or chrome://tracing.
 
-    What is missing or was cut off is told, and how each rank's clock was aligned. The exit code is 2 if the files are
-    of different jobs or one of them is malformed.
+    The output lists missing and truncated traces, and how each rank's clock was aligned. The exit code is 2 if the
+    files are of different jobs or one of them is malformed.
 
     \b
       kfcomm timeline merge traces -o merged.json
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.monitor import timeline as room
+    from kfcomm.monitor import timeline as traces
 
     with reported_errors():
-        merged = room.merge(room.read_files(places), output)
+        merged = traces.merge(traces.read_files(places), output)
     for line in _told(merged):
         click.echo(line)
     click.echo(f"{output}: {merged.num_events} events of {len(merged.traces)} ranks")
@@ -69,10 +69,10 @@ def summary(places: tuple[str, ...], count: int) -> None:
     \b
       kfcomm timeline summary traces
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.monitor import timeline as room
+    from kfcomm.monitor import timeline as traces
 
     with reported_errors():
-        text = room.as_text(room.summarize(room.read_files(places)), count)
+        text = traces.as_text(traces.summarize(traces.read_files(places)), count)
     click.echo(text)
 
 

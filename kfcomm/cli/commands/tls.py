@@ -31,7 +31,7 @@ def make(folder: Path, days: int) -> None:
       kfcomm tls make job-tls
       kfcomm run -n 4 --tls job-tls python train.py
 
-    Every host of the job needs the folder; nobody else should have it.
+    Every host of the job needs the folder. Keep it secret from all other hosts.
     """  # noqa: D301  click wants the character, not its name
     with reported_errors():
         certificates.make(folder, days=days)

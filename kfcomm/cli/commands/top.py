@@ -43,9 +43,9 @@ NO_JOB = (
 def top(job: str | None, named: str | None, once: bool, interval: float) -> None:
     """Show what a running job is doing: rates, who is waited for, the busiest names.
 
-    JOB is its name, or how that begins; needed if several run, unless one of them alone runs in this directory. Shown
-    are its ranks on this host, and their links to others. Leave with q. Where the output is no terminal, one view
-    follows the other.
+    JOB is its name or a prefix of it. It is needed if several jobs run, unless exactly one runs in this directory. The
+    view has the job's ranks on this host, and their links to others. Leave with q. If the output is not a terminal,
+    the views are printed one after another.
 
     \b
       kfcomm top

@@ -90,7 +90,7 @@ class SlotCall:
     def begin(self) -> None:
         """Copy the contribution, behind the caller's work."""
         path, call, work = self._path, self._call, self._work
-        gate, mark = path.gate(call.stream), None
+        wait_stream, mark = path.wait_stream(call.stream), None
         try:
             copies: list[CopyWork] = []
             if work.gives and work.nbytes:
@@ -100,10 +100,10 @@ class SlotCall:
                     CopyWork(Span(part.source, 0), Span(memory, offset + at), part.source.nbytes)
                     for part, at in zip(call.parts, work.offsets, strict=True)
                 ]
-            mark = path.shared.sharing.run((), copies, gate, call.ready)
+            mark = path.shared.sharing.run((), copies, wait_stream, call.ready)
         except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
             call.failed(error)
-        path.marks.watch(path.device, gate, self._copied, mark=mark)
+        path.marks.watch(path.device, wait_stream, self._copied, mark=mark)
 
     def _copied(self, error: BaseException | None) -> None:
         """Go on after the caller's work: sources were read, and targets may be written."""

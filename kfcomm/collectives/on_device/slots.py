@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-MAX_GATES: Final = 16
+MAX_WAIT_STREAMS: Final = 16
 """See ``staged``."""
 MEETING: Final = "\0meeting"
 _ROOM_NBYTES: Final = 8
@@ -109,7 +109,7 @@ class SlotsPath(DevicePath):
         self.acks: deque[NamedUse] = deque(maxlen=1 << 12)
         self._staged = staged
         self._shared: SharedMemory | None = None
-        self._gates: dict[Stream, Stream] = {}
+        self._wait_streams: dict[Stream, Stream] = {}
         self._mapped: dict[tuple[bytes, int], Flat] = {}
         self._names: dict[str, Records] = {}
         self._waiting: dict[DeviceCall, None] = {}
@@ -173,7 +173,7 @@ class SlotsPath(DevicePath):
         self.marks.close()
         self._waiting.clear()
         self._mapped.clear()
-        self._gates.clear()
+        self._wait_streams.clear()
         self._names.clear()
 
     # ---------------------------------------------------------------- for calls
@@ -185,15 +185,15 @@ class SlotsPath(DevicePath):
             raise InternalError("device slots are used before the ranks have met")
         return self._shared
 
-    def gate(self, stream: Stream) -> Stream:
+    def wait_stream(self, stream: Stream) -> Stream:
         """A stream for copies that wait for a caller's stream: a held one holds up no other."""
-        gate = self._gates.pop(stream, None)
-        if gate is None:
-            gate = self.device.stream(urgent=True)
-            if len(self._gates) >= MAX_GATES:
-                del self._gates[next(iter(self._gates))]
-        self._gates[stream] = gate
-        return gate
+        wait_stream = self._wait_streams.pop(stream, None)
+        if wait_stream is None:
+            wait_stream = self.device.stream(urgent=True)
+            if len(self._wait_streams) >= MAX_WAIT_STREAMS:
+                del self._wait_streams[next(iter(self._wait_streams))]
+        self._wait_streams[stream] = wait_stream
+        return wait_stream
 
     def memory(self, handle: bytes, nbytes: int) -> Flat:
         """Exported memory of another rank; mapped at its first use."""

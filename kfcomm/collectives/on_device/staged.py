@@ -11,9 +11,9 @@ their numbers have no gaps, and calls of one segment use slots of shared memory,
 Freedom from deadlock: a call whose memory is ready waits only for its own segments, the earlier calls of its key, and
 the other ranks. Each call has a window of its own, the pool of blocks never makes a call wait, and within a key all
 ranks have the same order. Waits for a caller's stream are put on a separate stream for each stream of a caller (its
-``gate``), and never later than in ``begin``. All other work goes to one stream for copies in and one for copies out,
-where a copy waits only for copies. The reason: the work of a caller's stream may be a collective of another group,
-which other ranks begin when this call is done.
+``wait_stream``), and never later than in ``begin``. All other work goes to one stream for copies in and one for copies
+out, where a copy waits only for copies. The reason: the work of a caller's stream may be a collective of another
+group, which other ranks begin when this call is done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 WINDOW = 4
 """Segments of one call that have a block at a time: one on its way in, one out, and two in the network, so that it
 has the next when it is done with one."""
-MAX_GATES = 16
+MAX_WAIT_STREAMS = 16
 """Kept at a time, of the streams that were met last: callers have few, and where they make new ones all the time, each
 of ours may cost the device a thread."""
 
@@ -67,7 +67,7 @@ class StagedPath(DevicePath):
         self.window = window
         self.turns = GroupTurns()
         self.marks = Marks(group.engine.reactor)
-        self._gates: dict[tuple[Device, Stream], Stream] = {}
+        self._wait_streams: dict[tuple[Device, Stream], Stream] = {}
         self._ways: dict[Device, tuple[Stream, Stream]] = {}
         self._under_way: dict[DeviceCall, Staging] = {}
 
@@ -109,7 +109,7 @@ class StagedPath(DevicePath):
     def close(self) -> None:
         for staging in list(self._under_way.values()):
             staging.give_up()
-        self._gates.clear()
+        self._wait_streams.clear()
         self._ways.clear()
         self.marks.close()
 
@@ -129,15 +129,15 @@ class StagedPath(DevicePath):
     def streams(self, call: DeviceCall) -> StagingStreams:
         """Streams for the copies of a call."""
         device = call.device
-        gate = self._gates.pop((device, call.stream), None)
-        if gate is None:
-            gate = device.stream()
-            if len(self._gates) >= MAX_GATES:
-                del self._gates[next(iter(self._gates))]
-        self._gates[device, call.stream] = gate
+        wait_stream = self._wait_streams.pop((device, call.stream), None)
+        if wait_stream is None:
+            wait_stream = device.stream()
+            if len(self._wait_streams) >= MAX_WAIT_STREAMS:
+                del self._wait_streams[next(iter(self._wait_streams))]
+        self._wait_streams[device, call.stream] = wait_stream
         if device not in self._ways:
             self._ways[device] = device.stream(), device.stream()
-        return StagingStreams(gate, *self._ways[device])
+        return StagingStreams(wait_stream, *self._ways[device])
 
     def forget(self, call: DeviceCall) -> None:
         """End a call with nothing under way any more. May be called again."""

@@ -57,7 +57,7 @@ block with it, which no other segment of the call waits for."""
 class StagingStreams(NamedTuple):
     """Streams for the copies of a call; see ``staged``."""
 
-    gate: Stream
+    wait_stream: Stream
     inward: Stream
     outward: Stream
 
@@ -121,13 +121,13 @@ class Staging:
         self._try(self._begin)
 
     def _begin(self) -> None:
-        call, device, gate = self._call, self._device, self._streams.gate
-        device.wait(gate, call.ready)
+        call, device, wait_stream = self._call, self._device, self._streams.wait_stream
+        device.wait(wait_stream, call.ready)
         is_alone = self._path.view.size == 1
         if is_alone or (call.kind.verb is Verb.BROADCAST and call.kind.root == self._path.view.rank):
             for source, target in call.parts:
                 if target is not None and target is not source and source.nbytes:
-                    device.copy(source, target, gate)
+                    device.copy(source, target, wait_stream)
         if is_alone:
             self._finish_alone()
         else:
@@ -137,11 +137,11 @@ class Staging:
 
     def _finish_alone(self) -> None:
         """End a call in a group of one rank: the result of every verb is its input, which has been copied."""
-        gate = self._streams.gate
+        wait_stream = self._streams.wait_stream
         try:
-            self._call.enqueued(self._device.mark(gate))
+            self._call.enqueued(self._device.mark(wait_stream))
         finally:
-            self._notify(gate, self._is_copied)
+            self._notify(wait_stream, self._is_copied)
 
     def _is_copied(self, error: BaseException | None) -> None:
         if error is not None:
@@ -195,7 +195,7 @@ class Staging:
     def _ask_if_ready(self) -> None:
         if not self._asks_if_ready:
             self._asks_if_ready = True
-            self._notify(self._streams.gate, self._ready)
+            self._notify(self._streams.wait_stream, self._ready)
 
     def _ready(self, error: BaseException | None) -> None:
         """Continue after the caller's stream: the sources may be read, and the targets written."""
@@ -207,7 +207,7 @@ class Staging:
             self._try(copy)
 
     def _fetch(self, staged: _Staged) -> None:
-        stream = self._streams.inward if self._is_ready else self._streams.gate
+        stream = self._streams.inward if self._is_ready else self._streams.wait_stream
         try:
             for piece in staged.segment.fetched:
                 source = self._call.parts[piece.part].source[piece.start : piece.stop]

@@ -177,7 +177,7 @@ class ControlLinks(Inbound):
                         del self._dialling[rank]  # first, since the node drops what belongs to this rank
                         self._node.ended(rank, str(error))
                         return
-                    _LOG.debug("no verdict on rank %d: %s", rank, error)
+                    _LOG.debug("no decision on rank %d: %s", rank, error)
                     tries += 1
                     if tries == SUSPECT_TRIES:
                         self._suspects.discard(rank)

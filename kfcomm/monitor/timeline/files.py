@@ -59,7 +59,7 @@ def find_files(places: Sequence[str | Path]) -> list[Path]:
     """The trace files in these folders, files and patterns, each once.
 
     Raises:
-        ConfigError: there is no such file, or a folder has no traces.
+        ConfigError: a file does not exist, or a folder has no traces.
     """
     found: dict[Path, None] = {}
     for place in map(Path, places):

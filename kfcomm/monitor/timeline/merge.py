@@ -248,7 +248,7 @@ def as_text(summary: Summary, count: int = 10) -> str:
     numbers = f"{summary.num_failed} failed, {summary.num_unfinished} unfinished or not known of all ranks"
     lines = [f"A world of {about.size}, job {about.job}: {len(summary.collectives)} collectives complete, {numbers}."]
     if missing:
-        lines.append(f"There is no trace of {ranks_in_words(missing)}.")
+        lines.append(f"Missing traces: {ranks_in_words(missing)}.")
     if summary.collectives:
         lines += ["", "The slowest, from the first post to the last end:"]
         lines.append(f"  {'total':>9}  {'waiting for':<21} {'exchange':>9} {'bytes':>14}  what")

@@ -42,7 +42,7 @@ class Slot:
         is_dead: this rank does not use it any more.
         outlives_epoch: the next epoch can inherit it: a rank notices after it has read if a buffer was written to.
         num_uses: uses completed by this rank.
-        at: offset of its buffers in each region; ``room``: their bytes.
+        at: offset of its buffers in each region; ``nbytes``: their size.
         users: world ranks that may use it; maintained by the rank that handed it out.
         told_from: use from which on all ranks have to stop; maintained by the rank that handed it out.
         root: world rank that handed it out; ``is_root``: this one.
@@ -56,8 +56,8 @@ class Slot:
 
     __slots__ = (
         "_buffers", "_buffers_end", "_fence", "_gives", "_itemsize", "_posted_at", "_rank", "_words", "at", "awaited",
-        "board", "combine", "has_moved", "has_news", "is_dead", "is_root", "late", "members", "memory", "num_uses",
-        "num_words", "number", "others", "outcome", "parked", "places", "posted", "room", "root", "told_from", "use",
+        "combine", "has_moved", "has_news", "is_dead", "is_root", "late", "members", "memory", "nbytes", "num_uses",
+        "num_words", "number", "others", "outcome", "parked", "places", "poller", "posted", "root", "told_from", "use",
         "users", "views",
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ class Slot:
         places, root = tuple(memory.places[world] for world in members), members[hub]
         self.memory = memory
         self.number = number
-        self.at, self.room = at, cut.room
+        self.at, self.nbytes = at, cut.nbytes
         self.places = places
         self.members = list(members)
         self.posted = memory.words(POSTED, number, places)
@@ -83,7 +83,7 @@ class Slot:
         self._gives, self._itemsize, self._rank = cut.gives, dtype.itemsize, rank
         self.late: list[int] = []
         self.outcome: Array | None = None
-        self.board: Any = None  # reserved for a poller of many slots
+        self.poller: Any = None  # reserved for a poller of many slots
         self.combine = combine
         self._fence = fence()
         self.parked = memory.parked

@@ -96,12 +96,12 @@ class Cut:
     reads: tuple[int, int] = (0, ALL)  # begin and end of what this rank reads of each contribution; only if not cut
     has_hub: bool = False  # the rank that handed the slot out reads all, and shows the result: see ``HubSlot``
     gives: Gives = ALL  # by default each reads all contributions, or its part of each and all folded parts
-    max_room: int = 0  # bytes of a slot in each region, at most, for messages in windows; 0: no limit
+    max_nbytes: int = 0  # bytes of a slot in each region, at most, for messages in windows; 0: no limit
     is_by_row: bool = False  # contributions are given to ``Combine`` as a list: set where that is faster
     parts: list[tuple[int, int]] = field(init=False, default_factory=list)  # begin and length of the part of each rank
     piece: int = field(init=False)  # elements of a part at a time; a *window* is a piece of each part
     num_windows: int = field(init=False, default=1)  # each with its own word
-    room: int = field(init=False)  # bytes of a slot in each region
+    nbytes: int = field(init=False)  # bytes of a slot in each region
 
     def __post_init__(self) -> None:
         count, itemsize, num_ranks = self.count, self.itemsize, self.num_ranks
@@ -111,7 +111,7 @@ class Cut:
         if self.is_whole:
             self.gives = count if self.gives == ALL else self.gives
             self.piece = count
-            self.room = 2 * lines(count * itemsize)
+            self.nbytes = 2 * lines(count * itemsize)
             return
         self.parts = split(count, num_ranks)
         self.gives = self._gives_part if self.gives == ALL else self.gives
@@ -119,12 +119,12 @@ class Cut:
         self.piece = longest
         if self.is_turned:
             least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
-            nbytes = max(WINDOW_NBYTES // num_ranks, least)
-            if self.max_room:
-                nbytes = min(nbytes, (self.max_room - 4 * _LINE) // (2 * num_ranks + 2))
-            self.piece = min(longest, max(1, nbytes // itemsize))
+            piece_nbytes = max(WINDOW_NBYTES // num_ranks, least)
+            if self.max_nbytes:
+                piece_nbytes = min(piece_nbytes, (self.max_nbytes - 4 * _LINE) // (2 * num_ranks + 2))
+            self.piece = min(longest, max(1, piece_nbytes // itemsize))
         self.num_windows = -(-longest // self.piece)
-        self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
+        self.nbytes = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
 
     @property
     def is_in_windows(self) -> bool:
@@ -174,8 +174,8 @@ def generation_of(word: int, latest: int) -> int:
 
 def nbytes_of_regions(num_ranks: int) -> int:
     """Return the bytes of the region of each rank."""
-    room = max(MIN_BUFFERS_NBYTES, BUFFERS_NBYTES // num_ranks)
-    return _BUFFERS_AT + room // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = max(MIN_BUFFERS_NBYTES, BUFFERS_NBYTES // num_ranks)
+    return _BUFFERS_AT + nbytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 class SlotMemory:
@@ -281,23 +281,24 @@ class SlotMemory:
 
     def hand_out(self, cut: Cut) -> tuple[int, int] | None:
         """Return number and offset of a new slot for messages of this cut; None if the memory is full."""
-        room, end = cut.room, self._stride
-        vacant = self._vacant.get(room)
+        nbytes, free_nbytes = cut.nbytes, self._stride - self._next_at
+        vacant = self._vacant.get(nbytes)
         if vacant:
             if self._is_clear(vacant[0][0]):
                 return vacant.popleft()
             vacant.rotate(-1)  # a rank that must clear it may be gone
-        if self.num_slots >= MAX_SLOTS // 2 or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
+        most_nbytes = min(free_nbytes, (self._stride - _BUFFERS_AT) // MAX_SHARE)
+        if self.num_slots >= MAX_SLOTS // 2 or nbytes > most_nbytes:
             return None
         handed_out = self.num_slots, self._next_at
         self.num_slots += 1
-        self._next_at += room
+        self._next_at += nbytes
         return handed_out
 
     def take_in(self, slot: Slot) -> None:
         """Take back a slot of this process: it is handed out again when all ranks have cleared their words."""
         self.clear(slot.number)
-        self._vacant.setdefault(slot.room, deque()).append((slot.number, slot.at))
+        self._vacant.setdefault(slot.nbytes, deque()).append((slot.number, slot.at))
 
     def clear(self, number: int) -> None:
         """Clear the words of this process for a slot."""
@@ -310,7 +311,7 @@ class SlotMemory:
 
     def slot(self, spec: SlotSpec) -> Slot | None:
         """Return a slot that was handed out; None if this process cannot use it."""
-        last_at = self._stride - spec.cut.room
+        last_at = self._stride - spec.cut.nbytes
         if spec.number >= MAX_SLOTS or not _BUFFERS_AT <= spec.at <= last_at or spec.at % _LINE:
             return None
         if not all(world in self.places for world in spec.members):

@@ -1,4 +1,4 @@
-"""Worlds of real processes: the floors and kfcomm, which need no other library."""
+"""Worlds of real processes: the lower bounds and kfcomm, which need no other library."""
 
 import dataclasses
 from pathlib import Path
@@ -33,8 +33,8 @@ def test_turns_are_taken(name: str, modes: list[Mode], tmp_path: Path) -> None:
 
 
 def test_a_world_that_does_not_start_shows_its_output(tmp_path: Path) -> None:
-    launch = dataclasses.replace(LAUNCHES["copy"], title="nobody", worker="no such contender")
-    with pytest.raises(WorldError, match=r"(?s)nobody: a process has ended.*KeyError: 'no such contender'"):
+    launch = dataclasses.replace(LAUNCHES["copy"], title="unknown", worker="no such contender")
+    with pytest.raises(WorldError, match=r"(?s)unknown: a process has ended.*KeyError: 'no such contender'"):
         World(launch, 2, Pythons(), tmp_path / "world")
 
 

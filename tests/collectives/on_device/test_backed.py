@@ -214,7 +214,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("kind", DIFFERENT)
 async def test_ranks_that_disagree(kind: str, backend: str) -> None:
     one, other, words = DIFFERENT[kind]
-    async with device_world(3, backend=backend, tombstones=not backend) as world:
+    async with device_world(3, backend=backend, aborted=not backend) as world:
         for round_ in range(2):
             results = await world.ends(lambda c: (other if c.rank == 1 else one)(world, c))
             assert_kinds(results, CollectiveMismatch)
@@ -234,7 +234,7 @@ async def test_a_name_that_changes_what_it_means_on_all_ranks() -> None:
 @pytest.mark.asyncio
 async def test_a_call_that_one_rank_refuses(backend: str) -> None:
     elsewhere = FakeDevice(7)
-    async with device_world(3, backend=backend, tombstones=not backend) as world:
+    async with device_world(3, backend=backend, aborted=not backend) as world:
         results = await world.ends(
             lambda c: c.all_reduce(
                 elsewhere.array(np.ones(2, np.float32)) if c.rank == 2 else world.array(c, [1, 1]), "k"
@@ -361,7 +361,7 @@ async def test_a_backend_that_cannot_be_made() -> None:
 @on_both_routes
 @pytest.mark.asyncio
 async def test_closed_with_calls_in_flight(backend: str) -> None:
-    async with device_world(2, backend=backend, tombstones=True) as world:
+    async with device_world(2, backend=backend, aborted=True) as world:
         handle = world.comms[0].all_reduce(world.array(world.comms[0], [1]), "k")
         await world.comms[0].close()
         assert isinstance((await asyncio.gather(handle, return_exceptions=True))[0], CollectiveAborted)

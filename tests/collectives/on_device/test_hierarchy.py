@@ -70,7 +70,7 @@ async def test_other_verbs_and_ops_without_the_backend_go_through_the_host() -> 
 @pytest.mark.asyncio
 async def test_ranks_that_disagree_and_a_call_that_is_refused() -> None:
     elsewhere = FakeDevice(7)
-    async with device_world(4, hosts=2, tombstones=True) as world:
+    async with device_world(4, hosts=2, aborted=True) as world:
         await world.works("before")
         results = await world.ends(lambda c: c.all_reduce(world.array(c, np.ones(40 + c.rank // 3)), "k"))
         assert_kinds(results, CollectiveMismatch)

@@ -260,7 +260,7 @@ async def test_an_event_loop_gets_turns(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.asyncio
 async def test_a_captured_stream_is_refused() -> None:
-    async with device_world(2, tombstones=True) as world:
+    async with device_world(2, aborted=True) as world:
         await learned(world)
         first, second = world.comms
         assert called(world, first, "a").done()  # of which a notice is asked for while the stream is captured
@@ -508,7 +508,7 @@ async def test_random_programs_amid_failures(seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(backed, "GRACE_S", 0.05)
     monkeypatch.setattr(ordering, "launch_order", partial(launch_order, patience_s=0.02))
     rng, names = random.Random(seed), [f"key {number}" for number in range(5)]
-    async with device_world(2, timeout_s=0.5, tombstones=True) as world:
+    async with device_world(2, timeout_s=0.5, aborted=True) as world:
         for number in range(12):
             wrong = rng.choice(["unlike", "missing", ""]) if number % 4 == 3 else ""
             order = rng.sample(names, len(names)) if rng.random() < 0.3 else names

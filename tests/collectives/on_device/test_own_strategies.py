@@ -57,7 +57,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 async def test_ranks_that_disagree_hear_of_it(verb: str, route: str) -> None:
     """Of two strategies, and of one and none."""
     size = 4 if route == "hierarchy" else 3
-    async with device_world(size, strategy="star", tombstones=True, **ROUTES[route]) as world:
+    async with device_world(size, strategy="star", aborted=True, **ROUTES[route]) as world:
         for others in ("binary_tree", None):
             outcomes = await world.ends(
                 lambda c, others=others: CALLS[verb](
@@ -74,7 +74,7 @@ async def test_ranks_that_disagree_hear_of_it(verb: str, route: str) -> None:
 @pytest.mark.parametrize("verb", CALLS)
 async def test_strategy_that_cannot_be_fails_the_call_everywhere(verb: str, route: str) -> None:
     size = 4 if route == "hierarchy" else 3
-    async with device_world(size, tombstones=True, **ROUTES[route]) as world:
+    async with device_world(size, aborted=True, **ROUTES[route]) as world:
         outcomes = await world.ends(
             lambda c: CALLS[verb](c, world.array(c, [1.0]), strategy="no such" if c.rank == 0 else None)
         )

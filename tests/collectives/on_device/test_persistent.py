@@ -54,7 +54,7 @@ async def test_messages() -> None:
 )
 async def test_arguments_are_checked_at_the_first_start(verb: str, options: dict[str, Any], message: str) -> None:
     """But for the name, which is checked when it is prepared. Calls of other ranks hear of it, as of a verb's."""
-    async with device_world(SIZE, tombstones=True) as world:
+    async with device_world(SIZE, aborted=True) as world:
 
         def given(comm: Any) -> Any:
             x = world.array(comm, BASE)

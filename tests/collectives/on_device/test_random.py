@@ -204,7 +204,7 @@ def paths_of(comm: Any) -> Iterator[Any]:
 
 def under_way(world: DeviceWorld) -> list[str]:
     """Leftover state as text; ranks that went different ways remember that, until the next use."""
-    left = leftovers(world.comms, tombstones=True)
+    left = leftovers(world.comms, aborted=True)
     for comm in world.comms:
         device = world.devices[comm.rank]
         held: dict[str, Any] = {
@@ -262,7 +262,7 @@ async def one_round(world: DeviceWorld, seed: str, uses: list[Use], swap: str | 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_random_programs(route: str, seed: int) -> None:
     rng = Random(f"{route} {seed}")
-    async with device_world(tombstones=True, **ROUTES[route]) as world:
+    async with device_world(aborted=True, **ROUTES[route]) as world:
         size = len(world.comms)
         for number in range(ROUNDS):
             uses = uses_of(rng, size, with_faults=number % 2 == 1)

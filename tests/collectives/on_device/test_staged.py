@@ -227,12 +227,12 @@ async def test_a_held_stream_holds_up_neither_other_streams_nor_earlier_calls(mo
 @pytest.mark.asyncio
 async def test_gates_of_streams_that_come_no_more_are_let_go() -> None:
     async with staged_world(2) as world:
-        for _ in range(2 * staged.MAX_GATES):
+        for _ in range(2 * staged.MAX_WAIT_STREAMS):
             streams = [device.stream() for device in world.devices]
             await everywhere(
                 world.comms, lambda c, streams=streams: c.all_reduce(world.array(c, [1.0]), "k", stream=streams[c.rank])
             )
-        assert all(len(path_of(comm)._gates) == staged.MAX_GATES for comm in world.comms)
+        assert all(len(path_of(comm)._wait_streams) == staged.MAX_WAIT_STREAMS for comm in world.comms)
         await everywhere(world.comms, lambda comm: comm.synchronize())
 
 

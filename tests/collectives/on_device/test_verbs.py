@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 async def test_invalid_arguments_are_refused(what: str, route: str) -> None:
     call, words = REFUSED[what]
-    async with device_world(2, tombstones=True, **ROUTES[route]) as world:
+    async with device_world(2, aborted=True, **ROUTES[route]) as world:
         for comm in world.comms:
             with pytest.raises(ConfigError, match=words):
                 await call(world, comm)
@@ -246,7 +246,7 @@ async def test_an_array_on_a_device_where_the_rank_has_none() -> None:
 
 @pytest.mark.asyncio
 async def test_host_and_device_under_one_name_differ_where_all_have_a_device() -> None:
-    async with device_world(2, shared=True, tombstones=True) as world:
+    async with device_world(2, shared=True, aborted=True) as world:
         results = await world.ends(lambda c: c.all_reduce(_on(world, c) if c.rank else np.ones(4, np.float32), "k"))
         assert_kinds(results, CollectiveMismatch)
         assert all("in device memory" in str(error) for error in results)
@@ -270,7 +270,7 @@ async def test_late_failures_are_raised_by_the_next_call() -> None:
 
 @pytest.mark.asyncio
 async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
-    async with device_world(2, timeout_s=0.3, tombstones=True) as world:
+    async with device_world(2, timeout_s=0.3, aborted=True) as world:
         arrays = [_on(world, comm) for comm in world.comms]
         world.devices[0].hold_copies()
         results = await ends(world.comms, lambda c: c.all_gather(arrays[c.rank], "k", concat=True))
@@ -283,7 +283,7 @@ async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
 
 @pytest.mark.asyncio
 async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with device_world(4, hosts=2, tombstones=True) as world:
+    async with device_world(4, hosts=2, aborted=True) as world:
         await world.works("before")
         device, stream = world.devices[1], world.comms[1]._paths._made[Route.HIERARCHY]._stream
         wait = device.wait
@@ -311,7 +311,7 @@ async def test_calls_for_host_memory_say_why_they_refuse_groups_with_devices(wha
         return comm.all_reduce(x, "k", **options)
 
     device = FakeDevice(0)
-    async with worlds.world(2, devices=[device, None], maker=None, tombstones=True) as comms:
+    async with worlds.world(2, devices=[device, None], maker=None, aborted=True) as comms:
         for comm in comms:
             with pytest.raises(
                 ConfigError, match=f"{what[:8]}.* is for arrays in host memory, .* have one.*make a group"

@@ -168,7 +168,7 @@ async def test_a_peer_that_is_stopped_is_not_lost():
             await settled(world)
             world.threads[1]._post(resume.wait)
             world.threads[0].suspect(1, "its data link broke")
-            await world.until(lambda: world.records.has("no verdict on rank 1"))
+            await world.until(lambda: world.records.has("no decision on rank 1"))
             world.threads[0].abort(*ABORT)
         finally:
             resume.set()
@@ -179,7 +179,7 @@ async def test_a_peer_that_is_stopped_is_not_lost():
 
 @pytest.mark.asyncio
 async def test_a_peer_that_is_silent_is_lost_and_hears_of_it():
-    """Rank 1 is stuck. Rank 0 alone has no patience; the others hear of it, and rank 1 too, once it goes on."""
+    """Rank 1 is stuck. Only rank 0 has a short ``lost_after_s``; it tells the others, and rank 1 when that resumes."""
     resume = threading.Event()
     async with planes(3, lost_after_s=[1.0]) as world:
         try:
@@ -474,7 +474,7 @@ async def closed(sock):
 
 BAD = {
     "fields that do not fit": [Kind.GOSSIP, 1, 0, [Body.ABORT]],
-    "a loss of nobody": [Kind.GOSSIP, 1, 0, [Body.LOST, 9, "", False]],
+    "a loss of an unknown rank": [Kind.GOSSIP, 1, 0, [Body.LOST, 9, "", False]],
     "a frame of data links": [Kind.CREDIT, 1, 1],
     "an unknown frame": [99],
 }
@@ -549,7 +549,7 @@ STRANGERS = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", STRANGERS)
 @pytest.mark.parametrize("purpose", Purpose)
-async def test_strangers_are_refused(name, purpose):
+async def test_unauthenticated_peers_are_refused(name, purpose):
     async with planes(2) as world:
         with pytest.raises(DialRefused) as caught:
             await world.dial(1, 0, purpose, **STRANGERS[name])

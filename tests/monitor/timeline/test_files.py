@@ -287,5 +287,5 @@ def test_waits_below_clock_uncertainty_count_against_no_rank(tmp_path):
 def test_missing_ranks_and_empty_traces_are_told(tmp_path):
     written(tmp_path / "kfcomm-0.trace.json", [about()])
     text = as_text(summarize(read_files([tmp_path])))
-    assert "There is no trace of rank 1." in text
+    assert "Missing traces: rank 1." in text
     assert "The slowest" not in text

@@ -158,7 +158,7 @@ def back_word(index, value):
 WRONG_BACK = {
     "a piece that it was not shown": returned(MIB // 2 + 8192),
     "the same piece twice": returned(0, 0),
-    "a place that is none": returned(MAX),
+    "a place out of range": returned(MAX),
     "too many pieces": returned(0, count=3),
     "a count that goes back": returned(0, count=MAX),
     "more pieces than there can be": returned(0, count=MAX_PIECES + 1),

@@ -54,7 +54,7 @@ class Agreement:
         ranks = {rank: place for place, rank in enumerate(self.survivors)}
         size, rank = len(ranks), ranks[one.rank]
         made = memory.for_next(ranks, one.heaps)
-        cut = Cut(COUNT, 8, size, is_turned=True, max_room=slot.room)
+        cut = Cut(COUNT, 8, size, is_turned=True, max_nbytes=slot.nbytes)
         spec = SlotSpec(memory.number_for_next() or 0, slot.at, range(size), rank, 0, np.dtype(np.int64), cut, combine)
         return Rank(rank, size, made.slot(spec), one.heaps, one.turns)
 

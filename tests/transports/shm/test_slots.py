@@ -30,7 +30,7 @@ def test_all_parts_go_in_pieces(count: int, itemsize: int, num_ranks: int, is_tu
     assert (cut.num_windows - 1) * cut.piece < longest <= cut.num_windows * cut.piece
     assert cut.num_windows == 1 or is_turned
     assert num_ranks * cut.piece * itemsize <= MAX_WINDOW_NBYTES or not is_turned
-    assert cut.room >= 2 * (num_ranks + 1) * cut.piece * itemsize
+    assert cut.nbytes >= 2 * (num_ranks + 1) * cut.piece * itemsize
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 16, 32, 64, 128])
@@ -41,7 +41,7 @@ def test_there_is_room_for_messages_of_any_length(num_ranks: int, nbytes: int) -
     places = [memory.hand_out(cut) for _ in range(3)]
     assert None not in places
     starts = [place[1] for place in places if place is not None]
-    assert all(b - a == cut.room for a, b in zip(starts, starts[1:], strict=False))
+    assert all(b - a == cut.nbytes for a, b in zip(starts, starts[1:], strict=False))
     memory.close()
 
 
@@ -50,7 +50,7 @@ def test_no_slot_is_handed_out_twice_or_beyond_the_end() -> None:
     cut = Cut(1 << 27, 8, 2, is_turned=True)
     while memory.hand_out(cut) is not None:
         pass
-    assert memory.num_slots * cut.room <= 1 << 28
+    assert memory.num_slots * cut.nbytes <= 1 << 28
     assert memory.num_slots > 100
     memory.close()
 
@@ -76,11 +76,11 @@ def test_a_slot_is_handed_out_again_when_all_have_cleared_their_words() -> None:
     for slot in (mine, theirs):
         slot.post(np.arange(10), 7)
     memory.take_in(mine)
-    assert memory.hand_out(cut) == (number + 1, at + cut.room)
+    assert memory.hand_out(cut) == (number + 1, at + cut.nbytes)
     other.clear(number)
-    assert memory.hand_out(Cut(100, 8, 2)) == (number + 2, at + 2 * cut.room)  # it would not fit
+    assert memory.hand_out(Cut(100, 8, 2)) == (number + 2, at + 2 * cut.nbytes)  # it would not fit
     assert memory.hand_out(cut) == (number, at)
     assert not any(mine.posted())
-    assert memory.hand_out(cut) == (number + 3, memory._next_at - cut.room)
+    assert memory.hand_out(cut) == (number + 3, memory._next_at - cut.nbytes)
     for one in (memory, other):
         one.close()

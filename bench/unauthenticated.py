@@ -1,6 +1,6 @@
 """Cost of unauthenticated connections for a working job: idle and slow ones at each port, and a joining rank.
 
-    python -m bench.strangers --idle 10000 --slow 1000
+    python -m bench.unauthenticated --idle 10000 --slow 1000
 
 A job of three ranks over TCP (``kfcomm run --elastic 3:4``) makes all_reduces of 1 KiB all the time. So many
 connections are made at the launcher's port and at each of the ranks' ports (Prometheus's among them): the idle ones
@@ -187,7 +187,7 @@ async def knock(ports: list[int], idle: int, slow: int) -> None:
         print(sum(came), flush=True)
 
 
-def strangers(ports: list[int], idle: int, slow: int) -> None:
+def connections(ports: list[int], idle: int, slow: int) -> None:
     """Both kinds at once, from this process, until all are cut off."""
     wanted, (_, most) = (idle + slow) * len(ports) + 100, resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # only root gets more than the most; fewer are said to have come then
@@ -201,7 +201,7 @@ def strangers(ports: list[int], idle: int, slow: int) -> None:
 @contextmanager
 def knocked(ports: list[int], idle: int, slow: int) -> Iterator[Callable[[], int | None]]:
     """Connections to these ports from another process; their number is known when all have been tried."""
-    command = [sys.executable, "-m", "bench.strangers", "--idle", str(idle), "--slow", str(slow)]
+    command = [sys.executable, "-m", "bench.unauthenticated", "--idle", str(idle), "--slow", str(slow)]
     command += ["--at", json.dumps(ports)]
     said: list[int] = []
 
@@ -250,7 +250,7 @@ def measure(idle: int, slow: int, seconds: float, folder: Path) -> dict[str, Any
 
 def main() -> int:
     """Measure and report; or make the connections."""
-    parser = argparse.ArgumentParser(prog="python -m bench.strangers")
+    parser = argparse.ArgumentParser(prog="python -m bench.unauthenticated")
     parser.add_argument("--idle", type=int, default=10_000, help="connections at each port that say nothing")
     parser.add_argument("--slow", type=int, default=1_000, help="connections at each port that say a byte now and then")
     parser.add_argument(
@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.at is not None:
-        strangers(given.at, given.idle, given.slow)
+        connections(given.at, given.idle, given.slow)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         found = measure(given.idle, given.slow, given.seconds, Path(folder))
