@@ -1,4 +1,4 @@
-"""Every error that kfcomm raises on purpose.
+"""Errors that kfcomm raises.
 
 ::
 
@@ -6,20 +6,21 @@
     ├── ConfigError              a setting or argument that cannot work (also a ValueError)
     ├── RendezvousError          the peers could not find each other, or refused each other
     ├── SessionClosed            the communicator is closed, or belongs to another process (after fork)
-    ├── WouldDeadlock            a blocking call on the thread that would have to end it (also a RuntimeError)
+    ├── WouldDeadlock            a blocking call on the thread that has to complete it (also a RuntimeError)
     ├── CollectiveError          one collective failed; the communicator stays usable
-    │   ├── CollectiveMismatch   ranks disagree on what the collective is
+    │   ├── CollectiveMismatch   ranks disagree on verb, op, root, dtype, shape or another property
     │   ├── CollectiveTimeout    it did not finish in time (also a TimeoutError)
     │   ├── CollectiveAborted    another rank cancelled it or failed its local checks
-    │   ├── PeerLost             a rank that takes part is gone (also a ConnectionError)
-    │   └── EpochChanged         the membership changed under it
-    ├── StepVoid                 a guarded step counts for nothing on any rank; ends the block of the step
-    ├── GuardFailed              guarded steps have found no good step for long
+    │   ├── PeerLost             a participating rank has ended or is unreachable (also a ConnectionError)
+    │   ├── EpochChanged         the membership changed while it was under way
+    │   └── Partitioned          too few ranks are reachable to continue; the others may be alive
+    ├── StepVoid                 a guarded step is void on all ranks; ends the block of the step
+    ├── GuardFailed              too many guarded steps were void
     ├── TransportError           a link could not be opened, or broke (also a ConnectionError)
     ├── ProtocolError
-    │   ├── LocalProtocolError   this side was about to break the protocol: a misuse of the core
-    │   └── RemoteProtocolError  the other side broke it: never trusted, that connection is closed
-    └── InternalError            a defect of kfcomm; carries the story of the key
+    │   ├── LocalProtocolError   this side would break the protocol: a misuse of the core
+    │   └── RemoteProtocolError  the peer broke the protocol; its connection is closed
+    └── InternalError            a defect of kfcomm; lists the last events of the key
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class KfcommError(Exception):
 
 
 class ConfigError(KfcommError, ValueError):
-    """A setting or an argument that cannot work; the message names it and what would."""
+    """An invalid setting or argument; the message names it and the valid values."""
 
 
 class RendezvousError(KfcommError):
-    """The peers of the job could not find, or did not accept, each other.
+    """The peers of the job did not find or accept each other.
 
     Attributes:
         rank: the rank that ended before the world was complete; None if it failed for another reason.
@@ -52,7 +53,7 @@ class SessionClosed(KfcommError):
 
 
 class WouldDeadlock(KfcommError, RuntimeError):
-    """A blocking call of ``kfcomm.sync`` on the I/O thread, which would have to end it. Nothing was begun."""
+    """A blocking call of ``kfcomm.sync`` on the I/O thread, which has to complete it. The call was not begun."""
 
 
 class CollectiveError(KfcommError):
@@ -64,7 +65,7 @@ class CollectiveError(KfcommError):
 
 
 class CollectiveMismatch(CollectiveError):
-    """The ranks do not agree on what the collective is; the message shows both sides."""
+    """The ranks disagree on verb, op, root, dtype, shape or another property; the message shows both sides."""
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
@@ -88,7 +89,7 @@ class CollectiveAborted(CollectiveError):
 
 
 class PeerLost(CollectiveError, ConnectionError):
-    """A rank that takes part is gone. ``rank`` is its rank in the world."""
+    """A participating rank has ended or is unreachable. ``rank`` is its rank in the world."""
 
     def __init__(self, message: str, *, key: str = "", rank: int = -1) -> None:
         super().__init__(message, key=key)
@@ -99,8 +100,8 @@ class EpochChanged(CollectiveError):
     """The epoch of the collective is over.
 
     Attributes:
-        epoch: the one that follows.
-        members: the ranks that go on, by the numbers that they had; in this order they are the ranks of the next epoch.
+        epoch: number of the next epoch.
+        members: the ranks that continue, by their former numbers, in the order of their ranks in the next epoch.
     """
 
     def __init__(self, message: str, *, key: str = "", epoch: int = 0, members: Sequence[int] = ()) -> None:
@@ -110,7 +111,7 @@ class EpochChanged(CollectiveError):
 
 
 class Partitioned(CollectiveError):
-    """Too few ranks can be reached to go on, and the others may live: they go on, not these.
+    """Too few ranks are reachable to continue. The others may be alive, and continue without these.
 
     Attributes:
         members: the ranks on this side.
@@ -122,11 +123,11 @@ class Partitioned(CollectiveError):
 
 
 class StepVoid(KfcommError):
-    """A guarded step counts for nothing, on any rank: it ends the block of the step, and the program goes on."""
+    """A guarded step is void on all ranks: this ends the block of the step, and the program continues."""
 
 
 class GuardFailed(KfcommError):
-    """Guarded steps have found no good step for long: the model may be damaged, or the data. On all ranks."""
+    """Too many guarded steps were void, on all ranks: the model or the data may be damaged."""
 
 
 class TransportError(KfcommError, ConnectionError):
@@ -138,15 +139,15 @@ class ProtocolError(KfcommError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side called the core in a way that it does not allow."""
+    """An invalid call of the core on this side."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side sent what it must not; only its connection is closed."""
+    """The peer broke the protocol; only its connection is closed."""
 
 
 class InternalError(KfcommError):
-    """A defect of kfcomm. ``story`` holds the last events of the key concerned."""
+    """A defect of kfcomm. ``story`` lists the last events of the key."""
 
     def __init__(self, message: str, *, story: Sequence[str] = ()) -> None:
         super().__init__(message if not story else message + "\n  " + "\n  ".join(story))

@@ -253,9 +253,9 @@ def combine(
     """
     for item in items:
         if item.array.dtype.name not in DTYPES:
-            raise ConfigError(f"adasum is for {', '.join(DTYPES)}, not for {item.array.dtype}")
+            raise ConfigError(f"adasum expects {', '.join(DTYPES)}, got {item.array.dtype}")
     if options.wire_dtype is not None:
-        raise ConfigError("adasum has no wire dtype: what travels are parts of the arrays themselves")
+        raise ConfigError("adasum sends parts of the arrays as they are: leave out wire_dtype")
     return Adasum(verbs, items, key, options, gathered).begin()
 
 

@@ -44,7 +44,7 @@ def average(verbs: Verbs, x: Any, name: str | None, options: CallOptions) -> Han
     """``all_reduce`` with a weight; see ``Verbs.all_reduce``."""
     with verbs._checks(name, options) as (name, options):
         if is_list(x) and holds_arrays(x):
-            raise ConfigError("a weight is for one array, or for the mapping of all_reduce_many; not for a list")
+            raise ConfigError("weight expects one array, or the mapping of all_reduce_many, got a list")
         _check_options(verbs, [x], options)
         array = adapt(x)
         _check_op(options.op, array.dtype)
@@ -112,19 +112,19 @@ def _called(name: str, array: HostArray) -> str:
 def _checked(weight: Any) -> float:
     is_number = isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or weight < 0:
-        raise ConfigError(f"a weight is a finite number from 0 on, not {weight!r}")
+        raise ConfigError(f"expected a finite weight of at least 0, got {weight!r}")
     return float(weight)
 
 
 def _check_op(op: Any, dtype: np.dtype[Any]) -> None:
     if checked_op(op, dtype) is not Op.AVG:
-        raise ConfigError(f"a weight is for op avg, not for {op}")
+        raise ConfigError(f"weight expects op avg, got {op}")
 
 
 def _check_options(verbs: Verbs, arrays: Iterable[Any], options: CallOptions) -> None:
     option = options.first_given("shared", "wire_dtype", "stream")
     if option is not None:
-        raise ConfigError(f"{option} does not go with a weight")
+        raise ConfigError(f"{option} cannot be combined with weight: leave one out")
     verbs._devices.refuse("a weight", arrays, None)
 
 

@@ -287,7 +287,7 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
         outs, take = outs_by_name(out, arrays), _taking(devices, options, on_device=on_device)
         items = tuple(take(one, arrays[one], outs.get(one)) for one in names)
         if len({type(item.array) is HostArray for item in items}) > 1:
-            raise ConfigError("all_reduce_many takes arrays of the host or of a device, not both at a time")
+            raise ConfigError("all_reduce_many expects arrays of the host or of a device, got both: make two calls")
         ops = _ops(ALL_REDUCE, op, items)
         batch = Batch(
             SPECS[ALL_REDUCE], items, lambda number: many_key(named, number), ops, _wires(options.wire_dtype, ops), -1,
@@ -345,14 +345,14 @@ def _reduce_scatter(verbs: VerbCalls, xs: Sequence[Any], name: str | None, optio
         read = [devices.arrays.read(x, options.stream) for x in xs]
         dtype, shape = read[0].dtype, read[rank].shape
         if any(one.dtype != dtype for one in read):
-            raise ConfigError(f"the arrays of a list are of one dtype, got {dtype} and others")
+            raise ConfigError(f"expected arrays of one dtype in a list, got {dtype} and others")
         op = checked_op(options.op, dtype)
         is_even = all(one.shape == shape for one in read)
         whole_shape = (size, *shape)
         if on_device:
             devices.check(options.wire_dtype)
             if not is_even:
-                raise ConfigError("the arrays of a list are of one shape, where they are on a device")
+                raise ConfigError("expected arrays of one shape in a list of device arrays")
             kind = PlanKey(Verb.REDUCE_SCATTER, dtype, whole_shape, op)
             order = DeviceOrder(
                 kind, name or UNNAMED, overlapping=may_overlap(name), strategy=options.strategy
@@ -399,7 +399,7 @@ def names_of(arrays: Any) -> list[str]:
     """
     if not isinstance(arrays, Mapping):
         raise ConfigError(
-            f"all_reduce_many takes a mapping from names to arrays, not a {type(arrays).__name__}; "
+            f"all_reduce_many expects a mapping from names to arrays, got {type(arrays).__name__}; "
             "all_reduce takes a list of arrays"
         )
     if None in arrays:
@@ -416,7 +416,8 @@ def outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     if out is None:
         return {}
     if not isinstance(out, Mapping) or out.keys() != arrays.keys():
-        raise ConfigError("out is a mapping with the same names as the arrays")
+        got = "other names" if isinstance(out, Mapping) else type(out).__name__
+        raise ConfigError(f"expected a mapping with the names of the arrays as out, got {got}")
     return out
 
 
@@ -425,7 +426,8 @@ def outs_in_order(out: Any, xs: Sequence[Any]) -> list[Any]:
     if out is None:
         return [None] * len(xs)
     if not isinstance(out, (list, tuple)) or len(out) != len(xs):
-        raise ConfigError(f"out is a list of {len(xs)} arrays, as what is given")
+        got = len(out) if isinstance(out, (list, tuple)) else type(out).__name__
+        raise ConfigError(f"expected a list of {len(xs)} arrays as out, got {got}")
     return list(out)
 
 

@@ -232,7 +232,7 @@ def checked_version(version: Any) -> int | None:
     """
     number = whole_number(version)
     if version is not None and (number is None or not 0 <= number < 1 << 63):
-        raise ConfigError(f"a version is a whole number from 0 to 2**63 - 1, not {version!r:.60}")
+        raise ConfigError(f"expected a version from 0 to 2**63 - 1, got {version!r:.60}")
     return number
 
 

@@ -162,7 +162,7 @@ class ExchangeVerbs(Verbs):
         size = self._group.view.size
         with self._checks(name, options, steps=2) as (name, options):
             if out is not None and not (is_list(out) and len(out) == size):
-                raise ConfigError(f"out is a list of {size} arrays, as what is given")
+                raise ConfigError(f"expected a list of {size} arrays as out, got {type(out).__name__}")
             array, rows, fetched = self._parts(x, size, stream)
             record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
 
@@ -323,7 +323,7 @@ class ExchangeVerbs(Verbs):
 def _record(fields: list[Any], nbytes: int) -> Array:
     packed = msgpack.packb(fields)
     if len(packed) > nbytes:
-        raise ConfigError(f"an array with so many dimensions cannot be described in {nbytes} bytes")
+        raise ConfigError(f"the array has too many dimensions: its description exceeds {nbytes} bytes")
     record = np.zeros(nbytes, np.uint8)
     record[: len(packed)] = np.frombuffer(packed, np.uint8)
     return record
@@ -334,7 +334,7 @@ def _fields(record: Array) -> list[Any]:
     unpacker.feed(record.tobytes())
     fields = unpacker.unpack()
     if not isinstance(fields, list):
-        raise CollectiveError("a peer described its array in a way that makes no sense")
+        raise CollectiveError("a peer sent an invalid description of its array")
     return fields
 
 

@@ -169,8 +169,8 @@ class Handle(Unawaited, asyncio.Future[T]):
             ConfigError: always; it says what to write instead.
         """
         raise ConfigError(
-            "an asynchronous handle is awaited: write await handle, or await asyncio.wait_for(handle, seconds); "
-            "what the *_async verbs of kfcomm.sync return has a wait()"
+            "an asynchronous handle has no wait(): write await handle, or await asyncio.wait_for(handle, seconds); "
+            "handles of the *_async verbs of kfcomm.sync have a wait()"
         )
 
     def when_done(self, reactor: Reactor, callback: Callable[[Handle[T]], object]) -> None:

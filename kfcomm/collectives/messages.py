@@ -139,11 +139,11 @@ class Messages(ExchangeVerbs):
         name = checked_name(name)
         source, target = self._check_rank("source", source), self._check_rank("target", target)
         if source == target:
-            raise ConfigError("a queue joins two different ranks")
-        room = whole_number(capacity)
-        if room is None or room < 1:
-            raise ConfigError(f"a queue holds at least one array, not {capacity!r}")
-        return Queue(self, name, source, target, room)
+            raise ConfigError(f"expected two different ranks for a queue, got {source} as source and target")
+        limit = whole_number(capacity)
+        if limit is None or limit < 1:
+            raise ConfigError(f"expected a capacity of at least 1 array, got {capacity!r}")
+        return Queue(self, name, source, target, limit)
 
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept.
@@ -261,7 +261,7 @@ class Messages(ExchangeVerbs):
             source = self._check_other("source", source)
         target = None
         if out is not None and like is not None:
-            raise ConfigError("the result is of the kind of out: give either out or like")
+            raise ConfigError("expected out or like, got both: out determines the kind of the result")
         kind = self._devices.arrays.kind_like(like, stream)
         if out is not None:
             like = self._devices.arrays.read(out, stream)
@@ -271,7 +271,7 @@ class Messages(ExchangeVerbs):
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)
         if number == self._group.view.rank:
-            raise ConfigError(f"{what} {number} is this rank itself: a message needs two ranks")
+            raise ConfigError(f"{what} {number} is this rank itself: give another rank")
         return number
 
 
@@ -366,7 +366,7 @@ def _one_of(name: str, rank: int | None, other_name: str, other: int | None) -> 
     if other is None:
         return rank
     if rank is not None:
-        raise ConfigError(f"{name} and {other_name} are two names of one thing: give one of them")
+        raise ConfigError(f"{name} and {other_name} are the same option: give one of them")
     return other
 
 
@@ -376,5 +376,5 @@ def _key(tag: Tag, kind: str = "") -> str:
     if number is not None:
         return f"{kind}tag {number}"
     if not isinstance(tag, str):
-        raise ConfigError(f"a tag is a whole number or a string, not {tag!r}")
+        raise ConfigError(f"expected a whole number or a string as tag, got {tag!r}")
     return f"{kind}tag {checked_name(tag)!r}"

@@ -137,7 +137,7 @@ class PersistentCollective(Generic[T]):
         self._new_handle: Callable[[], Handle[T] | None] = partial(Handle, loop=comm._group.engine.loop)
         """Makes None for a caller who looks at the operation itself, as in ``kfcomm.sync``."""
         never: Handle[T] = Handle(loop=comm._group.engine.loop)
-        never.set_exception(ConfigError(f"{self._title} was never started"))
+        never.set_exception(ConfigError(f"{self._title} was never started: call start() first"))
         looked_at(never)
         self._latest: Handle[T] | Operation | SlotUse | Over | Launched = never
 

@@ -131,7 +131,7 @@ def row_elements(shape: Shape) -> int:
         ConfigError: the array has no first axis.
     """
     if not shape:
-        raise ConfigError("an array without dimensions cannot be shared out along its first axis")
+        raise ConfigError("expected an array of rows, one part for each rank, got an array without dimensions")
     return math.prod(shape[1:])
 
 
@@ -194,5 +194,5 @@ def checked_priority(priority: Any) -> int:
     """
     number = whole_number(priority)
     if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
-        raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")
+        raise ConfigError(f"expected a priority from {LEAST_URGENT} to {MOST_URGENT}, got {priority!r}")
     return number

@@ -112,7 +112,7 @@ class Verbs(VerbCalls):
     def _shared(self, x: Any, name: str | None, options: CallOptions) -> Handle[Any]:
         with self._checks(name) as (name, _):
             if options.out is not None:
-                raise ConfigError("a shared result is an array of its own: give either shared or out")
+                raise ConfigError("expected shared or out, got both: a shared result has its own memory")
             self._devices.refuse("a shared result", [x], options.stream)
         return self._on_host(ALL_REDUCE, x, name, options)
 

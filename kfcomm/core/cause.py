@@ -62,7 +62,7 @@ class Cause:
             return cls(CauseKind(kind), rank, message[:MAX_MESSAGE_CHARACTERS], tuple(arrived), tuple(missing))
         except (ValueError, TypeError):
             words = reprlib.repr(fields)[:200]
-            return cls(CauseKind.INTERNAL, -1, f"aborted by a peer, for a reason that makes no sense: {words}")
+            return cls(CauseKind.INTERNAL, -1, f"aborted by a peer, which sent an invalid reason: {words}")
 
 
 def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> KfcommError:

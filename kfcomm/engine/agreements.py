@@ -120,7 +120,7 @@ class Agreements:
             PeerLost: the others have given this rank up.
         """
         if len(part) >= MAX_PART_NBYTES or self._size * (len(part) + 8) > MAX_ALL_NBYTES:
-            raise ConfigError(f"{self._size} ranks cannot agree on {len(part)} bytes of each")
+            raise ConfigError(f"{self._size} ranks cannot agree on {len(part)} bytes of each: too many")
         async with self._turn:
             number = self._number
             decision = self._decisions.get(number) or self._begin(number)
@@ -128,14 +128,15 @@ class Agreements:
                 self._given = call
                 self._say(number, decision.enter(bytes([call]) + part))
             elif self._given is not call:
-                raise ConfigError(f"{self._given.name.lower()}() is still under way: call it again first")
+                former, this = self._given.name.lower(), call.name.lower()
+                raise ConfigError(f"{former}() is still under way: call it again before {this}()")
             value = await self._wait(decision, call, timeout_s, word)
             self._number += 1
             self._given = None
         calls = {rank: AgreementCall(part[0]) for rank, part in value}
         if set(calls.values()) != {call}:
             said = ", ".join(f"rank {rank} called {one.name.lower()}()" for rank, one in calls.items())
-            raise CollectiveMismatch(f"the ranks do not agree on what they agree on: {said}", key=call.name.lower())
+            raise CollectiveMismatch(f"all ranks must make the same call: {said}", key=call.name.lower())
         return {rank: part[1:] for rank, part in value}
 
     async def _wait(self, decision: EpochDecision, call: AgreementCall, timeout_s: float, word: Word | None) -> Value:

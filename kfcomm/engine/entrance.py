@@ -187,10 +187,10 @@ async def told_of(meeting: Meeting, about: str) -> list[Any]:
                 if not settings.launcher:  # else it may be a spare, which waits as long as there is a store
                     raise
     except RendezvousError as error:
-        raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
+        raise RendezvousError(f"no rank of the job has admitted {me.describe()}: {error}") from error
     told = msgpack.unpackb(said, use_list=False)
     if isinstance(told, str):
-        raise ConfigError(f"the ranks of the job do not let this process in: {told}")
+        raise ConfigError(f"the ranks of the job refuse this process: {told}")
     return list(told)
 
 

@@ -299,11 +299,11 @@ class AloneMembership(Membership):
 
     async def want_size(self, size: int) -> None:
         """Refuse: no process can join."""
-        raise ConfigError("a world of one has no store, by which others could come")
+        raise ConfigError("a world of one cannot grow, since it has no store: start the job with kfcomm run --elastic")
 
     async def want_replaced(self, birth: int) -> None:
         """Refuse: no process can take its place."""
-        raise ConfigError("a world of one has no store, by which others could come")
+        raise ConfigError("a world of one cannot grow, since it has no store: start the job with kfcomm run --elastic")
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         """Never called: one is more than half of one."""

@@ -193,7 +193,7 @@ class Meeting(NamedTuple):
             RendezvousError: the job has no store.
         """
         if self.store is None:
-            raise RendezvousError("these ranks found each other without a store of kfcomm's")
+            raise RendezvousError("these ranks joined without a store of kfcomm, which this call needs")
         return self.store.client
 
 

@@ -269,7 +269,7 @@ class SlotTable:
             RemoteProtocolError: the peer does not share memory, or has no such slot.
         """
         if memory is None or header[1] >= MAX_SLOTS:
-            raise RemoteProtocolError(f"rank {incoming.peer} sent of a slot in memory that it does not share")
+            raise RemoteProtocolError(f"rank {incoming.peer} gave back a slot in memory that it does not share")
         memory.clear(header[1])
 
     def _look_if_vacant(self, group_id: bytes, own: list[Slot]) -> None:

@@ -117,9 +117,7 @@ def parse_hosts(text: str) -> tuple[LaunchHost, ...]:
     seen: set[str] = set()
     for host in hosts:
         if host.address in seen:
-            raise ConfigError(
-                f"-H {text!r}: {host.address} stands there twice; give each host once, with all its ranks"
-            )
+            raise ConfigError(f"-H {text!r}: {host.address} is listed twice; give each host once, with all its ranks")
         seen.add(host.address)
     return hosts
 
@@ -142,7 +140,7 @@ def plan_for(hosts: tuple[LaunchHost, ...], own: str | None = None) -> HostPlan:
                 "with --self"
             )
         case _:
-            raise ConfigError(f"more than one of the hosts {listed} is this one; say which with --self")
+            raise ConfigError(f"several of the hosts {listed} are this host: name one with --self")
 
 
 def parse_host(entry: str, least: int = 1) -> LaunchHost:
@@ -313,7 +311,7 @@ def read_slots(text: str) -> Slots:
         except ConfigError as error:
             raise ConfigError(f"line {number}: {error}") from error
         if host.address in found:
-            raise ConfigError(f"line {number}: {host.address} stands there twice")
+            raise ConfigError(f"line {number}: {host.address} is listed twice")
         found[host.address] = host.num_ranks
     if not found:
         raise ConfigError("it names no host")

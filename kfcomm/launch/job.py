@@ -119,12 +119,12 @@ class RunOptions:
             given = (("--spares", self.spares), ("--discover", self.discover), ("--store", self.store))
             for option, is_given in given:
                 if is_given:
-                    raise ConfigError(f"{option} is for a job with --elastic")
+                    raise ConfigError(f"{option} needs --elastic")
             return None
         if self.discover is not None and self.hosts is None:
-            raise ConfigError("--discover needs -H with the hosts at the beginning: the others have to reach the first")
+            raise ConfigError("--discover needs -H with the initial hosts: later ones connect to the first")
         if self.discover is not None and ":" not in self.elastic:
-            raise ConfigError(f"--discover starts others: it needs --elastic MIN:MAX, not {self.elastic!r}")
+            raise ConfigError(f"--discover starts ranks: expected --elastic MIN:MAX, got {self.elastic!r}")
         hosts = plan.hosts[: plan.num_first]
         ranks, addresses = [host.num_ranks for host in hosts], [host.address for host in hosts]
         return parse(self.elastic, ranks, self.restart_limit, self.spares, addresses)

@@ -256,7 +256,7 @@ class Output:
                 with contextlib.suppress(BlockingIOError):
                     view = view[os.write(descriptor, view[:_AT_ONCE_NBYTES]) :]
             elif self._abandoned:
-                raise TimeoutError(errno.ETIMEDOUT, "nobody takes it")
+                raise TimeoutError(errno.ETIMEDOUT, "no process reads it")
 
 
 class Dropped:

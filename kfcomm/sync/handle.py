@@ -171,7 +171,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
         # A collective: this thread drives the engine while it waits. A coroutine runs on the I/O thread alone.
         if isinstance(self._inner, Inner):
             if not self._driver.wait(self._inner, timeout_s, self._session):
-                raise TimeoutError(f"not done within {timeout_s} s; it goes on")
+                raise TimeoutError(f"not done within {timeout_s} s; the call continues")
             self._settle(self._inner)
             return
         self._io.may_block()
@@ -184,7 +184,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
                     self.cancel()
             raise
         if not self.done():
-            raise TimeoutError(f"not done within {timeout_s} s; it goes on")
+            raise TimeoutError(f"not done within {timeout_s} s; the call continues")
 
     def _is_over(self) -> bool:
         return self._inner is None or self._inner.done()
@@ -297,7 +297,7 @@ class PersistentCollective(Generic[T]):
             latest: Awaited[T] = self._inner._latest
             timeout_s = seconds_of(timeout)
             if not latest.done() and not self._driver.wait(latest, timeout_s, self._session):
-                raise TimeoutError(f"not done within {timeout_s} s; it goes on")
+                raise TimeoutError(f"not done within {timeout_s} s; the call continues")
             return latest.result()
         except (KfcommError, asyncio.CancelledError) as error:
             raise self._shown(error)

@@ -210,7 +210,7 @@ class TorchWork(BaseWork):  # type: ignore[misc]
         except TimeoutError:
             if self._handle.done():
                 raise
-            raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; it goes on")) from None
+            raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; the call continues")) from None
 
     def _complete(self, begun: Any) -> None:
         # Not on this thread, which drives collectives: a callback of the program (a communication hook) may wait for

@@ -94,7 +94,7 @@ class HybridGradients:
             CollectiveError: from waiting: an exchange failed.
         """
         if weight is not None and not (np.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"a weight is a finite number from 0 on, not {weight!r}")
+            raise ConfigError(f"expected a finite weight of at least 0, got {weight!r}")
         factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
         buffers = dict.fromkeys(gradients) if out is None else _buffers(out, gradients)
         by_factors = yield from self._chosen(factored)

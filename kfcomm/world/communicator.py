@@ -298,9 +298,9 @@ class Communicator(Persistent):
         seconds_of(timeout)
         members = tuple(self._check_rank("member", rank) for rank in ranks)
         if len(set(members)) < len(members):
-            raise ConfigError(f"a group names each rank once, got {list(members)}")
+            raise ConfigError(f"expected each rank once in a group, got {list(members)}")
         if self.rank not in members:
-            raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call")
+            raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call it")
         view = self._session.groups.add(self._group.view, name, members)
         chosen = await self._placed(self._strategy_below) if strategy is None else strategy
         made = Communicator(self._session, view, chosen, name)

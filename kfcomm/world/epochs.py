@@ -80,12 +80,12 @@ async def agree(session: Session, value: Any, timeout_s: float) -> bool | int:
     is_flag = isinstance(value, (bool, np.bool_))
     given = bool(value) if is_flag else whole_number(value)
     if given is None or not -(1 << 63) <= given < 1 << 63:
-        raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
+        raise ConfigError(f"agree expects a bool or a 64-bit integer, got {value!r}")
     part = packed([given]).tobytes()
     said = await session.agreements.decide(AgreementCall.AGREE, part, timeout_s, session.network.membership.has_word)
     values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
     if len({type(one) for one in values}) > 1:
-        raise CollectiveMismatch("some ranks gave agree a bool, others an integer", key="agree")
+        raise CollectiveMismatch("agree expects one type on all ranks, got bool and integer", key="agree")
     together = functools.reduce(operator.and_, (int(one) for one in values))
     return bool(together) if is_flag else together
 

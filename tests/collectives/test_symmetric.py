@@ -439,7 +439,7 @@ async def test_a_shared_result_has_no_out() -> None:
     async with world(2, strategy="direct") as comms:
         x = np.ones(LENGTH, np.float32)
         outcomes = []
-        with pytest.raises(ConfigError, match="either shared or out"):
+        with pytest.raises(ConfigError, match="expected shared or out"):
             comms[0].all_reduce(x, "x", shared=True, out=x)
         outcomes = await ends(comms[1:], lambda comm: comm.all_reduce(x, "x", shared=True))
         assert_kinds(outcomes, CollectiveAborted)

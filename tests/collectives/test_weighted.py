@@ -120,24 +120,27 @@ async def test_mappings(with_out: bool) -> None:
 
 X = np.ones(6, np.float32)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "op": (lambda c, x: c.all_reduce(x, "k", weight=2), "for op avg, not for sum"),
+    "op": (lambda c, x: c.all_reduce(x, "k", weight=2), "weight expects op avg, got sum"),
     "negative": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=-1), "finite number from 0 on"),
     "no number": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=float("nan")), "finite number from 0 on"),
     "text": (lambda c, x: c.all_reduce(x, "k", op="avg", weight="1"), "finite number from 0 on"),
     "flag": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=True), "finite number from 0 on"),
     "integers": (lambda c, x: c.all_reduce(x.astype(int), "k", op="avg", weight=1), "op avg of int64"),
-    "list": (lambda c, x: c.all_reduce([x], "k", op="avg", weight=1), "not for a list"),
+    "list": (lambda c, x: c.all_reduce([x], "k", op="avg", weight=1), "got a list"),
     "wire": (
         lambda c, x: c.all_reduce(x, "k", op="avg", weight=1, wire_dtype="bfloat16"),
-        "wire_dtype does not go with a weight",
+        "wire_dtype cannot be combined with weight",
     ),
-    "shared": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=1, shared=True), "shared does not go with a weight"),
+    "shared": (
+        lambda c, x: c.all_reduce(x, "k", op="avg", weight=1, shared=True),
+        "shared cannot be combined with weight",
+    ),
     "out": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=1, out=x[:1]), "out has shape"),
     "timeout": (lambda c, x: c.all_reduce(x, "k", op="avg", weight=1, timeout=-1), "timeout"),
-    "mapping": (lambda c, x: c.all_reduce_many({"k": x}, op="sum", weight=1), "for op avg, not for sum"),
+    "mapping": (lambda c, x: c.all_reduce_many({"k": x}, op="sum", weight=1), "weight expects op avg, got sum"),
     "mapping on the wire": (
         lambda c, x: c.all_reduce_many({"k": x}, op="avg", weight=1, wire_dtype="bfloat16"),
-        "wire_dtype does not go with a weight",
+        "wire_dtype cannot be combined with weight",
     ),
 }
 

@@ -60,7 +60,7 @@ def test_rejected_joining_rank_reports_the_reason(tmp_path: Path) -> None:
         start("2 again", JOIN="2")
         assert said("2 again") == "another process has joined this job as 2, or waits to: take another number"
         start("3", JOIN="3", CHECKSUM="1")
-        why = "the ranks of the job do not let this process in: checksum is on for rank 3 and off for rank "
+        why = "the ranks of the job refuse this process: checksum is on for rank 3 and off for rank "
         assert str(said("3")).startswith(why)
         end.touch()
         assert [said(name) for name in ("0", "1", "2")] == [[0, 1, 2]] * 3

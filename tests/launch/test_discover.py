@@ -85,7 +85,7 @@ def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job], tmp_pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["-n", "2", "--discover", "true"], "--discover is for a job with --elastic"),
+        (["-n", "2", "--discover", "true"], "--discover needs --elastic"),
         (["-n", "2", "--elastic", "1:4", "--discover", "true"], "--discover needs -H"),
         (["-H", "127.0.0.1:2", "--elastic", "1", "--discover", "true"], "it needs --elastic MIN:MAX, not '1'"),
         (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "no-such-program"], "command not found"),
@@ -111,7 +111,7 @@ def test_an_answer() -> None:
     for text, said in [
         ("127.0.0.1\nx:y:z\n", "line 2: 'x:y:z' must look like"),
         ("127.0.0.1:-1", "line 1: "),
-        ("127.0.0.1:2\n127.0.0.1:2", "line 2: 127.0.0.1 stands there twice"),
+        ("127.0.0.1:2\n127.0.0.1:2", "line 2: 127.0.0.1 is listed twice"),
         ("no-such-host.invalid:2", "line 1: the host 'no-such-host.invalid' does not resolve"),
         ("\n \n", "it names no host"),
     ]:

@@ -157,7 +157,7 @@ def test_a_store_that_cannot_be_is_refused_before_anything_is_started(store: str
 
 def test_a_store_is_for_elastic_jobs(tmp_path: Path) -> None:
     done = kfcomm("run", "-n", "2", "--store", str(tmp_path), "true")
-    assert "--store is for a job with --elastic" in done.stderr
+    assert "--store needs --elastic" in done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs the right to mount a small disk")

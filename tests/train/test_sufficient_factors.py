@@ -182,5 +182,5 @@ async def test_form_follows_the_mean_number_of_samples() -> None:
 @pytest.mark.asyncio
 async def test_negative_weight_is_refused() -> None:
     async with world(1) as comms:
-        with pytest.raises(ConfigError, match="a weight is a finite number from 0 on, not -1"):
+        with pytest.raises(ConfigError, match="expected a finite weight of at least 0, got -1"):
             HybridGradients(comms[0]).average({"x": np.ones(3)}, weight=-1)

@@ -248,7 +248,7 @@ def _content(record: Any) -> tuple[int, list[Any]]:
         if type(number) is not int or number < 0 or type(said) is not list:
             raise ValueError((number, said))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise KfcommError(f"a message about the order that makes no sense: {error}") from error
+        raise KfcommError(f"invalid message about the launch order: {error}") from error
     return number, said
 
 

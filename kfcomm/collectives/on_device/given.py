@@ -47,7 +47,7 @@ class GivenArrays:
             return x
         if not is_on_device(x):
             if stream is not None:
-                raise ConfigError("stream= is for arrays in the memory of a device")
+                raise ConfigError("stream= expects arrays in device memory, got arrays of the host")
             return adapt(x)
         return adapt_device(x, self.own_device(), stream)
 
@@ -63,7 +63,7 @@ class GivenArrays:
             place = adapt_device_out(out, shape, like.dtype, self.device_of(like), like.stream)
             shares = on_device.overlaps(like, place)
         if shares:
-            raise ConfigError("out shares some of the memory of x, but is not the same memory")
+            raise ConfigError("out shares some of the memory of x: give separate memory, or x itself")
         return place
 
     def kind_like(self, like: Any, stream: Stream | None = None) -> ArrayKind:
@@ -104,7 +104,7 @@ class GivenArrays:
                 )
         there = [part for part in read if isinstance(part, DeviceArray)]
         if there and len(there) != len(read):
-            raise ConfigError("a list holds arrays of the host or of a device, not both")
+            raise ConfigError("expected a list of arrays of the host or of a device, got both")
         rows = [part.shape[0] for part in read]
         shape = (sum(rows), *first.shape[1:])
         if isinstance(first, HostArray):
@@ -125,7 +125,7 @@ class GivenArrays:
         if not there:
             return HostArray(np.concatenate([part.flat for part in here]), shape, here[0].kind, False)
         if len(there) != len(read):
-            raise ConfigError("a list holds arrays of the host or of a device, not both")
+            raise ConfigError("expected a list of arrays of the host or of a device, got both")
         return self._end_to_end(there, shape)
 
     def _end_to_end(self, parts: Sequence[DeviceArray], shape: Shape) -> DeviceArray:

@@ -76,9 +76,7 @@ class Fetched:
             self._block.release()
 
     def _expired(self, timeout_s: float) -> None:
-        self._end(
-            CollectiveTimeout(f"the device did not come to the array that is to be sent within {timeout_s:.1f} s")
-        )
+        self._end(CollectiveTimeout(f"the device did not finish the array to send within {timeout_s:.1f} s"))
 
     def _end(self, error: BaseException | None) -> None:
         self._timer.cancel()

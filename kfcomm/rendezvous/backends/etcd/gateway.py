@@ -152,7 +152,7 @@ class Gateway:
             if code in _FINAL:
                 raise EtcdRefused(f"{self.address} refuses {path.removeprefix('/v3/')}: {message}", code)
             raise _Failed(message)
-        raise _Failed("it takes no token that it gives")
+        raise _Failed("it refuses each token that it issued")
 
     async def _headers(self) -> dict[str, str]:
         if not self.address.user:
