@@ -1,1 +1,1 @@
-"""The verbs: from the caller's arrays to posted collectives, and from their ends to results."""
+"""Verbs: they turn the caller's arrays into posted collectives, and completed collectives into results."""

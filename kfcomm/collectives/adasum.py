@@ -5,9 +5,9 @@ Horovod's ``adasum.h`` has it. Two gradients a and b become
 
     (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b,
 
-their sum where they are orthogonal and their mean where they are parallel. Of n ranks (0, 1), (2, 3), ... are
-combined first, then pairs of pairs; a rank that is left over passes to the next round unchanged. Products are taken for
-each tensor by itself, however many travel together.
+their sum where they are orthogonal and their mean where they are parallel. First the ranks (0, 1), (2, 3), ... are
+combined, then pairs of pairs; a rank without a partner passes to the next round unchanged. Each tensor has its own
+products, even if several tensors travel together.
 
 Recursive halving, as Horovod has it, would halve the tensors log2(n) times, with an all_reduce of inner products
 after each. But each combination is a sum of gradients with coefficients that depend on their inner products alone, so
@@ -17,7 +17,7 @@ end in one buffer, which is cut into n parts of about the same size:
 1. all_to_all: rank r gets the r-th part of every rank's buffer;
 2. all_reduce of the inner products of tensors that are cut, at most n − 1; those of others are one rank's alone, and
    where none is cut this step is left out;
-3. each rank combines its part, and all_gather tells the parts to all.
+3. each rank combines its part, and all_gather sends the parts to all.
 
 The bytes are those of recursive halving, 2(n−1)/n·S sent by each rank, in three collectives whatever n is, and n need
 be no power of two. Where all ranks share memory, buffers and results are read in place, and two or three collectives

@@ -1,8 +1,8 @@
 """Averages by weight: all_reduces that are made of sums.
 
-What travels is ``w·x`` and, in the same collective, ``w``: one more element of an array, or one more array of a
-mapping. So a sum of weights always belongs to the sum that it divides, also where a call is done again by fewer ranks.
-Products and sums are in the dtype in which sums of the array's are made (float32 for float16 and bfloat16).
+Each rank sends ``w·x`` and, in the same collective, ``w``: one more element of an array, or one more array of a
+mapping. So a sum of weights always belongs to the sum that it divides, even if fewer ranks repeat the call. Products
+and sums have the accumulation dtype of the array (float32 for float16 and bfloat16).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Calls on several arrays at once, in few collectives: mappings, and lists of arrays.
 
-A list is what torch and mpi4py have in their coalesced verbs: what is done with one array is done with each, and a
-list of results of the same kind comes back. To ``reduce_scatter`` and ``all_to_all`` it is one array for each rank.
+A list works as in the coalesced verbs of torch and mpi4py: the verb is applied to each array, and a list of results of
+the same kind is returned. For ``reduce_scatter`` and ``all_to_all`` it has one array for each rank.
 
-Every rank derives the same division alone. Small arrays of one dtype are laid one after the other and travel as one;
-large ones travel by themselves, uncopied. Each of these *units* has a key of its own, and a signature that lists its
-arrays. That of the first lists all of the call, so that ranks which differ in any get ``CollectiveMismatch``, which
-names it. The first unit takes the next sequence number of its key, and the others take the same, so that a call which
-fails on one rank leaves all ranks in step.
+Every rank derives the same division without messages. Small arrays of one dtype are laid one after the other and travel
+as one; large ones travel by themselves, uncopied. Each of these *units* has a key of its own, and a signature that
+lists its arrays. The signature of the first unit lists all arrays of the call: ranks that differ in any array get a
+``CollectiveMismatch`` that names it. The first unit takes the next sequence number of its key, and the others take the
+same, so that a call which fails on one rank leaves all ranks in step.
 """
 
 from __future__ import annotations

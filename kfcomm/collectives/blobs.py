@@ -1,10 +1,10 @@
-"""Named, versioned blobs that a rank keeps for others to fetch when they like.
+"""Named, versioned blobs that a rank stores and other ranks fetch at any time.
 
-A blob is copied when it is saved, so that what a peer gets is always one whole version, never a torn one. The first
-request for a name of a rank is a question by message. Between ranks that share memory its answer says where the
-versions are listed (see `kfcomm.transports.shm.versions`): later requests read them there, and ask again only for what
-they do not find. Such a request gets the latest whole version whatever its owner does meanwhile; whether the owner is
-lost is looked up before.
+A blob is copied when it is saved, so a peer always gets one whole version, never a torn one. The first request for a
+name of a rank is a message. Between ranks that share memory, its answer says where the versions are listed (see
+`kfcomm.transports.shm.versions`). Later requests read them there, and send a message only if they do not find theirs.
+Such a request gets the latest whole version, even if its owner is busy or saves another; it first checks whether the
+owner is lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How a call of a verb is made: its checks, its plan, the memory of its result and its post.
+"""Steps of a call of a verb: its checks, its plan, the memory of its result and its post.
 
-`VerbCalls` is the common part of all verbs; `Posting` is what a call leaves to be posted.
+`VerbCalls` is the common part of all verbs; `Posting` is a checked call, ready to be posted.
 """
 
 from __future__ import annotations

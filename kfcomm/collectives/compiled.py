@@ -4,8 +4,9 @@ A group caches one for each name in use. A call like the first one skips its che
 deadlines. Any other call, and any unusual state, takes the full path, which alone reports what is wrong. Each cache
 belongs to one strategy, and is found again when that strategy is set again.
 
-Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a
-priority or a wire dtype of their own. Calls of one name with different strategies of their own have a plan each.
+Plans are compiled for verbs whose shapes every rank knows without messages, in calls with NumPy arrays and without a
+timeout, a priority or a wire dtype of their own. If calls of one name name different strategies, each strategy has its
+own plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The verbs whose shapes differ between ranks, and those that carry Python objects: two steps each.
+"""Verbs whose shapes differ between ranks, and verbs that carry Python objects: two steps each.
 
-The first step tells the shapes, under the name of the call; the second moves the data, under a key derived from
-it. Each call takes one sequence number of both, whatever happens, so that the steps of one call meet.
+The first step exchanges the shapes, under the name of the call. The second moves the data, under a key derived from
+it. Each call always takes one sequence number of both, so that the steps of one call meet.
 """
 
 from __future__ import annotations

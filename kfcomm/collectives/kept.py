@@ -1,13 +1,13 @@
-"""Buffers of this rank that others may still read in place, of calls that are over here.
+"""Buffers of completed calls of this rank, which other ranks may still read in place.
 
 A call that reads its peers' buffers could end with a rendezvous, after which each rank frees its own. Instead the
-buffer is *kept*, and the first step of a later call under the same name frees it, for which the ranks meet anyway: each
-tells whether its former uses of the name are over.
+buffer is *kept*. The first step of a later call under the same name frees it: the ranks meet there anyway, and each
+reports whether its former uses of the name are over.
 
-Invariant: a buffer is freed when every rank has told so, in a call after the one of the buffer, or when no rank can end
-well with what is in it, since this rank has not joined the rendezvous before the reads. Else it is *withdrawn* first:
-its stamp becomes 0, and a rank that finds another stamp than it was told, after it has read, raises an error. So no
-rank returns what was written to the memory after it was freed.
+Invariant: a buffer is freed in two cases: every rank has reported so, in a call after that of the buffer; or no rank
+can complete with its contents, since this rank has not joined the rendezvous before the reads. Otherwise it is
+*withdrawn* first: its stamp becomes 0. A rank compares the stamp after it has read, and raises an error if it differs
+from the announced one. So no rank returns data that was written to the memory after it was freed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Messages between two ranks: send and recv, matched by source, tag and order.
 
-A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The receiver
-learns dtype and shape from the first sign of the message, and posts its half then; the sender is done when the
-receiver has it all, or at once where a small message was copied. Messages of one sender with one tag arrive in the
-order in which they were sent. `receives` describes which receive gets which message, also after one has ended.
+A message is a collective of a group of two, the sender and the receiver; its key is the tag. The receiver learns dtype
+and shape from the first frame of the message, and then posts its half. The sender is done when the receiver has the
+whole message, or at once if a small message was copied. Messages of one sender with one tag arrive in the order of the
+sends. `receives` describes which receive gets which message, also after one has ended.
 
 A copied message that was not received yet counts against the limits of its receiver (`Eager`); at the limit, senders
 wait for that receiver. Failures of copies are logged, since no caller waits for them.

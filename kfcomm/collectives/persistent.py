@@ -1,9 +1,9 @@
 """Forms of the verbs: persistent collectives, and an all_reduce that records its throughput.
 
-The arguments of a persistent collective are given once, and each start exchanges what the arrays hold then. MPI has
-them as ``MPI_Allreduce_init`` and the like (MPI 4.0, 6.13; 3.9 for messages). Here a start is a call of the verb,
-under the same name: other ranks may make that call themselves. The first start is the verb itself, with all of its
-checks. Where the name is compiled then, the next ones look nothing up and check no argument.
+The arguments of a persistent collective are given once, and each start exchanges the current contents of the arrays, as
+with ``MPI_Allreduce_init`` and similar calls (MPI 4.0, 6.13; 3.9 for messages). Here a start is a call of the verb
+under the same name: other ranks may make that call instead. The first start is the verb itself, with all of its checks.
+If the name is compiled then, later starts need no look-up and no checks.
 
 Invariants: at most one use is in flight; a start that is refused leaves it alone.
 """

@@ -1,8 +1,7 @@
 """Specifications of the verbs, one record each; options of one call.
 
-Each record of `SPECS` has the properties in which a verb differs from the others. Checks, cached plans, packing,
-persistent forms and the path of device arrays read it, so that a new verb is a record here, a method of ``Planner`` and
-a public method.
+Each record of `SPECS` has the properties by which verbs differ. Checks, cached plans, packing, persistent forms and the
+path of device arrays read it, so a new verb needs a record here, a method of ``Planner`` and a public method.
 """
 
 from __future__ import annotations

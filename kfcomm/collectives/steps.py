@@ -1,7 +1,7 @@
-"""Calls of several steps: each step is a collective, and follows when the one before it is over.
+"""Calls of several steps: each step is a collective, and begins when the one before it is over.
 
-The first step has the name of the call; each later one has a key of its own, whose n-th use belongs to the n-th call,
-whatever happens: a step that cannot be posted takes its number all the same, so that the steps of one call meet.
+The first step has the name of the call. Each later step has a key of its own, whose n-th use always belongs to the n-th
+call: a step that cannot be posted still takes its number, so that the steps of one call meet.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A change of strategy that has no place in the order of calls.
+"""Change of strategy without a fixed place in the order of calls.
 
-Ranks need not make calls of unlike names in one order, so no place between two calls of each rank would do: one rank
-may be past the next use of a name while another is before it. But the uses of one name are counted. Each rank tells the
-next use of each of its names, and begins no further one until it hears the outcome. The greatest of these numbers is
-the first use of a name that no rank has begun: it and those after it take the new graphs, all before it the former
-ones, wherever they are begun later. So no use has two graphs, and what waits, waits for one exchange of messages.
+Ranks may make calls of different names in different orders, so no place in the order would be right for all: one rank
+may be past the next use of a name while another is before it. But the uses of one name are counted. Each rank reports
+the next use of each of its names, and begins no further use until it hears the outcome. The greatest reported number is
+the first use of a name that no rank has begun. This use and later ones take the new graphs; earlier ones take the
+former graphs, even if a rank begins them later. So no use has two graphs, and calls wait for one exchange of messages.
 
 Names travel as digests, since they may be long and many. Two names with one digest would both change at the greater
-of their numbers, on all ranks: later than they could, and right.
+of their numbers, on all ranks: later than necessary, but correctly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs whose shapes every rank knows by itself: one collective each, begun before the call returns.
+"""Verbs whose shapes every rank knows without messages: one collective each, begun before the call returns.
 
 Each checks its arguments, finds its plan, allocates its result and posts. A call that fails its checks
 raises at once, and fails the other ranks' calls under the same name.

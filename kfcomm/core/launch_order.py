@@ -28,8 +28,8 @@ has launched it is withdrawn on all; one that some ranks have launched ends the 
 
 Limits: a launched use occupies the device, and later ones wait behind it. So uses in flight at the same time may be
 posted in any order, but if a program waits for one use before it posts the next, all ranks must do so in that order.
-Steps may overlap only as long as they repeat: where they change, an outdated pass may have a rank launch a use of the
-next step too early, behind which it waits for a use that another rank posts only after this step.
+Steps may overlap only as long as they repeat. Where they change, the old pass may launch a use of the next step too
+early on one rank. That rank then waits for a use that another rank posts only after this step.
 
 Between the leader and each rank messages arrive in the order in which they were sent. Time is an argument. No method
 raises for what comes from a peer.

@@ -1,7 +1,7 @@
 """Data links as the core sees them: numbers for names, credit, and recovery from a break.
 
-Names and signatures travel once per link; later frames use the numbers that they were given. A rank may be sent as much
-before it has posted as it has given credit for; the rest waits until it answers an ASK with POSTED.
+Names and signatures travel once per link; later frames use the numbers that they were given. Before a rank has posted,
+a sender may send it as much as its credit allows; the rest waits until the rank answers an ASK with POSTED.
 
 A link that breaks loses frames, and neither end knows which. Its *sender* decides what that means, when it learns of
 the break. A collective is affected if it was posted by then, under a name that was defined on the link; later posts are
@@ -14,9 +14,9 @@ A rank that leaves a group sends LEFT on every link on which it has defined name
 it. Both ends then forget the names, and collectives that still wait for that rank fail. The first link after a break
 repeats LEFT.
 
-Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver fails nothing
-by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number of the link, so
-that late or repeated news never concerns a newer link.
+Invariants: the result does not depend on when, how often and in which order the two ends hear of a break. The receiver
+fails nothing by itself. If it notices first, it tells the sender (``LINKS``) the number of the link, so that late or
+repeated news never concerns a newer link.
 
 *Credit* bounds what a peer may send for collectives that are not posted here. Chunks of a posted collective can always
 be absorbed, and cost nothing. Chunks of one that is not posted yet must be stored, so each link has a window of payload
@@ -24,7 +24,7 @@ bytes and of headers for them. Both ends count: the sender spends, the receiver 
 the link of a sender that overdraws.
 
 A sender without credit keeps the chunk and asks for a notice when the collective is posted. So no reader ever waits for
-a post, and a window of any size, even zero, can delay but never block a world. (With plain back-pressure in place of
+a post. A small window, even of zero bytes, can delay a world but never block it. (With plain back-pressure instead of
 credit, a model of two-lane rings deadlocked in 20 of 20 runs.)
 """
 

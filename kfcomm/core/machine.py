@@ -14,14 +14,14 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
     any           anything else            refused: the other side broke the protocol
 
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
-complete when all its chunks are and when nothing that it sent is still being read from its memory.
+complete when all its chunks are complete and no link reads from its memory any more.
 
 In an exchange (`kfcomm.core.exchange`) each arriving chunk is a state of its own: a contribution of a later step is
 held until the steps before it are over, a result is stored at once. A step begins, and its messages are sent, when the
-last chunk of the one before has come.
+last chunk of the step before has come.
 
-It owns no memory and knows no clock, socket or array: it takes events and decides what follows, and its *driver* does
-that at once; `kfcomm.core.recorder.EffectRecorder` is one that writes them down instead.
+The machine owns no memory and knows no clock, socket or array. It takes events and decides what follows, and its
+*driver* does that at once. `kfcomm.core.recorder.EffectRecorder` is a driver that only records the decisions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Consensus among the ranks of an epoch on its survivors, with some bytes of each.
 
-Every rank *enters* with a part, some bytes. The decision is the parts of the survivors: the same on all ranks that
-learn it, whatever messages are lost and whichever ranks die meanwhile, the leader included. It is consensus by ballots
+Every rank *enters* with a part, some bytes. The decision consists of the survivors' parts. It is the same on all ranks
+that learn it, even if messages are lost and any ranks die meanwhile, the leader included. It is consensus by ballots
 (the synod of Lamport, 1998). The leader of a ballot first collects what the others may have accepted in earlier
 ballots, then proposes; a quorum of acceptances decides. Rank 0 leads the first ballot, which needs no promises; the
 lowest living rank leads further ballots when they are needed.
@@ -11,14 +11,14 @@ A *quorum* of the n ranks is
 - more than half of them, or
 - all ranks except those that have *ended*: known for certain to have exited or left.
 
-So a partition leaves at most one side able to decide, and the last survivor of all others' deaths decides alone. For
-the second rule to be safe, a ballot lists the ranks that have ended, and a rank that promises or accepts it ignores
-them from then on: a decision that they made among themselves and told no survivor does not count.
+So at most one side of a partition can decide, and a last survivor decides alone. To make the second rule safe, a ballot
+lists the ranks that have ended, and a rank that promises or accepts it ignores them from then on: a decision that they
+made among themselves, and that no survivor knows, does not count.
 
 Invariants:
 
-- All ranks that decide, decide the same. The decision holds the part of this rank, unless the others gave it up.
-- No rank decides before every rank that is not gone has entered.
+- All ranks that decide, decide the same. The decision has the part of this rank, unless the others count it as lost.
+- No rank decides before every remaining rank has entered.
 - Messages go to all others; of each kind, a rank's latest must arrive in the end. Time and links are not known here.
 
 Messages are ``(tag, fields...)``; those from the wire are checked by `fault`.

@@ -19,9 +19,9 @@ reduce_scatter     one per rank: up, rooted at that rank                       (
 all_to_all         one per ordered pair of ranks: down, direct                 (nothing)
 =================  ==========================================================  ==========================
 
-The empty lanes carry signatures, not data. They make one thing hold for every verb: *a collective that
-completes anywhere has been posted, with the same signature, everywhere*. Lanes in the last column are
-*gated*: the rank where they begin starts them when its other lanes are complete.
+The empty lanes carry signatures, not data. They give every verb one property: *a collective that completes on one rank
+has been posted, with the same signature, on all ranks*. Lanes in the last column are *gated*: the rank where they begin
+starts them when its other lanes are complete.
 
 A program depends on the verb, the group's size, the rank, the graphs and the counts, never on the history of a key: so
 every collective of the same kind shares it.

@@ -1,14 +1,14 @@
 """Router: all collectives of one rank, matched by (group, key, sequence number), never by order.
 
-Three layers, from below: `kfcomm.core.calls` is the table of calls and lists their states; `kfcomm.core.matching` gives
-chunks to them; this one posts, and handles the other frames of peers, broken links and lost ranks. Links bind to an
+There are three layers, from below: `kfcomm.core.calls` is the table of calls and their states. `kfcomm.core.matching`
+gives chunks to them. This module posts, and handles all other frames, broken links and lost ranks. Links bind to an
 epoch when they open, so an epoch never appears here.
 
 Invariant: no method raises for what comes from a peer; a broken rule becomes a ``VIOLATION`` effect.
 
-It owns no memory: payloads are handles of its caller. What a machine decides is done by its driver at once; what the
-router decides is returned as effects, tuples (see ``calls.Tell``) that are appended to the caller's list. Tuples,
-because a frozen dataclass of six fields costs nine times as much.
+It owns no memory: payloads are handles of its caller. A machine's driver carries out its decisions at once. The router
+appends its own decisions as effects, tuples (see ``calls.Tell``), to the caller's list. A frozen dataclass of six
+fields would cost nine times as much as a tuple.
 """
 
 from __future__ import annotations

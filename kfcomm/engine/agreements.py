@@ -1,7 +1,7 @@
 """Agreements of a rank with all others of its epoch, one at a time: drives `core.membership` with time and news.
 
-Invariants: the n-th agreement of a rank is the n-th of every other. An agreement whose wait was cut short (a timeout,
-a cancellation) is still under way: the next call resumes it, with the part that was given first.
+Invariants: the n-th agreement of a rank is the n-th of every other. After a timeout or a cancellation of its wait an
+agreement is still under way: the next call resumes it, with the part that was given first.
 """
 
 from __future__ import annotations

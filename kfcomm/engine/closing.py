@@ -1,7 +1,7 @@
-"""Ends of sessions: bounded waits of a rank that closes, and what a forked child does with those that it inherits.
+"""Ends of sessions: bounded waits of a closing rank, and the release of inherited sessions in a forked child.
 
-Each wait is reported when it lasts, and has a bound of its own. Once there is a reason to hurry (a peer is dead, the
-program was interrupted), the rest of closing has one common bound, which may end a wait that is under way.
+A long wait is reported, and each has its own bound. Once there is a reason to hurry (a peer is dead, the program was
+interrupted), the rest of closing has one common bound, which may end a wait that is under way.
 
 A forked child keeps a dead parent's sockets alive, so peers of the parent would see no end of file: the child replaces
 every inherited descriptor, without touching the loop that the parent still uses (their epoll is shared).

@@ -1,12 +1,12 @@
 """Engine of one rank: carries out what the router and the machines decide.
 
 The engine owns the operations in flight, their deadlines, and the table of the links. Events come in from the
-caller (``post``, ``cancel``), from links (``receiver``), from the control plane and from the clock; each is given to
-the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
-moved at the end of the burst, so that what belongs together leaves in one write.
+caller (``post``, ``cancel``), from links (``receiver``), from the control plane and from the clock. Each is given to
+the core, whose effects are carried out at once, in order. Frames are queued meanwhile and sent at the end of the
+burst, so that frames of one burst leave in one write.
 
-It owns no task, no timer and no thread: it runs in the turns of its reactor. It knows no verb, no array kind and
-no way to open a link: it is given memory and programs, and asks ``connect`` for links.
+It owns no task, timer or thread: it runs in the turns of its reactor. It does not know verbs or kinds of arrays, and
+cannot open links: it is given memory and programs, and asks ``connect`` for links.
 """
 
 from __future__ import annotations

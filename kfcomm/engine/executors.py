@@ -1,21 +1,21 @@
 """Execution in slots of shared memory, in which every rank reads the contributions of all ranks.
 
 An operation is carried out in a slot, if its series has one: nothing is sent then, and all uses of slots are polled
-together (``slots.SlotTable``). Else it goes along graphs, or in one step from every rank to every other. Anything
-unusual makes a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a
-chunk of that use, or from the first rank. A rank that leaves sends what it would have sent without a slot; so all ranks
-follow the first that left.
+together (``slots.SlotTable``). Otherwise it goes along graphs, or in one step from every rank to every other. Anything
+unusual makes a rank *leave the slot* for good: it does not post a use there. The other ranks learn this from a chunk of
+that use, or from the first rank, and leave, too. A rank that leaves sends the chunks that it would have sent without a
+slot.
 
 Invariants:
 
-- A rank sends chunks of a use only if it has not stored its word for it, or has heard of another that has left. So if
-  there is any, the word of some rank does not come, and no rank completes it in the slot.
-- Results have the same bits, whether they are made in a slot or not.
+- A rank sends chunks of a use only if it has not stored its word for it, or knows that another rank has left. So if
+  there is a chunk, the word of some rank is missing, and no rank completes the use in the slot.
+- Results have the same bits, in a slot or not.
 
 Collectives among several hosts use a slot inside each host. Where the graphs make a star of a host's ranks, its centre
-is the *hub* of that host's slot. The others show there what they give; when all have, the hub takes it as if it had
-come by links, does with other hosts what its program says, and shows the result instead of sending it to each. So hosts
-need not agree: one may use its slot while another sends chunks, and the bits are the same.
+is the *hub* of that host's slot. The others show their contributions there. When all are there, the hub takes them as
+if they had come by links, follows its program with other hosts, and shows the result instead of sending it to each. So
+hosts need not agree: one may use its slot while another sends chunks, and the bits are the same.
 
 For the ranks of one host the rules above hold, with chunks to and from the hub.
 """

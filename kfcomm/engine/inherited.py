@@ -1,16 +1,16 @@
 """Slots for long messages that the surviving ranks of a loss use again in the next epoch.
 
-Else the first use of each name after a loss would go along links, which have yet to be opened: twice the time of a call
-through its slot. Each rank gives to the agreement on the survivors a digest of the slots that it has. If all have given
-the same one, the first use of such a name takes its slot, without a message.
+Without them the first use of each name after a loss would go along links that have yet to be opened, which takes twice
+the time of a call through its slot. In the agreement on the survivors each rank gives a digest of its slots. If all
+digests are equal, the first use of such a name takes its slot, without a message.
 
 Invariants:
 
 - A rank clears its words for a slot before it enters the agreement, and leaves the slot for the rest of the epoch. The
   next epoch has the buffers with other words, which are 0 on all ranks when it begins.
-- A rank writes in its own region alone, and those of lost ranks are not read any more.
-- A lost rank may live, and be in a use of the former epoch whose buffers are written to again: it looks at the words
-  once more when it has copied, finds them cleared, and never completes that use (``transports.shm.parted``).
+- A rank writes only to its own region, and the regions of lost ranks are not read any more.
+- A lost rank may be alive, in a use of the former epoch whose buffers are written to again. It checks the words again
+  after it has copied, finds them cleared, and never completes that use (``transports.shm.parted``).
 - A slot is taken at use 0 of its name, or by no rank: the names and uses are the same on all ranks.
 """
 

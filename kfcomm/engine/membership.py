@@ -1,4 +1,4 @@
-"""Membership of a job: what ranks share for all epochs, and their changes in the job's store."""
+"""Membership of a job: state that ranks share in all epochs, and changes of membership in the job's store."""
 
 from __future__ import annotations
 

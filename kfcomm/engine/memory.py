@@ -1,7 +1,7 @@
 """Memory of one collective on one rank: the caller's input, the partial result and the result.
 
-Partial results are kept in the result's own memory where that can be (the same dtype, and the rank keeps every chunk
-that it folds); else in scratch memory of the accumulation dtype.
+Partial results are stored in the result's own memory if possible (it has the same dtype, and the rank keeps every chunk
+that it folds), otherwise in scratch memory of the accumulation dtype.
 """
 
 from __future__ import annotations

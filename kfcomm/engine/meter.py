@@ -1,13 +1,13 @@
 """Counters and timings of one rank: calls by key, and the waiting for each peer.
 
-The engine holds a `Meter` and tells it of every chunk that arrives and of every collective that ends; bytes are
-counted by the links (see ``engine.traffic``). Counting is cheap, since it happens on the engine's loop. The
-numbers may be read on any thread: a reader may see one number updated before another, but never a wrong number.
+The engine notifies a `Meter` of every arriving chunk and of the end of every collective; links count the bytes (see
+``engine.traffic``). Counting is cheap, since it happens on the engine's loop. Any thread may read the numbers: a reader
+may see one number updated before another, but never a wrong number.
 
-The time of a collective, from its post to the last chunk that it gets, is shared out among the peers from which its
-chunks come: each adds what has passed since the chunk before it (or the post) to the peer's ``waited_s``. So a peer
-that posts late, computes for long or sits behind a slow link has the most. With several collectives in flight each
-counts for itself: the sums grow faster than the clock. Chunks that came before the post add nothing.
+The time of a collective, from its post to its last chunk, is divided among the peers that send its chunks. Each chunk
+adds the time since the chunk before it (or the post) to its sender's ``waited_s``. So a peer that posts late, computes
+for long or has a slow link has the largest value. Each collective in flight counts in full, so the sums grow faster
+than the clock. Chunks that came before the post add nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The ways between processes: one listening port, a control thread, and stream links opened when they are used.
+"""Connections between processes: one listening port, a control thread, and stream links opened when they are used.
 
-Which transport an edge gets follows from where its ends are, and from the setting ``transport``: see
+The hosts of its two ends and the setting ``transport`` determine the transport of an edge: see
 `kfcomm.transports.registry`.
 """
 

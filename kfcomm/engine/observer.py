@@ -4,9 +4,9 @@ Statistics (``meter``), the log of recent events (`Recorder`), the load (`Engine
 (``kfcomm.monitor.timeline``) are observers. An observer returns nothing and cannot change what the engine does.
 
 Without an observer ``Engine.observers`` is ``None``, and each event costs one test of that. Statistics and the
-recorder are not in it: completions reach them in batches (see ``Recorder.settle``), which costs a third; the rarer
-events reach all of them. Bytes are counted by the links and slots that move them (see ``traffic``), since an event per
-chunk would cost more than the count.
+recorder are not in it: they get completions in batches (see ``Recorder.settle``), at a third of the cost. All of them
+get the rarer events. Links and slots count the bytes that they move (see ``traffic``), since an event per chunk would
+cost more than the count.
 """
 
 from __future__ import annotations

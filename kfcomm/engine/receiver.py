@@ -1,9 +1,9 @@
 """Receiving end of all links of one rank: each frame goes to the router, whose decisions are carried out at once.
 
-A small payload is read during the call that shows it. A large one first gets a place, in the result if it is a
-part of that: then it is written where it belongs. So a payload is *borrowed* (readable during one call only), *placed*
-(it arrives where the result belongs), or *held* in a block of the pool. Blocks are used again while there are few of
-them; beyond that, memory comes from the allocator, so that every accepted payload finds memory.
+A small payload is read during the call that shows it. A large one first gets a place, in the result if it is a part of
+the result. So a payload is *borrowed* (readable during one call only), *placed* (it arrives in the result), or *held*
+in a block of the pool. The pool has few blocks and reuses them; further memory comes from the allocator, so that there
+is memory for every accepted payload.
 """
 
 from __future__ import annotations

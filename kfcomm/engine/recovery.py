@@ -1,8 +1,8 @@
 """Recovery from links that break, and the ends of calls that fail.
 
-A link may break between this rank and a peer that lives; ``core.links`` has the rules. The side that opened the link
-fails what it has in flight on it, once it is known whether the peer is gone or only the link, and opens the next one if
-that has something to send. The other side fails nothing; it makes sure that the first one notices too.
+A link to a living peer may break; ``core.links`` has the rules. The side that opened the link waits until it is known
+whether the peer is lost or only the link. Then it fails the calls in flight on the link, and opens the next link when
+it has something to send. The other side fails nothing; it only makes sure that the first side notices, too.
 """
 
 from __future__ import annotations

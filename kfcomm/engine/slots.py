@@ -1,10 +1,9 @@
 """Table of the slots of a rank, and of their uses under way, which are polled together.
 
-The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, at the
-second use of the series: it announces the memory on each link before it sends anything of that use. So every rank knows
-of it when that use is complete, and takes the slot for the uses after it. No rank waits for an answer: one that cannot
-use the slot sends chunks, and all follow (see ``executors``), since its chunks reach the hub, which then takes the slot
-back.
+The hub of a series is its root, or else the first rank of the group. At the second use of the series it allocates a
+slot in its own memory, and announces that on each link before it sends anything of that use. So every rank knows the
+slot when that use is complete, and takes it for later uses. No rank waits for an answer: one that cannot use the slot
+sends chunks. These reach the hub, which takes the slot back, and all ranks send chunks (see ``executors``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Operation whose chunks travel in another dtype than the caller's.
 
-Invariants: links are shown memory of the operation's own, never the caller's. It holds one chunk's
-converted bytes at each chunk's place, no more: a chunk goes up at most once, and its result comes down, or is sent
-down, only after the other end has had all of that. What goes down is what came, or what the root has rounded: every
-rank makes its result of the same bytes.
+Invariants: links read memory of the operation, never the caller's. The place of each chunk in it has the converted
+bytes of one chunk at a time: a chunk goes up at most once, and its result comes or is sent down only after the other
+end has read all of that. A rank sends down the bytes that it received, or that it has rounded as the root: so all ranks
+make their results of the same bytes.
 """
 
 from __future__ import annotations

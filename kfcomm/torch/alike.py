@@ -1,4 +1,4 @@
-"""Comparison of attachments between ranks, so that a difference is an error on all of them before any exchange."""
+"""Comparison of attachments between ranks: a difference is an error on all ranks before any exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process group's backend: what torch calls, over one communicator."""
+"""Backend of one process group: the methods that torch calls, over one communicator."""
 
 from __future__ import annotations
 

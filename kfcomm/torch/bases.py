@@ -1,4 +1,4 @@
-"""The class of torch that a process group's backend extends, and what only the older one needs.
+"""The class of torch that a process group's backend extends, and methods that only older versions need.
 
 Since torch 2.14 a ``Backend`` may be made in Python, below torch's own ``ProcessGroup``. An earlier torch takes a
 ``ProcessGroup`` made in Python in the place of its own: then the backend is the group itself, for all devices. It has

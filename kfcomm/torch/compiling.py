@@ -1,7 +1,7 @@
 """Functions that torch's compiler leaves alone.
 
-``torch.compile`` sees each Python frame that runs while a compiled function is on the stack: hooks, works and the verbs
-of a process group too, and their callees. It would compile dozens of our frames, and fails on some of them.
+``torch.compile`` sees each Python frame that runs while a compiled function is on the stack. These include hooks,
+works, the verbs of a process group, and their callees. It would compile dozens of our frames, and fail on some of them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 tensor that it gave. So the result need not be copied to that tensor. With the contribution and the result in memory
 that all ranks of the host can read, a call moves 1.25 times the bytes through memory, instead of 5 times. See "Arrays
 that need no copy". Other callers of ``all_reduce`` get the result in their tensor. The innermost Python frame
-distinguishes the two, alike on all ranks of a program: the reducer calls from C++ in a backward pass, or from
+distinguishes the two, in the same way on all ranks: the reducer calls from C++ in a backward pass, or from
 ``DistributedDataParallel`` itself.
 
 *Hook.* DDP calls it with each bucket when its gradients are complete, in the same order on all ranks, and takes a

@@ -1,9 +1,9 @@
 """Updates that are made when the program next uses a parameter, so that gradients travel meanwhile.
 
-While a gradient is under way, ``parameter.grad`` is the memory that it arrives in, *covered*: of a subclass whose every
-use waits for the averages first. The optimizer's step takes the covered gradients, and covers its parameters instead:
-the first use of one waits for its bucket and has the optimizer update the parameters of that bucket. In a forward pass
-that happens when a layer needs its weights.
+While a gradient is under way, ``parameter.grad`` is the memory in which it arrives, *covered* by a subclass of which
+every use first waits for the averages. The optimizer's step takes the covered gradients, and covers its parameters
+instead: the first use of a parameter waits for its bucket, and makes the optimizer update the parameters of that
+bucket. In a forward pass that happens when a layer needs its weights.
 
 Uses are seen where torch is called from Python (``__torch_function__``). A use of memory that was shared with a
 parameter before is not seen; a write to it is, if it raises the version of the parameter.

@@ -1,8 +1,8 @@
 """Exchange of the gradients of one backward pass: full buckets are sent during the pass, all others at its end.
 
-With the last bucket each rank sends a word: a checksum of the number of steps that its optimizer has made and of their
-options, or that its backward pass has raised. So a rank that has left out a step or a part of a pass is an error on all
-ranks; without it the replicas would silently differ.
+With the last bucket each rank sends a word: a checksum of its optimizer's steps and their options, or a mark that its
+backward pass has raised an error. So a rank that has skipped a step or a part of a pass causes an error on all ranks.
+Without the word the replicas would silently differ.
 """
 
 from __future__ import annotations

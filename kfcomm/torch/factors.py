@@ -1,12 +1,12 @@
-"""Gradients of linear layers by their factors, in the place of an average of a bucket.
+"""Gradients of linear layers by their factors, instead of an average of a bucket.
 
-The gradient of a layer's weight is AᵀB over K rows, of what came back to the layer and of what went into it. Hooks
-record both. Where they are smaller than the gradient (Poseidon, see `kfcomm.train.factors`) they are gathered from all
+The gradient of a layer's weight is AᵀB over K rows: A holds the gradients of the layer's output, B its input. Hooks
+record both. If they are smaller than the gradient (Poseidon, see `kfcomm.train.factors`), they are gathered from all
 ranks, and each rank multiplies them.
 
-Invariant: a rank offers factors only if they make its gradient, which it checks in every step: a weight that is used
-elsewhere, or a gradient that holds more than this step's samples, travels as it is. All ranks choose alike, by what all
-offer.
+Invariant: a rank offers factors only if their product is its gradient, which it checks in every step. A weight that is
+used elsewhere, or a gradient of more than this step's samples, travels as it is. All ranks make the same choice, from
+the offers of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Errors of collectives that backward passes raise as they are.
+"""Errors of collectives, raised unchanged by backward passes.
 
-torch's C++ keeps the text alone of what a future's callback raises, so that a backward pass of
-``DistributedDataParallel`` would raise a bare ``RuntimeError`` where a peer has died. Here the error is kept for the
-thread that waits, and raised in the place of that one.
+torch's C++ keeps only the text of an error in a future's callback. So a backward pass of ``DistributedDataParallel``
+would raise a bare ``RuntimeError`` when a peer has died. Here the error is stored for the waiting thread, and raised
+instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The latest calls of this process's groups, in the format of torch's Flight Recorder, which ``torchfrtrace`` reads.
 
-torch switches its recorder on by ``TORCH_FR_BUFFER_SIZE``, the number of calls to keep, and so it is here. Without it
-nothing is recorded, and calls cost nothing more. When a call fails, this rank writes its record and sets a word in
+As in torch, ``TORCH_FR_BUFFER_SIZE``, the number of calls to keep, switches the recorder on. Without it nothing is
+recorded, and calls have no extra cost. When a call fails, this rank writes its record and sets a word in
 torch's store; a thread of every rank looks for it each second. So the record of a rank that is stuck in its own code is
 written as well.
 """

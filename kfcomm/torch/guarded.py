@@ -1,14 +1,14 @@
 """Guarded steps of an attachment: evidence from the rows of all ranks, and the state before a void step.
 
-A step is judged within ``optimizer.step()``, before any update: when the rows of the backward pass have come, which all
-ranks read alike. So one that the program or its ``GradScaler`` leaves out is not judged. A void step
+A step is judged within ``optimizer.step()``, before any update, when the rows of the backward pass have come. All ranks
+read the same rows. A step that the program or its ``GradScaler`` skips is not judged. A void step
 
-- makes no update: the optimizer sees no parameters for the time of its step;
-- has the model's buffers put back, which the forward pass has changed already, and the state of compressors;
-- leaves gradients of zeros, so that nothing of it is added to the next one.
+- makes no update: the optimizer sees no parameters during its step;
+- restores the model's buffers, which the forward pass has changed already, and the state of compressors;
+- sets gradients to zero, so that nothing of it is added to the next step.
 
-Buffers are copied before the first forward pass after a step. Where a ``GradScaler`` has left a step out because of
-infinite gradients, and buffers are not finite either, they are put back before the next forward pass.
+Buffers are copied before the first forward pass after a step. If a ``GradScaler`` has skipped a step because of
+infinite gradients, and buffers are not finite either, they are restored before the next forward pass.
 """
 
 from __future__ import annotations

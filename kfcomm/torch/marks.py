@@ -1,8 +1,8 @@
-"""Marks of a pass: for which parameters any rank has a gradient, and a row of numbers of each rank.
+"""Marks of a pass: the parameters for which any rank has a gradient, and a row of numbers of each rank.
 
-The marks travel in one ``all_reduce`` of bytes by ``max``. A mark is 0 or 1. Each rank writes only its own row, so that
-of each byte of the rows all ranks but one give 0: the maximum is that rank's number, to the bit, whatever its type. So
-rows cost no collective of their own, and all ranks read the same ones.
+The marks travel in one ``all_reduce`` of bytes by ``max``. A mark is 0 or 1. Each rank writes only its own row, so all
+other ranks give 0 for its bytes, and the maximum has exactly that rank's bytes. So rows cost no collective of their
+own, and all ranks read the same rows.
 """
 
 from __future__ import annotations

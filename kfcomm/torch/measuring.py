@@ -1,8 +1,8 @@
 """Statistics of gradients measured in an exchange: squared norms for a monitor of ``kfcomm.train``.
 
-Two numbers of gradients on a device stay there: |g|² of this rank, which all ranks gather, and that of its share of the
-mean. The host reads both when the next pass begins, from the stream of the exchanges, which has no work of that pass
-yet. So it waits for nothing that the device has not long done; the monitor learns one step later.
+For gradients on a device two numbers stay there: |g|² of this rank, which all ranks gather, and that of its share of
+the mean. The host reads both when the next pass begins, from the stream of the exchanges, which has no work of that
+pass yet. So the host does not wait for the device, and the monitor learns one step later.
 """
 
 from __future__ import annotations

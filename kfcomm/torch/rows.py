@@ -1,6 +1,6 @@
 """Rows of a step in which an algorithm exchanges models and gradients by itself.
 
-Then gradients are in no buckets. Each rank squares its own when the optimizer's step begins, and the rows travel alone.
+Such gradients are not in buckets. Each rank squares its own when the optimizer's step begins, and sends a separate row.
 """
 
 from __future__ import annotations

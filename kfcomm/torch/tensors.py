@@ -1,8 +1,8 @@
-"""Tensors in the form that kfcomm takes: flat NumPy views of their memory, without a copy where they are contiguous.
+"""Tensors as kfcomm takes them: flat NumPy views of their memory, without a copy if they are contiguous.
 
 All are exchanged flat: ranks may give tensors of different shapes with the same number of elements, as with torch's
-other backends. A tensor that is not contiguous is copied, and the result copied back. Tensors on a device are passed on
-as they are.
+other backends. A tensor that is not contiguous is copied, and the result copied back. Tensors on a device are passed
+unchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Links inside one process: a whole world of ranks on one event loop, for tests and experiments.
 
-The receiver reads a payload in the sender's own memory, which is free again afterwards. Delivery happens in a later
-turn of the loop than sending, and little in one turn, so that events have the order of a network, and urgent chunks can
-overtake others.
+The receiver reads a payload in the sender's own memory, which is free again afterwards. A frame is delivered in a later
+turn of the loop, and a turn delivers little. So events have the order of a network, and urgent chunks can overtake
+others.
 """
 
 from __future__ import annotations

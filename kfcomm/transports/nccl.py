@@ -12,10 +12,10 @@ NCCL reads its own environment. Useful variables: ``NCCL_DEBUG=WARN`` (or ``INFO
 setting ``interface`` does not reach.
 
 NCCL connects two ranks when a launch first needs it (2.22 and newer), so a launch may wait for the others' launches.
-Only ``abort`` ends that wait, and nothing ends a ``connect`` for which another rank never comes: so both are called on
-a thread that can be abandoned.
+Only ``abort`` ends that wait, and a ``connect`` that another rank never joins does not end at all. So both are called
+on a thread that can be abandoned.
 
-Names are matched above: every rank launches the same in the same order.
+The layers above match names: every rank makes the same launches in the same order.
 """
 
 from __future__ import annotations

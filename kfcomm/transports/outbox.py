@@ -1,4 +1,4 @@
-"""Send queues of links: in which order frames leave, and which part of one the kernel has taken.
+"""Send queues of links: the order in which frames leave, and the part of a frame that the kernel has taken.
 
 Invariants:
 

@@ -1,14 +1,14 @@
 """Reactor: deferred calls, timers, ready descriptors and pollers, without a thread or an event loop of its own.
 
-It holds what is to be done, and ``progress`` does what is due. Any thread may drive it, one at a time: an asyncio loop
-(``LoopDriver``), or a caller that blocks (``kfcomm.sync``). Pollers look at news that no descriptor signals: shared
-memory.
+It holds pending work, and ``progress`` does the work that is due. Any thread may drive it, one at a time: an asyncio
+loop (``LoopDriver``), or a caller that blocks (``kfcomm.sync``). Pollers look for news without a descriptor: those in
+shared memory.
 
 Invariants:
 
 - Callbacks run inside ``progress`` only, one after the other, and never inside the call that registered them.
 - ``woken`` is called whenever something becomes due while no driver is at work; a resting driver must react to it.
-- Only ``call_soon_threadsafe`` may be called by others than the driver, or without the lock that excludes it.
+- Other threads than the driver, without the lock that excludes it, may only call ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations

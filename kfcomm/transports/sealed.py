@@ -1,7 +1,7 @@
 """Sealed frames on a stream; ``core.seal`` has their format.
 
 A frame gets its number, and so its seal, when it leaves, since queued frames may be overtaken or dropped. Frames that
-the kernel did not take are sealed again, with the number that they have then.
+the kernel did not take are sealed again later, with a new number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Collectives of memory on devices: named, with deadlines and errors as all others, carried out by another path.
+"""Collectives of memory on devices: they have names, deadlines and errors as all others, and paths of their own.
 
-A *call* is one of them on one rank. To the runtime it is a collective without chunks: it has a number, a deadline, and
-fails everywhere if it fails anywhere. A *path* carries it out: whole on the devices, or through the host's memory.
+A *call* is such a collective on one rank. To the runtime it is a collective without chunks: it has a number and a
+deadline, and fails on all ranks if it fails on one. A *path* carries it out: on the devices, or through host memory.
 """
 
 from __future__ import annotations

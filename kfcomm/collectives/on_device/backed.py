@@ -1,4 +1,4 @@
-"""Calls that a backend runs whole on the devices: launched in one order on every rank, whatever order they come in.
+"""Calls that a backend runs completely on the devices: launched in one order on every rank, posted in any order.
 
 The ranks of a group *form* a backend together, when the first call comes, and launch by `core.launch_order`::
 
@@ -14,8 +14,8 @@ The ranks of a group *form* a backend together, when the first call comes, and l
     ending      launched calls are done, or their time is   idle        ENDED to the leader, which forms anew when
                 over, and the backend is ended                          it has that of all, and a call comes
 
-A launch cannot be taken back, and one that only some ranks make blocks every later one. So such a call fails together
-with every unlaunched call; launched ones have a moment to complete, and the next begins in a new
+A launch cannot be taken back, and one that only some ranks make blocks every later launch. So such a call fails
+together with every unlaunched call; launched calls have a moment to complete, and the next call begins in a new
 formation. That is expensive. In normal operation a launch needs no message, once the order is known.
 
 Blocking calls of the backend are made on threads of their own, since they may block for ever if a peer dies.

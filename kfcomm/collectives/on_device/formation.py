@@ -1,24 +1,23 @@
 """Parts of one formation of a backend: the launcher, the channel between ranks, and the decision about failed calls.
 
-A backend may join two ranks only at the first launch that needs it, which then waits until both have come. The event
+A backend may connect two ranks only at the first launch that needs it, which then waits until both have come. The event
 loop must not wait, since other ranks may need messages from it. So `DeviceLauncher` makes the first launch of a kind on
-a thread, and those that come while it is under way. All others, the usual ones of a loop, are made where they are.
+a thread, together with the launches that come meanwhile. It makes all later ones directly.
 
 Messages of a `Channel` are small and ordered; none is lost or doubled. They travel as messages of the group's
 mailbox, under a tag of their own; those to one rank in one turn of the loop travel as one. A message that a broken
 link may have lost is sent again, under its number: a rank that has had it ignores it.
 
-A call that only some ranks launch blocks every later launch: it *ends* the formation. A failed call that no rank has
-launched ends nothing, provided that no rank launches it later. So where a call fails, one rank decides for all
-(`Failures`)::
+A call that only some ranks launch blocks every later launch: it *ends* the formation. A failed call that no rank
+launches, now or later, ends nothing. So when a call fails, one rank decides for all (`Failures`)::
 
     a rank that fails at it     REPORT to the leader: whether it has launched it
     the leader, unless it has   ASK to all: a rank that hears it launches the call no more, and ANSWERs whether it
     been launched               has; one that does not answer in time may have
     the leader                  OUTCOME to all: whether the formation is over
 
-A rank that has failed at a call begins nothing before the outcome: else it might begin the next one in a formation
-that others are about to end. Nor does it begin a call that it knows to have failed.
+After a failed call a rank begins no other call before the outcome: it might begin that in a formation that other ranks
+are about to end. Nor does it begin a call that it knows to have failed.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ So each byte crosses the network once for each host and not once for each device
 begins when the one before is on its stream; copies and links of one block go on beside the backend's work on another. A
 block that the ranks of a host cannot share evenly is padded, in memory of its own.
 
-The leader of a host sends the order of its launches each time: when a step *together* comes depends on other hosts, and
-an order that was learned could wait for it before it lets another host continue.
+The leader of a host sends the order of its launches each time: the time of a step *together* depends on other hosts,
+and a learned order could wait for it before it lets another host continue.
 """
 
 from __future__ import annotations

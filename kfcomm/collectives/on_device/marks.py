@@ -1,9 +1,9 @@
-"""Marks on streams for which this rank waits: polled as shared memory is, and left to the device before a rest.
+"""Marks on streams for which this rank waits: polled like shared memory, and left to the device before a rest.
 
-A notice of the device (``Device.notify``) costs two threads a turn, and an interrupt wakes the device's. So
-marks are polled for as long as the driver of the reactor polls anyway (see ``transports.reactor``), and only before it
-rests is the device asked for one notice for each stream. A *lazy* mark is one that no call waits for: it is looked at
-whenever others are, and after a moment.
+A notice of the device (``Device.notify``) costs two threads a turn, and an interrupt wakes the device's thread. So
+marks are polled as long as the driver of the reactor polls anyway (see ``transports.reactor``). Before it rests, it
+asks the device for one notice for each stream. No call waits for a *lazy* mark: it is checked together with others, and
+after a moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls in the launch order of their group: each is launched when its turn has come, and all ranks have heard of it."""
+"""Calls in the launch order of their group: each is launched when its turn has come and all ranks know it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Exported memory of one rank in one group: places for its contributions.
 
-A place belongs to one use of one name. It is free again when every rank, this one included, has acknowledged that use:
-the rank does not read it any more. A rank whose call has failed acknowledges, too.
+A place belongs to one use of one name. It is free again when every rank, this one included, has acknowledged that use,
+and so does not read it any more. A rank whose call has failed acknowledges, too.
 
 Invariants: a place is never given out twice at a time. Memory grows, and is given back as a whole.
 """

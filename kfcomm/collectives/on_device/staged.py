@@ -2,11 +2,11 @@
 
 This module has the common part of the calls of one group; see ``staging`` for one call.
 
-What is posted is a collective of a group of its own (the same members), under the call's key, whose sequence number
-follows from the use of the key and the segment's index alone. So the numbers agree on all ranks, also where some have
-refused the call or mean another one, and collectives of one key are posted in the order of their numbers: a segment's
-*turn* comes when all earlier ones of its key are posted, or given up. First segments have a group of their own: so
-their numbers have no gaps, and calls of one segment use slots of shared memory, as calls of the host do.
+For each segment a collective is posted, in a separate group of the same members, under the call's key. Its sequence
+number follows only from the use of the key and the segment's index. So the numbers agree on all ranks, even if some
+have refused the call or make another one. Collectives of one key are posted in the order of their numbers: a segment's
+*turn* comes when all earlier ones of its key are posted, or skipped. First segments have a group of their own: so their
+numbers have no gaps, and calls of one segment use slots of shared memory, as calls of the host do.
 
 Freedom from deadlock: a call whose memory is ready waits only for its own segments, the earlier calls of its key, and
 the other ranks. Each call has a window of its own, the pool of blocks never makes a call wait, and within a key all

@@ -1,8 +1,8 @@
-"""Device memory for verbs that work on host memory only: fetched before the step begins, put back after the last.
+"""Device memory for verbs on host memory: copied in before the first step with data, and back at the end.
 
-For calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So a
-call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
-memory. Large arrays are better served by the verbs whose calls overlap copies and links.
+This is for calls of two steps, and for messages: their shapes differ between ranks, and the first step needs no data.
+So a call has its place in the program at once, and the host does not wait for the device while there is pinned memory.
+For large arrays use verbs whose calls overlap copies and links.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The verbs on device memory: arguments are checked and turned into calls of this group's path.
+"""Verbs on device memory: arguments are checked and turned into calls of this group's path.
 
-Invariants: a call has its place in the program at once, whatever the device is doing; the host never waits for the
-device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
+Invariants: a call has its place in the program at once, even if the device is busy; the host never waits for the
+device. In a group with and without devices, arrays of the host come here too, since others may be on devices.
 """
 
 from __future__ import annotations

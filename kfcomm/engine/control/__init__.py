@@ -1,20 +1,20 @@
 """Control plane as its users see it: news of failures and leaving peers, and answers about posted collectives.
 
-An engine moves data and holds a `ControlPlane`; the plane tells the engine what it hears by `ControlEvents`, and
-asks `StatusSource` on behalf of the peers. None of this ever waits for an engine: a rank that computes for minutes
-still answers, so that busy is not taken for dead.
+An engine moves data and holds a `ControlPlane`. The plane reports news to the engine by `ControlEvents`, and asks
+`StatusSource` on behalf of the peers. None of this ever waits for an engine: a rank that computes for minutes still
+answers, so that it is not taken for dead.
 
 Invariants, for the engine on each rank:
 
-- Each abort is heard at most once, and exactly once by every rank that lives on; never by the rank that sent it.
+- Each abort is heard at most once, and exactly once by every surviving rank; never by the rank that sent it.
 - A rank is reported as lost at most once, and never after it was reported as leaving.
-- All `ControlEvents`, and the answers to questions, come where the engine runs, in the order in which they
-  arrived.
+- All `ControlEvents`, and the answers to questions, are delivered where the engine runs, in the order of their
+  arrival.
 
-How far apart two processes' clocks are is measured as NTP does. The one who asks notes when it asked and when the
-answer was there; the one who answers says when it heard the question and when it answered. Of several rounds that with
-the shortest way counts: the less of it there is, the less of it can be uneven, and half of it bounds the error whatever
-it was made of (RFC 5905, section 8).
+The offset between the clocks of two processes is measured as by NTP. The asking side notes when it asked and when the
+answer came; the answering side sends the times at which it got the question and answered. Of several rounds the one
+with the shortest round trip counts: half of the round trip bounds the error, however it is divided between the two
+directions (RFC 5905, section 8).
 
 A question is one byte, an answer two signed 64-bit numbers of nanoseconds, little-endian. They travel on a connection
 of their own, after the handshake of every connection.

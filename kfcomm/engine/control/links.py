@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A peer counts as linked from its first link to the end of its last. Both sides may dial at once: then there are
-  two links, which does no harm; the oldest of more is closed.
+- A peer counts as linked from its first link to the end of its last. Both sides may dial at once, which makes two
+  links; if there are more, the oldest is closed.
 - After a link broke without a goodbye, or on suspicion, the peer is dialled: a closed port means that it is gone, and
   an answer that it is alive. Everything else (a timeout, a refused handshake) decides nothing.
 - Every frame is sealed: a relay that changes, forges or repeats one ends the link, not the peer.

@@ -6,11 +6,11 @@ It joins `Gossip` (which rank gets which message), `ControlLinks` (how it gets t
     living ──▶ leaving   it announced it; its sockets may close without being missed
        └─────▶ lost      its port is closed, its launcher saw it end, or another rank reports it
 
-A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. An
-other rank that leaves too needs it no longer either. Where all leave at once, as at the end of a program, that is all:
-they hear of each other in log2(size) rounds (see `kfcomm.core.gossip`). Where many stay, a rank that has heard of no
-further one for a while floods its *leave question*, which goes to all ranks and names no collective. Each rank that
-stays answers it when it has no questions left. Where few stay, each of these floods unasked whom it needs no longer.
+A leaving rank lingers, since the others may still ask which calls it has posted. It ends when no rank needs it any
+more; a rank that leaves, too, does not need it. If all ranks leave at once, as at the end of a program, they learn that
+in log2(size) rounds (see `kfcomm.core.gossip`). If many stay, a leaving rank that has heard of no further leaving rank
+for a while floods its *leave question*, which goes to all ranks and names no collective. Each staying rank answers it
+when it has no questions left. If few stay, each floods, without being asked, which ranks it does not need any more.
 """
 
 from __future__ import annotations

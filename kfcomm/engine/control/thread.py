@@ -1,8 +1,8 @@
 """The control thread: a small daemon thread with a loop of its own that answers while the engine computes.
 
 It owns the listener, every handshake of incoming connections, and the control links. Incoming data connections are
-handed to the engine once their peer has proven who it is. A defect in the thread is reported to the engine, as the
-loss of its own rank: without a control plane no promise of the engine can be kept.
+handed to the engine once their peer is authenticated. A defect in the thread is reported to the engine as the loss of
+its own rank, since the engine cannot work without a control plane.
 
 Invariants: after `ControlThread.stop` no thread, descriptor or task is left.
 """

@@ -1,8 +1,8 @@
 """Bell: the one socket by which the peers of a host wake a process, whatever links it has.
 
-A datagram means that there may be something to see in shared memory, and nothing else: one from an unknown process
-costs a look. Its content and sender are not looked at. A bell whose queue is full has datagrams that its owner has yet
-to read, so the next one may be dropped.
+A datagram means only that shared memory may have changed. Its content and sender are ignored, so one from an unknown
+process costs one look at that memory. A bell with a full queue has datagrams that its owner has yet to read, so the
+next one may be dropped.
 """
 
 from __future__ import annotations

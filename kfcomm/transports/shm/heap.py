@@ -4,9 +4,8 @@ Each process has one *heap*, a segment as large as the machine's memory whose pa
 written, and maps those of its peers when it needs them. An array is identified by its offset in its owner's heap. It
 lives as long as the array or a view of it, like any array; then its memory is reused, or returned to the system.
 
-Invariants: a heap never changes its size. Its owner alone decides what is free in it, never a forked child. Peers map
-it for reading, and shared results for writing. It holds the program's arrays and nothing else, and nothing in it is
-trusted.
+Invariants: a heap never changes its size. Only its owner decides which parts are free, never a forked child. Peers map
+it for reading, and shared results for writing. It holds only the program's arrays, and nothing in it is trusted.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Common part of both ends of a shared-memory link: waking the peer, and the end.
 
-A link has no socket. A peer that has parked is woken by its bell, as of all its links. Each side has a word in the
-segment that says that it has ended: then what the ring still holds is read first. So a goodbye is a record (BYE), as on
-other links. A process that dies stores nothing; the control plane reports it (see `ShmLink.peer_lost`).
+A link has no socket. A parked peer is woken by its bell, which serves all its links. Each side has a word in the
+segment which says that it has ended; the other side still reads the rest of the ring. So a goodbye is a record (BYE),
+as on other links. A process that dies stores nothing; the control plane reports it (see `ShmLink.peer_lost`).
 
 Invariants:
 
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or ``abort``. The
   end of a link is always reported from the reactor, once.
-- A side that sees its peer parked, after it has stored what the peer waits for, wakes it before it rests itself. A link
-  that owes its peer a wake-up is polled until that is settled.
-- A peer that breaks the protocol ends this link alone, wherever that is noticed.
+- A side stores what its peer waits for; if it then sees the peer parked, it wakes the peer before it rests itself. A
+  link that owes its peer a wake-up is polled until that is settled.
+- A peer that breaks the protocol ends only this link, wherever that is noticed.
 """
 
 from __future__ import annotations

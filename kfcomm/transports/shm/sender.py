@@ -1,12 +1,12 @@
 """Sending end of a shared-memory link, which this process opened.
 
-A chunk leaves as soon as it fits: its payload is copied to the ring or to a piece of the arena, unless it was written
-there (``reserve``) or is there for another peer, and then the caller's memory is free again. Other chunks wait, in the
-order that ``transports.outbox`` describes, but of one priority, results go before contributions.
+A chunk leaves as soon as it fits. Its payload is copied to the ring or to a piece of the arena, unless it was written
+there (``reserve``) or is there for another peer. Then the caller's memory is free again. Other chunks wait, in the
+order that ``transports.outbox`` describes; within one priority, results go before contributions.
 
-Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
-larger one for partial results and results, at most as many as contributions that were taken. If these had
-to wait, each would have to be copied once more for each peer.
+Two *windows* bound the data under way to one peer: a small one for contributions, which every rank has at once, and a
+larger one for partial results and results, which are at most as many as the contributions taken. If these had to wait,
+each would have to be copied once more for each peer.
 """
 
 from __future__ import annotations
